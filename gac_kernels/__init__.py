@@ -1,0 +1,14 @@
+"""One fused operation for hybrid SFT + RL losses, on several backends."""
+
+from .api import fused_gac_loss, token_logprobs
+from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
+
+__all__ = [
+    "DemoWeight",
+    "LossOutput",
+    "LossSpec",
+    "Signals",
+    "TokenMoments",
+    "fused_gac_loss",
+    "token_logprobs",
+]

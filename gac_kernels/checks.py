@@ -1,0 +1,168 @@
+"""The contract's errors: each names the argument, the offending value and what to do."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from .contract import IGNORE, LossSpec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def rows(name: str, value: Tensor, targets: Tensor) -> None:
+    """`value` [..., X] must be a float tensor with one row per target and contiguous rows."""
+    tensor(name, value)
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {value.dtype}: use float32, bfloat16 or float16")
+    if value.dim() not in (2, 3):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: use [B, T, {name[0].upper()}] or packed [N, .]"
+        )
+    if value.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: the last dimension is empty")
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ValueError(
+            f"{name} has strides {value.stride()}: the last dimension must be contiguous; "
+            f"call .contiguous() first"
+        )
+    tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets has dtype {targets.dtype}: use int64")
+    shape("targets", targets, value.shape[:-1])
+    same_device("targets", targets, value)
+
+
+def tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}: use a tensor")
+
+
+def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
+    if tuple(value.shape) not in [tuple(a) for a in allowed]:
+        wanted = " or ".join(str(list(a)) for a in allowed)
+        raise ValueError(f"{name} has shape {list(value.shape)}: expected {wanted}")
+
+
+def same_device(name: str, value: Tensor, other: Tensor, cpu: bool = False) -> None:
+    if value.device != other.device and not (cpu and value.device.type == "cpu"):
+        raise ValueError(f"{name} is on {value.device}: move it to {other.device}")
+
+
+def head(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> None:
+    """weight [V, H] and bias [V] must fit hidden [..., H]."""
+    tensor("weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}: expected [V, {hidden.shape[-1]}] "
+            f"for hidden of shape {list(hidden.shape)}"
+        )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None:
+            continue
+        tensor(name, value)
+        if value.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} has dtype {value.dtype}: use hidden's, {hidden.dtype}, or run under autocast"
+            )
+        same_device(name, value, hidden)
+    if bias is not None:
+        shape("bias", bias, (weight.shape[0],))
+
+
+def batch(
+    like: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    mu: float | Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: LossSpec,
+    rollout_norm: float | Tensor | None,
+    demo_norm: float | Tensor | None,
+) -> None:
+    """Everything about a batch whose check needs no value from an accelerator."""
+    if not isinstance(spec, LossSpec):
+        raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
+    if targets.dim() == 1:
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens is None: the packed layout needs it")
+        tensor("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: use int32")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: expected [S + 1]")
+        same_device("cu_seqlens", cu_seqlens, like, cpu=True)
+        sequences = cu_seqlens.numel() - 1
+    else:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens is given: only the packed layout, logits [N, V], takes it")
+        sequences = targets.shape[0]
+    tensor("advantages", advantages)
+    if not advantages.is_floating_point():
+        raise TypeError(f"advantages has dtype {advantages.dtype}: use a float dtype")
+    shape("advantages", advantages, (sequences,), tuple(targets.shape))
+    same_device("advantages", advantages, like, cpu=True)
+    tensor("is_demo", is_demo)
+    if is_demo.dtype != torch.bool:
+        raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
+    shape("is_demo", is_demo, (sequences,))
+    same_device("is_demo", is_demo, like, cpu=True)
+    for name, value in (("old_logps", old_logps), ("ref_logps", ref_logps)):
+        if value is None:
+            continue
+        tensor(name, value)
+        if not value.is_floating_point():
+            raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
+        shape(name, value, tuple(targets.shape))
+        same_device(name, value, like)
+    if spec.kl_coef != 0 and ref_logps is None:
+        raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} needs it")
+    scalar("mu", mu, like, 0, 1)
+    for name, norm in (("rollout_norm", rollout_norm), ("demo_norm", demo_norm)):
+        if norm is not None:
+            scalar(name, norm, like, 0, math.inf)
+
+
+def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
+    """A Python number in [low, high], or a 0-d tensor whose value stays where it is."""
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ValueError(f"{name} has shape {list(value.shape)}: use a number or a 0-d tensor")
+        same_device(name, value, like, cpu=True)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: use a number or a 0-d tensor")
+    elif not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: use a number in [{low}, {high}]")
+
+
+def temperature(value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"temperature={value!r}: use a finite number > 0")
+
+
+def values(targets: Tensor, vocabulary: int, cu_seqlens: Tensor | None = None) -> None:
+    """Checks that read values: always on the CPU; on an accelerator under GAC_CHECK=1 only."""
+    checked = os.environ.get("GAC_CHECK") == "1"
+    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or checked):
+        ends = cu_seqlens.tolist()
+        n = targets.numel()
+        if ends[0] != 0:
+            raise ValueError(f"cu_seqlens starts at {ends[0]}: it must start at 0")
+        if any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"cu_seqlens={ends} decreases: it must not")
+        if ends[-1] != n:
+            raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
+    if targets.device.type == "cpu" or checked:
+        bad = ((targets < 0) | (targets >= vocabulary)) & (targets != IGNORE)
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"targets{where} = {targets[tuple(where)].item()}: use a token in "
+                f"[0, {vocabulary}), or {IGNORE} for no loss"
+            )

@@ -1,0 +1,236 @@
+"""The vocabulary of the fused loss: its options, its outputs and its sufficient statistics."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IGNORE = -100  # a target with this value has no loss
+
+
+class DemoWeight(enum.Enum):
+    """Weight w of a demonstration token whose probability is p; w is never differentiated."""
+
+    ONE = "one"  # w = 1: cross-entropy
+    P = "p"  # w = p: DFT, arXiv 2508.05629
+    PHI = "phi"  # w = p (1 - p): CHORD, arXiv 2508.11408
+    SHAPED = "shaped"  # loss = -A p / (p + c), differentiated: LUFFY, arXiv 2504.14945
+    TRUST = "trust"  # loss = -p / max(p, c), denominator detached: TRAPO, arXiv 2512.17636
+
+
+REDUCTIONS = ("sequence", "token", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Everything about the loss that is not a tensor. Raises ValueError on an impossible value."""
+
+    clip_low: float | None = 0.2
+    """The ratio is clipped below at 1 - clip_low; None: not at all."""
+    clip_high: float | None = 0.2
+    """The ratio is clipped above at 1 + clip_high; None: not at all."""
+    dual_clip: float | None = None
+    """c > 1: with a negative advantage the policy term is at most -c A (arXiv 1912.09729)."""
+    kl_coef: float = 0.0
+    """Weight of the KL estimator to `ref_logps` in every rollout token."""
+    kl_estimator: str = "k3"
+    """"k1", "k2" or "k3" (joschu.net/blog/kl-approx.html)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in every rollout token."""
+    demo_weight: DemoWeight = DemoWeight.PHI
+    """Weight of the demonstration tokens."""
+    demo_shape: float = 0.1
+    """The constant c of SHAPED and TRUST."""
+    rollout_reduction: str = "sequence"
+    """"sequence", "token" or "constant"."""
+    demo_reduction: str = "token"
+    """"sequence", "token" or "constant"."""
+    max_tokens: float | None = None
+    """Tokens that every sequence counts for under a "constant" reduction."""
+    temperature: float = 1.0
+    """The logits are divided by it before the softmax."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.demo_weight, DemoWeight):
+            try:
+                object.__setattr__(self, "demo_weight", DemoWeight(self.demo_weight))
+            except ValueError:
+                names = ", ".join(w.value for w in DemoWeight)
+                raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
+        for name in ("rollout_reduction", "demo_reduction"):
+            _choice(name, getattr(self, name), REDUCTIONS)
+        _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r}: use a number >= 0, or None for no clip")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip={self.dual_clip!r}: use a number > 1, or None")
+        for name in ("kl_coef", "entropy_coef"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: use a finite number > 0")
+        if not 0 < self.demo_shape < math.inf:
+            raise ValueError(f"demo_shape={self.demo_shape!r}: use a finite number > 0")
+        if "constant" in (self.rollout_reduction, self.demo_reduction) and not (
+            self.max_tokens is not None and 0 < self.max_tokens < math.inf
+        ):
+            raise ValueError(
+                f"max_tokens={self.max_tokens!r}: a 'constant' reduction needs a number > 0"
+            )
+
+
+def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name}={value!r}: use one of {', '.join(valid)}")
+
+
+class Signals(NamedTuple):
+    """The controller's three inputs; nan where the batch could not tell."""
+
+    sft_variance: float
+    """sigma_s^2: trimmed variance of the demonstrations' mean negative log-likelihood, nats^2."""
+    rl_variance: float
+    """sigma_r^2: variance of the rollouts' sequence-level advantage."""
+    disagreement: float
+    """Delta g~^2: mean squared difference of the z-scored coefficients phi(p_t) and A_t."""
+
+
+@dataclass(frozen=True)
+class TokenMoments:
+    """Sufficient statistics of a batch. Adding them over micro-batches and ranks loses nothing.
+
+    The rollout moments are means and centred sums, so that merging does not cancel (Chan's rule).
+    With w = 1 / (tokens of the sequence) per rollout token, s = phi(p_t) and r = A_t:
+    """
+
+    rollouts: Tensor
+    """float64 [7]: n non-empty rollouts, mean s, mean r, then the centred sums
+    sum w (s - mean s)^2, sum w (r - mean r)^2, sum w (s - mean s)(r - mean r), and
+    sum over rollouts of (mean_t A_t - mean r)^2."""
+    demo_nll: Tensor
+    """float64 [S]: each demonstration's mean negative log-likelihood; nan in other places."""
+    totals: Tensor
+    """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
+    sum of the entropy over rollout tokens, sum of the entropy over demonstration tokens."""
+
+    @classmethod
+    def zeros(cls, device: torch.device | str = "cpu") -> TokenMoments:
+        """The neutral element of `+`."""
+        empty = {"dtype": torch.float64, "device": device}
+        return cls(torch.zeros(7, **empty), torch.zeros(0, **empty), torch.zeros(6, **empty))
+
+    def __add__(self, other: TokenMoments) -> TokenMoments:
+        return TokenMoments(
+            _merge(self.rollouts, other.rollouts),
+            torch.cat([self.demo_nll, other.demo_nll.to(self.demo_nll.device)]),
+            self.totals + other.totals.to(self.totals.device),
+        )
+
+    def to(self, device: torch.device | str) -> TokenMoments:
+        """The same moments on another device."""
+        return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
+        """The sum over all ranks of `group`, identical on each; a no-op without process group."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+            return self
+        ranks = dist.get_world_size(group)
+        size = torch.tensor([self.demo_nll.numel()], device=self.demo_nll.device)
+        sizes = [torch.zeros_like(size) for _ in range(ranks)]
+        dist.all_gather(sizes, size, group=group)
+        longest = max(int(s) for s in sizes)
+        mine = torch.cat([self.rollouts, self.totals, self.demo_nll])
+        mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=math.nan)
+        gathered = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(gathered, mine, group=group)
+        parts = [TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered]
+        return sum(parts[1:], parts[0])
+
+    def signals(self, trim: float = 0.1) -> Signals:
+        """The paper's equations 7 to 9 from the sums: one device-to-host copy.
+
+        trim: share of the sorted demonstrations that is dropped at each end, in [0, 0.5).
+        """
+        if not 0 <= trim < 0.5:
+            raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
+        n, _, _, ss, rr, sr, aa = self.rollouts.tolist()
+        nll = self.demo_nll.cpu()
+        nll = nll[~nll.isnan()].sort().values
+        cut = math.floor(trim * len(nll))
+        kept = nll[cut : len(nll) - cut]
+        sft = kept.var(correction=0).item() if len(kept) else math.nan
+        if n == 0:
+            return Signals(sft, math.nan, math.nan)
+        has_s, has_r = ss / n > 1e-12, rr / n > 1e-12  # a constant coefficient has z = 0
+        rho = sr / math.sqrt(ss * rr) if has_s and has_r else 0.0
+        return Signals(sft, aa / n, has_s + has_r - 2.0 * rho)
+
+    @property
+    def rollout_tokens(self) -> Tensor:
+        """0-d: number of rollout tokens that have a loss."""
+        return self.totals[0]
+
+    @property
+    def demo_tokens(self) -> Tensor:
+        """0-d: number of demonstration tokens that have a loss."""
+        return self.totals[1]
+
+    @property
+    def kl(self) -> Tensor:
+        """0-d: mean KL estimator per rollout token, nats; nan without rollouts or reference."""
+        return self.totals[2] / self.totals[0]
+
+    @property
+    def clip_fraction(self) -> Tensor:
+        """0-d: share of the rollout tokens whose gradient the clip removed."""
+        return self.totals[3] / self.totals[0].clamp(min=1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """0-d: mean entropy per rollout token, nats; nan without rollouts."""
+        return self.totals[4] / self.totals[0]
+
+
+def _merge(a: Tensor, b: Tensor) -> Tensor:
+    """Chan, Golub, LeVeque 1983: centred moments of two disjoint sets from those of each."""
+    b = b.to(a.device)
+    n = a[0] + b[0]
+    share = torch.where(n > 0, b[0] / n.clamp(min=1), torch.zeros_like(n))
+    delta = b[1:3] - a[1:3]
+    squares = torch.stack([delta[0] ** 2, delta[1] ** 2, delta[0] * delta[1], delta[1] ** 2])
+    return torch.cat(
+        [n[None], a[1:3] + delta * share, a[3:] + b[3:] + squares * (a[0] * share)],
+    )
+
+
+class LossOutput(NamedTuple):
+    """What `fused_gac_loss` returns. All but `loss` are detached; losses are float32 0-d tensors.
+
+    A named tuple, because FSDP's hooks look for the tensors inside and do not see a dataclass's.
+    """
+
+    loss: Tensor
+    """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
+    rollout_loss: Tensor
+    """The reduced rollout term, 0 without rollouts."""
+    demo_loss: Tensor
+    """The reduced demonstration term, 0 without demonstrations."""
+    kl: Tensor
+    """Mean KL estimator per rollout token; nan without `ref_logps` or without rollouts."""
+    clip_fraction: Tensor
+    """Share of the rollout tokens whose gradient the clip removed."""
+    logps: Tensor
+    """float32, like targets: log-probability of each target, 0 where there is no loss."""
+    entropy: Tensor
+    """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
+    moments: TokenMoments | None
+    """Sufficient statistics for the controller; None under `moments=False`."""

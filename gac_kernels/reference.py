@@ -1,0 +1,145 @@
+"""The loss in plain PyTorch, in any float dtype, with gradients by autograd: the definition.
+
+Kernels, tests, benches and documents are held against these functions. Half-precision inputs are
+computed in float32, float32 in float32, float64 in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .contract import DemoWeight, LossOutput, LossSpec
+from .tokens import Tokens, TokenTerms, finish, plan
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that inputs of `dtype` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def token_logprobs(
+    logits: Tensor,  # [..., V]
+    targets: Tensor,  # int64 [...]; -100 = no loss
+    *,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution; 0 where there is no loss."""
+    live = (targets != -100).reshape(-1).nonzero().squeeze(1)
+    rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
+    z = rows.to(arithmetic(logits.dtype)) / temperature
+    lse = z.logsumexp(-1)
+    lse = torch.where(lse == math.inf, math.nan, lse)  # +inf logits are an error, not a sure token
+    y = targets.reshape(-1).index_select(0, live)
+    logps = z.gather(-1, y[:, None]).squeeze(-1) - lse
+    finite = z.masked_fill(z == -math.inf, 0)  # a masked word adds 0 log 0 = 0 to the entropy
+    entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
+    blank = torch.zeros(targets.numel(), dtype=z.dtype, device=z.device)
+    return tuple(blank.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
+
+
+def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
+    """The per-token formulas: differentiable in `logps` and `entropy` ([N] each)."""
+    demo, a = tokens.demo, tokens.advantages
+    old = logps.detach() if tokens.old is None else tokens.old
+    ratio = (logps - old).clamp(max=80).exp()  # exp overflows at 88: 0 * inf would be nan
+    low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
+    high = math.inf if spec.clip_high is None else 1 + spec.clip_high
+    free, bound = ratio * a, ratio.detach().clamp(low, high) * a
+    clipped = free > bound
+    policy = -torch.where(clipped, bound, free)
+    if spec.dual_clip is not None:
+        ceiling = -spec.dual_clip * a
+        beyond = (a < 0) & (policy > ceiling)
+        policy, clipped = torch.where(beyond, ceiling, policy), clipped | beyond
+
+    kl = torch.zeros_like(logps)
+    if tokens.ref is not None:
+        d = tokens.ref - logps
+        kl = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1}[
+            spec.kl_estimator
+        ]()
+    rollout = policy - spec.entropy_coef * entropy
+    if spec.kl_coef != 0:
+        rollout = rollout + spec.kl_coef * kl
+
+    on_rollout = tokens.live & ~demo
+    loss = torch.where(on_rollout, rollout, 0) + torch.where(
+        tokens.live & demo, _demonstration(logps, a, spec), 0
+    )
+    return TokenTerms(
+        logps,
+        entropy,
+        loss,
+        torch.where(on_rollout, kl, 0).detach(),
+        (clipped & on_rollout).to(logps.dtype),
+    )
+
+
+def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
+    p = logps.exp()
+    q = p.detach()
+    match spec.demo_weight:
+        case DemoWeight.ONE:
+            return -logps
+        case DemoWeight.P:
+            return -q * logps
+        case DemoWeight.PHI:
+            return -q * (1 - q) * logps
+        case DemoWeight.SHAPED:
+            return -advantages * p / (p + spec.demo_shape)
+        case DemoWeight.TRUST:
+            return -p / q.clamp(min=spec.demo_shape)
+
+
+def fused_gac_loss(
+    logits: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    *,
+    mu: float | Tensor = 0.5,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
+    rollout_norm: float | Tensor | None = None,
+    demo_norm: float | Tensor | None = None,
+    moments: bool = True,
+) -> LossOutput:
+    """See `gac_kernels.fused_gac_loss`; same arguments, no checks."""
+    dtype = arithmetic(logits.dtype)
+    tokens = plan(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+        rollout_norm, demo_norm, dtype,
+    )  # fmt: skip
+    logps, entropy = token_logprobs(logits, targets, temperature=spec.temperature)
+    terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
+    loss, *parts, statistics = finish(tokens, terms, moments)
+    return LossOutput(
+        loss, *(x.detach() for x in parts), logps.detach(), entropy.detach(), statistics
+    )
+
+
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """hidden [..., H] times weight [V, H], never rounded below float32."""
+    dtype = arithmetic(hidden.dtype)
+    logits = hidden.to(dtype) @ weight.to(dtype).T
+    return logits if bias is None else logits + bias.to(dtype)
+
+
+def fused_linear_gac_loss(
+    hidden: Tensor, weight: Tensor, *args: Tensor, bias: Tensor | None = None, **keywords: object
+) -> LossOutput:
+    """See `gac_kernels.fused_linear_gac_loss`; holds all [N, V] logits."""
+    return fused_gac_loss(linear_logits(hidden, weight, bias), *args, **keywords)
+
+
+def linear_token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `gac_kernels.linear_token_logprobs`; holds all [N, V] logits."""
+    return token_logprobs(linear_logits(hidden, weight, bias), targets, temperature=temperature)

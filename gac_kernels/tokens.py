@@ -1,0 +1,210 @@
+"""From the caller's batch to one row of numbers per token, and back from token terms to the outputs.
+
+Everything here is of size N or S and plain PyTorch; what touches N x V lives in the backends.
+Legend: N tokens, S sequences, B padded rows, T row length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import IGNORE, DemoWeight, LossSpec, TokenMoments
+
+
+class Tokens(NamedTuple):
+    """A batch as N tokens; float tensors have the dtype of the arithmetic."""
+
+    targets: Tensor  # int64 [N]; IGNORE = no loss
+    live: Tensor  # bool [N]: has a loss
+    demo: Tensor  # bool [N]: belongs to a demonstration
+    advantages: Tensor  # [N]; 0 where nothing reads it
+    old: Tensor | None  # [N]: log-probs of the sampling policy
+    ref: Tensor | None  # [N]: log-probs of the reference policy
+    weight: Tensor  # [N]: share of the token's loss in its own term; 0 where there is no loss
+    scale: Tensor  # [N]: share in the mixed loss = weight times (1 - mu) or mu
+    sequence: Tensor  # int64 [N]: the token's sequence
+    offsets: Tensor  # int64 [S + 1]: where each sequence starts
+    lengths: Tensor  # int64 [S]: tokens with a loss
+    is_demo: Tensor  # bool [S]
+    mu: float | Tensor
+
+    def per_sequence(self, x: Tensor) -> Tensor:
+        """[N] -> [S]: the sum over each sequence, in a fixed order."""
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
+
+    def select(self, index: Tensor) -> Tokens:
+        """The tokens at `index` [M]: only the per-token fields are of use to row kernels."""
+        pick = lambda x: None if x is None else x.index_select(0, index)  # noqa: E731
+        return self._replace(**{name: pick(getattr(self, name)) for name in self._fields[:8]})
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[S] -> [N]: each token gets its sequence's value."""
+        return x[self.sequence]
+
+
+class TokenTerms(NamedTuple):
+    """Per-token results of a backend, [N], 0 where there is no loss."""
+
+    logps: Tensor  # log-probability of the target
+    entropy: Tensor  # of the whole distribution, nats
+    loss: Tensor  # the token's loss before any weight
+    kl: Tensor  # the KL estimator; 0 on demonstrations and without reference
+    clipped: Tensor  # 1 where the clip removed the gradient
+
+
+def plan(
+    targets: Tensor,  # int64 [B, T] or [N]
+    advantages: Tensor,  # [B], [B, T], [S] or [N]
+    is_demo: Tensor,  # bool [S]
+    mu: float | Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: LossSpec,
+    rollout_norm: float | Tensor | None,
+    demo_norm: float | Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tokens:
+    """Flatten the batch and give each token its weight. Inputs are checked by the caller."""
+    device, shape = targets.device, targets.shape
+    is_demo = is_demo.to(device)
+    flat = targets.reshape(-1)
+    index = torch.arange(flat.numel(), device=device)
+    if cu_seqlens is None:
+        rows, width = shape
+        offsets = torch.arange(rows + 1, device=device) * width
+        sequence = index // max(width, 1)
+    else:
+        offsets = cu_seqlens.to(device=device, dtype=torch.int64)
+        sequence = torch.searchsorted(offsets[1:], index, right=True)
+    spread = lambda x: x[sequence]  # noqa: E731
+
+    live, demo = flat != IGNORE, spread(is_demo)
+    ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integers: exact in any order
+    lengths = ends[offsets[1:]] - ends[offsets[:-1]]
+
+    advantages = advantages.to(device=device, dtype=dtype)
+    advantages = spread(advantages) if advantages.shape == is_demo.shape else advantages.reshape(-1)
+    reads = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
+    zero = torch.zeros((), dtype=dtype, device=device)
+    advantages = torch.where(reads, advantages, zero)
+    old, ref = (
+        None if x is None else torch.where(live & ~demo, x.detach().reshape(-1).to(dtype), zero)
+        for x in (old_logps, ref_logps)
+    )
+
+    sides = []
+    for side, reduction, norm in (
+        (~is_demo, spec.rollout_reduction, rollout_norm),
+        (is_demo, spec.demo_reduction, demo_norm),
+    ):
+        sides.append(_share(side, lengths, reduction, norm, spec.max_tokens, dtype))
+    weight = torch.where(live, spread(torch.where(is_demo, sides[1], sides[0])), zero)
+    mu = mu.to(device=device, dtype=dtype) if isinstance(mu, Tensor) else mu
+    scale = weight * torch.where(demo, mu, 1 - mu).to(dtype)
+    return Tokens(
+        flat, live, demo, advantages, old, ref, weight, scale,
+        sequence, offsets, lengths, is_demo, mu,
+    )  # fmt: skip
+
+
+def _share(
+    side: Tensor,
+    lengths: Tensor,
+    reduction: str,
+    norm: float | Tensor | None,
+    max_tokens: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[S]: weight of one token of each sequence under a reduction; 0 for an empty denominator."""
+    if norm is None:
+        own = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
+        norm = torch.where(side, own[reduction], 0).sum()
+    elif isinstance(norm, Tensor):
+        norm = norm.to(lengths.device)
+    per_sequence = {"sequence": lengths, "token": 1, "constant": max_tokens}[reduction]
+    denominator = torch.as_tensor(per_sequence * norm, dtype=torch.float64, device=lengths.device)
+    share = torch.where(denominator > 0, 1 / denominator, 0)
+    return share.expand(lengths.shape).to(dtype)
+
+
+def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
+    """bool [N]: tokens whose gradient is known to be 0 before any logit is seen."""
+    unmoved = tokens.advantages == 0
+    if spec.kl_coef == 0 and spec.entropy_coef == 0:
+        silent = unmoved & ~tokens.demo
+    else:
+        silent = torch.zeros_like(tokens.demo)
+    if spec.demo_weight is DemoWeight.SHAPED:
+        silent = silent | (unmoved & tokens.demo)
+    return ~tokens.live | (tokens.scale == 0) | silent
+
+
+class Summary(NamedTuple):
+    """0-d results over the whole batch."""
+
+    loss: Tensor
+    rollout_loss: Tensor
+    demo_loss: Tensor
+    kl: Tensor
+    clip_fraction: Tensor
+    moments: TokenMoments | None
+
+
+def finish(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    """Reduce token terms to the outputs. Sums run in float64, in a fixed order."""
+    part = (tokens.weight * terms.loss).double()
+    terms = TokenTerms(*(x.detach() for x in terms))
+    zero = torch.zeros((), dtype=torch.float64, device=part.device)
+    rollout_loss = torch.where(tokens.demo, zero, part).sum()
+    demo_loss = torch.where(tokens.demo, part, zero).sum()
+    mu = tokens.mu
+    loss = (1 - mu) * rollout_loss + mu * demo_loss
+    totals = _totals(tokens, terms)
+    kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
+    out = terms.loss.dtype
+    scalars = [x.to(out) for x in (loss, rollout_loss, demo_loss, kl, clip_fraction)]
+    return Summary(*scalars, _moments(tokens, terms, totals) if moments else None)
+
+
+def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
+    """float64 [6]: the additive part of the moments, see TokenMoments.totals."""
+    rollout, demo = tokens.live & ~tokens.demo, tokens.live & tokens.demo
+    zero = torch.zeros_like(terms.entropy)
+    columns = [
+        rollout,
+        demo,
+        terms.kl,
+        terms.clipped,
+        torch.where(rollout, terms.entropy, zero),
+        torch.where(demo, terms.entropy, zero),
+    ]
+    totals = torch.stack([c.sum(dtype=torch.float64) for c in columns])
+    if tokens.ref is None:
+        totals[2].fill_(math.nan)
+    return totals
+
+
+def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
+    logps = terms.logps.double()
+    filled = tokens.lengths > 0
+    length = tokens.lengths.clamp(min=1).double()
+    nll = torch.where(
+        filled & tokens.is_demo, -tokens.per_sequence(logps) / length, math.nan
+    )
+
+    rollouts = filled & ~tokens.is_demo  # [S]
+    n = rollouts.sum(dtype=torch.float64)
+    zero = torch.zeros_like(logps)
+    w = torch.where(tokens.live, tokens.spread(torch.where(rollouts, 1 / length, 0)), zero)
+    p = logps.exp()
+    s, r = p * (1 - p), tokens.advantages.double()
+    mean_s, mean_r = (w * s).sum() / n.clamp(min=1), (w * r).sum() / n.clamp(min=1)
+    ds, dr = s - mean_s, r - mean_r
+    means = torch.where(rollouts, tokens.per_sequence(w * r) - mean_r, 0)
+    sums = [(w * ds * ds).sum(), (w * dr * dr).sum(), (w * ds * dr).sum(), (means * means).sum()]
+    return TokenMoments(torch.stack([n, mean_s, mean_r, *sums]), nll, totals)
