@@ -1,0 +1,29 @@
+"""One way to reject an argument: its name, its value, and what to use instead."""
+
+from __future__ import annotations
+
+import math
+from typing import SupportsFloat
+
+
+def require(ok: bool, name: str, value: object, use: str) -> None:
+    """Raise ValueError "name=value: use ..." unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name}={value!r}: use {use}")
+
+
+def is_real(value: object) -> bool:
+    """Whether `value` is a finite Python number (bool is none)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether `value` is an integer >= `least` (bool is none)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def finite(name: str, value: SupportsFloat) -> float:
+    """A finite Python or 0-d array number as float; ValueError naming it otherwise."""
+    number = math.nan if isinstance(value, str) else float(value)
+    require(math.isfinite(number), name, value, "a finite number")
+    return number

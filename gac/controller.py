@@ -1,0 +1,317 @@
+"""The guided controller: from noise signals and a KL to the mixing weight mu of each step.
+
+`step` is the whole algorithm, a pure function from one `ControllerState` to the next;
+`GuidedController` holds a state and nothing else. docs/controller.md explains every option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from gac.checks import finite, is_count, is_real, require
+from gac.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from gac.schedules import Prior
+from gac_kernels.contract import Signals
+
+EMAS = ("state", "literal", "none")
+ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """The options of the controller. Raises ValueError on an impossible value."""
+
+    ema: str = "state"
+    """"state": m_t = beta m_{t-1} + (1 - beta) mu*, blended with the prior. "literal":
+    beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": mu* itself."""
+    ema_decay: float = 0.99
+    """beta in [0, 1)."""
+    prior_blend: float = 0.5
+    """lambda in [0, 1]: share of the adaptive weight; 1 is no prior, 0 is the prior alone."""
+    max_step: float = 0.01
+    """c-bar >= 0: largest change of mu in one step; 1 is no cap."""
+    update_every: int = 10
+    """f_mu: the signals are refreshed every so many steps."""
+    early_update_every: int | None = None
+    """f_mu of the first `early_steps` steps (the paper tried 2); None: as later."""
+    early_steps: int = 100
+    """Number of steps under `early_update_every`."""
+    signal_decay: float = 0.9
+    """EMA decay of the signals, in [0, 1), per refresh; 0 keeps the newest value alone."""
+    mu_init: float = 0.5
+    """mu before the first update, and m_0."""
+    mu_min: float = 0.02
+    """Smallest mu."""
+    mu_max: float = 0.98
+    """Largest mu."""
+    alpha_init: float = 0.7
+    """Target share of the SFT gradient before the first KL."""
+    alpha_min: float = 0.1
+    """Smallest alpha. The rule multiplies, so an alpha that reaches 0 stays there."""
+    alpha_max: float = 0.95
+    """Largest alpha."""
+    kl_target: float = 0.02
+    """KL_tgt > 0, nats per token."""
+    kl_up: float = 0.2
+    """eta_up >= 0: gain above the band."""
+    kl_down: float = 0.3
+    """eta_down >= 0: gain below the band."""
+    kl_hysteresis: float = 0.1
+    """h >= 0: no move while KL / KL_tgt is in [1 - h, 1 + h]."""
+    kl_decay: float = 0.9
+    """EMA decay of the KL, in [0, 1), started at the first value."""
+    kl_sign: int = 1
+    """+1: a high KL asks for more SFT, as printed; -1: for less."""
+    alpha_every: str = "refresh"
+    """Alpha moves at "refresh" steps, or at every "step"."""
+    estimator: str = "independent"
+    """mu* by equation 3 ("independent"), 4 ("correlated"), the exact optimum under biases
+    ("biased"), or equation 5 with b_r as its g-bar ("biased_paper")."""
+    prior: Callable[[int], float] = field(default_factory=Prior)
+    """mu_prior(t) in [0, 1], t from 0; see gac.schedules."""
+
+    def __post_init__(self) -> None:
+        for name in ("ema_decay", "signal_decay", "kl_decay"):
+            value = getattr(self, name)
+            require(is_real(value) and 0 <= value < 1, name, value, "a number in [0, 1)")
+        for name in ("prior_blend", "mu_min", "mu_max", "alpha_min", "alpha_max"):
+            value = getattr(self, name)
+            require(is_real(value) and 0 <= value <= 1, name, value, "a number in [0, 1]")
+        for name in ("max_step", "kl_up", "kl_down", "kl_hysteresis"):
+            value = getattr(self, name)
+            require(is_real(value) and value >= 0, name, value, "a finite number >= 0")
+        for part in ("mu", "alpha"):
+            low, high = getattr(self, f"{part}_min"), getattr(self, f"{part}_max")
+            init = getattr(self, f"{part}_init")
+            require(low <= high, f"{part}_min", low, f"a number <= {part}_max={high!r}")
+            inside = is_real(init) and low <= init <= high
+            require(inside, f"{part}_init", init, f"a number in [{low}, {high}]")
+        kl_target_ok = is_real(self.kl_target) and self.kl_target > 0
+        require(kl_target_ok, "kl_target", self.kl_target, "a finite number > 0")
+        require(self.kl_sign in (1, -1), "kl_sign", self.kl_sign, "1 or -1")
+        every, early = self.update_every, self.early_update_every
+        require(is_count(every, 1), "update_every", every, "an integer >= 1")
+        early_ok = early is None or is_count(early, 1)
+        require(early_ok, "early_update_every", early, "an integer >= 1, or None")
+        require(is_count(self.early_steps), "early_steps", self.early_steps, "an integer >= 0")
+        require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
+        choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
+        for name, valid in choices.items():
+            value = getattr(self, name)
+            require(value in valid, name, value, f"one of {', '.join(valid)}")
+
+    @classmethod
+    def paper(cls, **changes: Any) -> ControllerConfig:
+        """Algorithm 1 exactly as printed, with the paper's numbers; `changes` override fields."""
+        printed = {"ema": "literal", "alpha_every": "step", "signal_decay": 0.99}
+        return cls(**(printed | changes))
+
+    def is_refresh(self, t: int) -> bool:
+        """Whether update t, counted from 0, wants signals."""
+        early = self.early_update_every is not None and t < self.early_steps
+        every = self.early_update_every if early else self.update_every
+        return t % every == 0  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """All that an update needs from the past, and the last values for logging."""
+
+    step: int
+    """Updates done so far, t of the next one."""
+    mu: float
+    """The mixing weight in use."""
+    mu_ada: float
+    """The adaptive weight of the last update; m_t under ema="state"."""
+    alpha: float
+    """Target share of the SFT gradient."""
+    kl: float | None = None
+    """EMA of the KL, nats per token; None before the first."""
+    sft_variance: float | None = None
+    """EMA of sigma_s^2; None before the first."""
+    rl_variance: float | None = None
+    """EMA of sigma_r^2; None before the first."""
+    disagreement: float | None = None
+    """EMA of the disagreement; None before the first."""
+    corrections: tuple[float, ...] | None = None
+    """EMA of the `Corrections`; None before the first."""
+    mu_star: float | None = None
+    """mu* of the last update; None before the first."""
+    prior: float | None = None
+    """mu_prior of the last update; None before the first."""
+
+
+def initial_state(config: ControllerConfig) -> ControllerState:
+    """The state before the first update."""
+    return ControllerState(0, config.mu_init, config.mu_init, config.alpha_init)
+
+
+def step(
+    config: ControllerConfig,
+    state: ControllerState,
+    signals: Signals | None = None,
+    kl: float | None = None,
+    corrections: Corrections | None = None,
+) -> ControllerState:
+    """One update: Algorithm 1 with the options of `config`.
+
+    signals: this refresh's sigma_s^2, sigma_r^2 and disagreement; a non-finite one keeps its old
+        average. kl: mean KL per token to the reference, nats; non-finite counts as not given.
+    corrections: for the estimators other than "independent"; zero until the first.
+    """
+    decay = config.signal_decay
+    known = [state.sft_variance, state.rl_variance, state.disagreement]
+    if signals is not None:
+        new = (signals.sft_variance, signals.rl_variance, signals.disagreement)
+        known = [_ema(decay, old, float(value)) for old, value in zip(known, new, strict=True)]
+    extra = state.corrections
+    if corrections is not None:
+        olds = extra or (None,) * len(corrections)
+        averages = [_ema(decay, *pair) for pair in zip(olds, map(float, corrections), strict=True)]
+        extra = tuple(0.0 if value is None else value for value in averages)
+
+    kl_ema, alpha = state.kl, state.alpha
+    due = config.alpha_every == "step" or config.is_refresh(state.step)
+    if due and kl is not None and math.isfinite(kl):
+        kl_ema = _ema(config.kl_decay, state.kl, float(kl))
+        alpha = next_alpha(config, alpha, kl_ema)  # type: ignore[arg-type]
+
+    target = _mu_star(config, alpha, known, extra)
+    beta = 0.0 if config.ema == "none" else config.ema_decay
+    previous = state.mu if config.ema == "literal" else state.mu_ada
+    mu_ada = beta * previous + (1.0 - beta) * target
+    prior = finite("prior", config.prior(state.step))
+    require(0 <= prior <= 1, f"prior({state.step})", prior, "a prior with values in [0, 1]")
+    blend = (1.0 - config.prior_blend) * prior + config.prior_blend * mu_ada
+    change = _clip(blend - state.mu, -config.max_step, config.max_step)
+    mu = _clip(state.mu + change, config.mu_min, config.mu_max)
+    return ControllerState(state.step + 1, mu, mu_ada, alpha, kl_ema, *known, extra, target, prior)
+
+
+def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
+    """Equation 11 with the hysteresis rule of equation 13; `kl` is the smoothed KL."""
+    ratio = kl / config.kl_target
+    move = 0.0
+    if ratio > 1.0 + config.kl_hysteresis:
+        move = config.kl_up * (ratio - 1.0)
+    elif ratio < 1.0 - config.kl_hysteresis:
+        move = -config.kl_down * (1.0 - ratio)
+    grown = alpha * math.exp(min(config.kl_sign * move, 700.0))  # exp(710) overflows
+    return _clip(grown, config.alpha_min, config.alpha_max)
+
+
+def _mu_star(
+    config: ControllerConfig,
+    alpha: float,
+    known: list[float | None],
+    extra: tuple[float, ...] | None,
+) -> float:
+    """mu* by the configured estimator; alpha until all three signals are known."""
+    if any(value is None for value in known):
+        return alpha
+    # an unbiased estimate of a squared size may be negative; its average is used as 0 then
+    ss, rr, d = (max(value, 0.0) for value in known if value is not None)
+    terms = Corrections() if extra is None else Corrections(*extra)
+    if config.estimator == "biased":
+        return mu_star_biased(alpha, d, ss, rr, terms)
+    if config.estimator == "biased_paper":
+        dot, gap = -terms.rl_bias_dot_gap, max(terms.bias_gap_sq, 0.0)
+        shared = (alpha, d, ss, rr, terms.covariance)
+        return mu_star_biased_paper(*shared, bias_dot_gradient=dot, bias_gap_sq=gap)
+    return mu_star(alpha, d, ss, rr, terms.covariance if config.estimator == "correlated" else 0.0)
+
+
+def _ema(decay: float, old: float | None, new: float) -> float | None:
+    if not math.isfinite(new):
+        return old
+    return new if old is None else decay * old + (1.0 - decay) * new
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+class GuidedController:
+    """Keeps the state of one run: call `update` once per optimiser step, in step order.
+
+    The same inputs give the same mu on every rank, so feed it all-reduced signals and KL.
+    """
+
+    def __init__(self, config: ControllerConfig | None = None) -> None:
+        self.config = ControllerConfig() if config is None else config
+        self.state = initial_state(self.config)
+
+    def __repr__(self) -> str:
+        return f"GuidedController({self.config}, {self.state})"
+
+    def update(
+        self,
+        signals: Signals | None = None,
+        kl: float | None = None,
+        corrections: Corrections | None = None,
+    ) -> float:
+        """mu of this step; arguments as in `step`. Signals belong to refresh steps only."""
+        self.state = step(self.config, self.state, signals, kl, corrections)
+        return self.state.mu
+
+    def is_refresh(self) -> bool:
+        """Whether the next update wants signals."""
+        return self.config.is_refresh(self.state.step)
+
+    @property
+    def mu(self) -> float:
+        """The mixing weight in use: mu_init before the first update."""
+        return self.state.mu
+
+    @property
+    def alpha(self) -> float:
+        """Target share of the SFT gradient."""
+        return self.state.alpha
+
+    @property
+    def mu_star(self) -> float | None:
+        """mu* of the last update; None before the first."""
+        return self.state.mu_star
+
+    @property
+    def prior(self) -> float | None:
+        """mu_prior of the last update; None before the first."""
+        return self.state.prior
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain JSON types; floats survive JSON bit for bit."""
+        plain = asdict(self.state)
+        if plain["corrections"] is not None:
+            plain["corrections"] = list(plain["corrections"])
+        return plain
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the trajectory that `state_dict` was taken from, under the same config.
+
+        Raises ValueError on missing, unknown or non-finite entries, and changes nothing then.
+        """
+        self.state = _state_from(state)
+
+
+_OPTIONAL = ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior")
+
+
+def _state_from(plain: dict[str, Any]) -> ControllerState:
+    names = {f.name for f in fields(ControllerState)}
+    wrong = sorted(names ^ set(plain))
+    require(not wrong, "state", wrong, "a dict from state_dict(): these keys are amiss")
+    require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
+    values: dict[str, Any] = {"step": plain["step"]}
+    for name in ("mu", "mu_ada", "alpha"):
+        values[name] = finite(name, plain[name])
+    for name in _OPTIONAL:
+        values[name] = None if plain[name] is None else finite(name, plain[name])
+    extra = plain["corrections"]
+    if extra is not None:
+        known = len(Corrections._fields)
+        require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
+        extra = tuple(finite("corrections", value) for value in extra)
+    return ControllerState(corrections=extra, **values)

@@ -1,0 +1,127 @@
+"""The mixing weight of least mean squared error: the paper's equations 3 to 5.
+
+SFT and RL give gradients g_s = g_s* + b_s + noise and g_r = g_r* + b_r + noise. Each function here
+minimises over mu the expected squared distance between mu g_s + (1 - mu) g_r and the target
+alpha g_s* + (1 - alpha) g_r*.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gac.checks import finite, require
+
+
+class Corrections(NamedTuple):
+    """What equations 4 and 5 add to equation 3. With d = g_s* - g_r* and Delta = b_s - b_r:"""
+
+    covariance: float = 0.0
+    """c = tr Cov of the two noises."""
+    bias_gap_sq: float = 0.0
+    """|Delta|^2."""
+    bias_gap_dot_d: float = 0.0
+    """<Delta, d>."""
+    rl_bias_dot_d: float = 0.0
+    """<b_r, d>."""
+    rl_bias_dot_gap: float = 0.0
+    """<b_r, Delta>."""
+
+
+def mu_star(
+    alpha: float,
+    disagreement: float,
+    sft_variance: float,
+    rl_variance: float,
+    covariance: float = 0.0,
+) -> float:
+    """Equations 3 and 4: (alpha D + sigma_r^2 - c) / (D + sigma_s^2 + sigma_r^2 - 2 c), in [0, 1].
+
+    alpha: target share of the SFT gradient, in [0, 1].
+    disagreement, sft_variance, rl_variance: D, sigma_s^2, sigma_r^2 >= 0, in one common unit.
+    covariance: c. True moments satisfy 2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a
+        denominator <= 0, whose quotient is clipped as the paper does.
+
+    With every term zero nothing is known, and alpha is returned. Raises ValueError on nan,
+    infinity, a negative variance, or alpha outside of [0, 1].
+    """
+    plain = Corrections(covariance=covariance)
+    return mu_star_biased(alpha, disagreement, sft_variance, rl_variance, plain)
+
+
+def mu_star_biased(
+    alpha: float,
+    disagreement: float,
+    sft_variance: float,
+    rl_variance: float,
+    corrections: Corrections,
+) -> float:
+    """The exact optimum under biases, clipped to [0, 1]; equations 3 and 4 without them.
+
+        <d + Delta, alpha d - b_r> + sigma_r^2 - c
+        ------------------------------------------
+        |d + Delta|^2 + sigma_s^2 + sigma_r^2 - 2 c
+
+    Our derivation (docs/controller.md); equation 5 is its special case where d is orthogonal to
+    both biases and the paper's g-bar is b_r. Arguments and errors as in `mu_star`.
+    """
+    alpha, d, ss, rr = _checked(alpha, disagreement, sft_variance, rl_variance)
+    cov, gap, gap_d, rl_d, rl_gap = map(finite, Corrections._fields, corrections)
+    d, ss, rr, cov, gap, gap_d, rl_d, rl_gap = _scaled(d, ss, rr, cov, gap, gap_d, rl_d, rl_gap)
+    numerator = alpha * d + alpha * gap_d - rl_d - rl_gap + rr - cov
+    return _quotient(numerator, d + 2 * gap_d + gap + ss + rr - 2 * cov, alpha)
+
+
+def mu_star_biased_paper(
+    alpha: float,
+    disagreement: float,
+    sft_variance: float,
+    rl_variance: float,
+    covariance: float = 0.0,
+    *,
+    bias_dot_gradient: float,
+    bias_gap_sq: float,
+) -> float:
+    """Equation 5 as printed, clipped to [0, 1]. Arguments and errors as in `mu_star`, and:
+
+    bias_dot_gradient: <b_r - b_s, g-bar>; the paper does not define g-bar. In its appendix:
+        gamma |g-bar|^2.
+    bias_gap_sq: |b_r - b_s|^2 >= 0.
+    """
+    alpha, d, ss, rr = _checked(alpha, disagreement, sft_variance, rl_variance)
+    cov = finite("covariance", covariance)
+    dot = finite("bias_dot_gradient", bias_dot_gradient)
+    gap = _variance("bias_gap_sq", bias_gap_sq)
+    d, ss, rr, cov, dot, gap = _scaled(d, ss, rr, cov, dot, gap)
+    return _quotient(alpha * d + rr - cov + dot, d + ss + rr - 2 * cov + gap, alpha)
+
+
+def _checked(
+    alpha: float, disagreement: float, sft_variance: float, rl_variance: float
+) -> tuple[float, float, float, float]:
+    alpha = finite("alpha", alpha)
+    require(0 <= alpha <= 1, "alpha", alpha, "a number in [0, 1]")
+    return (
+        alpha,
+        _variance("disagreement", disagreement),
+        _variance("sft_variance", sft_variance),
+        _variance("rl_variance", rl_variance),
+    )
+
+
+def _variance(name: str, value: float) -> float:
+    number = finite(name, value)
+    require(number >= 0, name, value, "a number >= 0: it is a squared size")
+    return number
+
+
+def _scaled(*terms: float) -> list[float]:
+    """All terms times one power of two, which is exact, so that no sum overflows."""
+    exponent = math.frexp(max(map(abs, terms)))[1]
+    return [math.ldexp(term, -exponent) for term in terms]
+
+
+def _quotient(numerator: float, denominator: float, alpha: float) -> float:
+    if denominator == 0:
+        return alpha if numerator == 0 else float(numerator > 0)
+    return min(max(numerator / denominator, 0.0), 1.0)
