@@ -1,0 +1,48 @@
+"""CHORD: a fixed schedule of mu, a token weight phi, or both (arXiv 2508.11408)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gac.schedules import MixSchedule
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+
+@dataclass(frozen=True)
+class CHORD(Method):
+    """mu follows a schedule; demonstration tokens weigh `weight`. Defaults: CHORD-mu."""
+
+    family: ClassVar[str] = "schedule"
+    source: ClassVar[str] = "arXiv 2508.11408"
+
+    schedule: MixSchedule = MixSchedule.chord_mu()
+    """mu as a function of the step."""
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations: phi for CHORD-phi."""
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, demo_weight=self.weight)
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix(self.schedule(seen.step))
+
+
+@dataclass(frozen=True)
+class CHORDPhi(CHORD):
+    """Constant mu = 0.1 with phi(p) = p (1 - p): the published CHORD-phi."""
+
+    schedule: MixSchedule = MixSchedule.constant(0.1)
+    """mu as a function of the step."""
+    weight: DemoWeight = DemoWeight.PHI
+    """Token weight of the demonstrations."""
+
+
+@dataclass(frozen=True)
+class CHORDBoth(CHORD):
+    """The schedule and phi together, which the paper's tables call CHORD."""
+
+    weight: DemoWeight = DemoWeight.PHI
+    """Token weight of the demonstrations."""

@@ -1,0 +1,33 @@
+"""Constant mu: the fixed mixture that most trainers offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+
+@dataclass(frozen=True)
+class Constant(Method):
+    """The same mu at every step; the paper's QCM is mu = 0.58."""
+
+    family: ClassVar[str] = "schedule"
+    source: ClassVar[str] = "the paper, appendix F (QCM)"
+
+    mu: float = 0.58
+    """Weight of the demonstrations, in [0, 1]."""
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu <= 1:
+            raise ValueError(f"mu={self.mu!r}: use a number in [0, 1]")
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, demo_weight=self.weight)
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix(self.mu)

@@ -1,0 +1,214 @@
+"""Any causal language model of transformers, with a forward that hands out its head.
+
+`attach_head(model)` lets `model(..., request=f)` return `f(head)`, where the head can compute the
+fused loss from the hidden states without the logits. The loss runs inside the model's own forward,
+so that DDP's and FSDP's hooks see it.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from gac_kernels import (
+    LossOutput,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    token_logprobs,
+)
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters through peft (the extra `lora`)."""
+
+    rank: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32.0
+    """Scale of the adapters."""
+    dropout: float = 0.0
+    """Dropout on the adapters' input."""
+    targets: tuple[str, ...] | None = None
+    """Names of the modules that get adapters; null: peft's choice for the model."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and how it is held in memory."""
+
+    path: str = ""
+    """A folder with a transformers model, or the name of one on the hub."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer; null: the model's."""
+    dtype: str = "float32"
+    """Dtype of the weights: float32 or bfloat16."""
+    random_init: bool = False
+    """Take only the configuration from `path` and draw new weights."""
+    attention: str | None = None
+    """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward: less memory, more time."""
+    lora: LoraConfig | None = None
+    """Train adapters only; null: all weights."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
+
+
+@dataclass
+class Head:
+    """What the last layer offers to a loss: hidden states and the head's weight, or logits."""
+
+    hidden: Tensor | None  # [B, T, H]
+    weight: Tensor | None = field(default=None)  # [V, H]
+    bias: Tensor | None = None  # [V]
+    logits: Tensor | None = None  # [B, T, V]: for a model whose head we do not know
+
+    def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
+        """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
+        if self.logits is not None:
+            return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
+        return fused_linear_gac_loss(
+            self.hidden, self.weight, targets, *batch, bias=self.bias, **keywords
+        )
+
+    def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target [B, T] and entropy, both differentiable."""
+        if self.logits is not None:
+            return token_logprobs(self.logits, targets, temperature=temperature)
+        return linear_token_logprobs(
+            self.hidden, self.weight, targets, bias=self.bias, temperature=temperature
+        )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a padding token (the end token where the model has none)."""
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer of {config.path!r} has no end token: set eos_token in it")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
+    """The model with its head attached, in training mode. `seed` draws new weights and adapters."""
+    if not config.path:
+        raise ValueError("model.path is empty: give a folder or a hub name, e.g. model.path=./base")
+    keywords: dict[str, Any] = {"dtype": DTYPES[config.dtype]}
+    if config.attention:
+        keywords["attn_implementation"] = config.attention
+    torch.manual_seed(seed)
+    if config.random_init:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **keywords)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
+    attach_head(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.config.use_cache = False
+    if config.lora is not None:
+        model = _add_lora(model, config.lora)
+    return model.train()
+
+
+def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+    try:
+        import peft
+    except ImportError:
+        raise ImportError("model.lora needs peft: pip install 'gac[lora]'") from None
+    model.enable_input_require_grads()  # checkpointed layers need an input with a gradient
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=list(config.targets) if config.targets else None,
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def attach_head(model: PreTrainedModel) -> bool:
+    """Teach `model.forward` the keyword `request`; True if it reaches hidden states and weight.
+
+    Whether the head is a plain matrix product is measured on a few tokens, not looked up by name:
+    a model with a scaled or soft-capped head falls back to its logits, with a warning.
+    """
+    plain = _plain_head(model)
+    if not plain:
+        logger.warning(
+            "the head of %s is not a plain matrix product: the loss takes its logits, which costs "
+            "memory for [tokens, vocabulary]",
+            type(model).__name__,
+        )
+    original = model.forward
+
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        request: Callable[[Head], Any] | None = None,
+        **keywords: Any,
+    ) -> Any:
+        if request is None:
+            return original(*args, **keywords)
+        if not plain:
+            return request(Head(None, logits=original(*args, **keywords, use_cache=False).logits))
+        hidden = self.get_decoder()(*args, **keywords, use_cache=False).last_hidden_state
+        head = self.get_output_embeddings()
+        return request(Head(hidden, head.weight, head.bias))
+
+    model.forward = types.MethodType(forward, model)
+    return plain
+
+
+@torch.no_grad()
+def _plain_head(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not hasattr(model, "get_decoder"):
+        return False
+    was_training = model.training
+    model.eval()
+    ids = torch.arange(4, device=model.device)[None] % head.out_features
+    logits = model(input_ids=ids, use_cache=False).logits
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    model.train(was_training)
+    return torch.allclose(logits, head(hidden).to(logits.dtype), rtol=1e-3, atol=1e-5)
+
+
+def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a plain transformers folder that `from_pretrained` loads."""
+    forward = model.__dict__.pop("forward", None)  # the instance's patch cannot be pickled
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if forward is not None:
+            model.forward = forward
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
+    """Ids that end a response: the end token and each of `extra`, which must be one token."""
+    ids = [tokenizer.eos_token_id]
+    for text in extra:
+        token = tokenizer.encode(text, add_special_tokens=False)
+        if len(token) != 1:
+            raise ValueError(f"stop={text!r} is {len(token)} tokens: use a text of one token")
+        ids.append(token[0])
+    return ids
