@@ -1,0 +1,318 @@
+"""From rows to token ids: what to read, how a prompt is written, what is too long."""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from gac.data_order import Order
+from gac.data_source import DataError, Row, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "DataConfig",
+    "DataError",
+    "Example",
+    "Examples",
+    "Order",
+    "load_demos",
+    "load_prompts",
+    "read_rows",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt, ready for the model, with what its rewards need."""
+
+    id: str
+    """The row's id, or `file, line 3` where it has none."""
+    prompt: tuple[int, ...]
+    """Token ids, template applied."""
+    prompt_text: str
+    """The text of `prompt`."""
+    answer: str | None
+    """The gold answer, for rewards."""
+    demo: tuple[int, ...] | None
+    """Token ids of the expert response, ending with EOS."""
+    extra: Mapping[str, Any]
+    """The row's other fields, for custom rewards."""
+
+
+class Examples(list[Example]):
+    """A list of `Example` that remembers what was left out: `dropped` maps a reason to a count."""
+
+    def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
+        super().__init__(items)
+        self.dropped: Mapping[str, int] = dict(dropped)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to read and how to write it as prompts.
+
+    A source is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face data
+    set, or `name:split` of the hub; see `gac.data_source.read_rows`.
+    """
+
+    prompts: str | None = None
+    """Source of the prompts that are sampled and scored."""
+    demos: str | None = None
+    """Source of the demonstrations; None: those rows of `prompts` that carry `demo_field`."""
+    prompt_field: str = "prompt"
+    """Field with the question."""
+    answer_field: str | None = "answer"
+    """Field with the gold answer, needed in every row of `prompts`; None: there are no answers."""
+    answer_pattern: str | None = None
+    """Regular expression with one group: the answer is that group's last match in the field."""
+    demo_field: str | None = "solution"
+    """Field with the expert response; None: there are no demonstrations."""
+    id_field: str = "id"
+    """Field with the row's id; rows without it are named after their line."""
+    choices_field: str = "choices"
+    """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Keep the rows whose field has this value, or one of this list of values."""
+    template: str | None = None
+    """Text around the question: `{prompt}` and any other field of the row; `{{` is a brace."""
+    demo_template: str | None = None
+    """Text around the expert response: `{demo}` and any field of the row."""
+    chat: bool = False
+    """Write the prompt as a user's turn in the tokenizer's chat template."""
+    system: str | None = None
+    """System text of the chat."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are dropped, and counted."""
+    max_demo_tokens: int | None = None
+    """Longer demonstrations (EOS included) are dropped, and counted."""
+    limit: int | None = None
+    """Read only this many rows (those that `where` keeps)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_demo_tokens", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {value}")
+        for name, needed in (("template", "prompt"), ("demo_template", "demo")):
+            _check_template(name, getattr(self, name), needed)
+        if self.answer_pattern is not None and re.compile(self.answer_pattern).groups != 1:
+            raise ValueError(f"answer_pattern needs one group (...), got {self.answer_pattern!r}")
+        if self.system is not None and not self.chat:
+            raise ValueError(f"system is {self.system!r} but chat is false: set chat: true")
+
+
+def _check_template(name: str, template: str | None, needed: str) -> None:
+    if template is None:
+        return
+    try:
+        fields = {part[1] for part in string.Formatter().parse(template)}
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} in {template!r}; write {{{{ for a brace") from error
+    if needed not in fields:
+        raise ValueError(f"{name} must contain {{{needed}}}, got {template!r}")
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
+) -> Examples:
+    """The rows of `config.prompts`, with `demo` filled where a row carries `config.demo_field`.
+
+    Args:
+        config: what to read.
+        tokenizer: any Hugging Face tokenizer; needs an EOS token where there are demonstrations.
+        training: True refuses rows with a `canary` field: their authors forbid training on them.
+
+    Returns:
+        Examples in file order; `.dropped` says how many rows were left out and why (also logged).
+
+    Raises:
+        DataError: a bad row; names file, line and field.
+        ValueError: no source, or nothing left.
+    """
+    if config.prompts is None:
+        raise ValueError("prompts is not set: name a .jsonl file, a folder or 'name:split'")
+    dropped: Counter[str] = Counter()
+    rows = _select(config, config.prompts, dropped)
+    if training:
+        _refuse_canaries(rows)
+    examples = _encode(config, tokenizer, rows, dropped, answers=True)
+    kept = [_within(config, example, dropped) for example in examples]
+    return _finish(config.prompts, [example for example in kept if example], dropped)
+
+
+def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
+    """The demonstrations: all rows of `config.demos`, else the rows of `config.prompts` with one.
+
+    Every example's `demo` is filled; `answer` is where the row has it. Arguments, `.dropped` and
+    errors as in `load_prompts`; rows with a `canary` field are always refused.
+    """
+    source = config.demos or config.prompts
+    if source is None or config.demo_field is None:
+        raise ValueError("demonstrations need demos (or prompts) and demo_field to be set")
+    dropped: Counter[str] = Counter()
+    rows = _select(config, source, dropped)
+    if config.demos is None:
+        rows = [row for row in rows if row.fields.get(config.demo_field) is not None]
+        if not rows:
+            raise ValueError(
+                f"no row of {source} carries the demonstration field {config.demo_field!r}: "
+                "set demo_field, or demos to a file that has it"
+            )
+    for row in rows:
+        row.text(config.demo_field)
+    _refuse_canaries(rows)
+    examples = _encode(config, tokenizer, rows, dropped, answers=False)
+    kept = [_within(config, example, dropped) for example in examples]
+    return _finish(source, [example for example in kept if example and example.demo], dropped)
+
+
+def _select(config: DataConfig, source: str, dropped: Counter[str]) -> list[Row]:
+    """Rows that `where` keeps, up to `limit`."""
+    rows: list[Row] = []
+    for row in read_rows(source):
+        wanted = True
+        for name, value in config.where.items():
+            allowed = value if isinstance(value, list | tuple) else [value]
+            wanted = wanted and row.get(name) in allowed
+        if wanted:
+            rows.append(row)
+        else:
+            dropped["excluded by where"] += 1
+        if len(rows) == config.limit:
+            break
+    return rows
+
+
+def _refuse_canaries(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if "canary" in row.fields:
+            row.fail("canary", "this row must not be trained on (its authors mark it so)")
+
+
+def _encode(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    dropped: Counter[str],
+    *,
+    answers: bool,
+) -> list[Example]:
+    """Write every row as text, then tokenize all texts in one call each."""
+    texts = [_prompt_text(config, tokenizer, row) for row in rows]
+    # A chat template writes its own special tokens; a plain prompt gets the tokenizer's (BOS).
+    prompts = _tokenize(tokenizer, texts, special=not config.chat)
+    demo_texts = [_demo_text(config, row) for row in rows]
+    carried = [text for text in demo_texts if text is not None]
+    if carried and tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token: demonstrations could not end")
+    encoded = iter(_tokenize(tokenizer, carried, special=False))
+    used = {config.prompt_field, config.answer_field, config.demo_field, config.id_field}
+    examples = []
+    for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
+        if not prompt:
+            row.fail(config.prompt_field, f"the tokenizer makes no token of {text!r:.60}")
+        examples.append(
+            Example(
+                id=row.text(config.id_field, required=False) or row.place,
+                prompt=tuple(prompt),
+                prompt_text=text,
+                answer=_answer(config, row, required=answers),
+                demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
+                extra={name: value for name, value in row.fields.items() if name not in used},
+            )
+        )
+    return examples
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
+) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+
+
+def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    text = row.text(config.prompt_field)
+    assert text is not None  # `text` raises on a missing field
+    if config.template is not None:
+        text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
+    if not config.chat:
+        return text
+    if not tokenizer.chat_template:
+        raise ValueError("chat is true but the tokenizer has no chat template: set template")
+    turns = [{"role": "user", "content": text}]
+    if config.system is not None:
+        turns.insert(0, {"role": "system", "content": config.system})
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+def _demo_text(config: DataConfig, row: Row) -> str | None:
+    if config.demo_field is None:
+        return None
+    text = row.text(config.demo_field, required=False)
+    if text is None or config.demo_template is None:
+        return text
+    return _fill(config.demo_template, row, {**_printable(config, row), "demo": text})
+
+
+def _printable(config: DataConfig, row: Row) -> dict[str, Any]:
+    """The row's fields as a template shows them: choices lettered, other lists one per line."""
+    shown = dict(row.fields)
+    for name, value in row.fields.items():
+        if isinstance(value, list):
+            lines = [str(item) for item in value]
+            if name == config.choices_field:
+                if len(lines) > len(string.ascii_uppercase):
+                    row.fail(name, f"{len(lines)} choices are more than there are letters")
+                pairs = zip(string.ascii_uppercase, lines, strict=False)
+                lines = [f"({letter}) {line}" for letter, line in pairs]
+            shown[name] = "\n".join(lines)
+    return shown
+
+
+def _fill(template: str, row: Row, values: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(values)
+    except KeyError as error:
+        row.fail(str(error.args[0]), f"is missing, and the template {template!r:.80} uses it")
+
+
+def _answer(config: DataConfig, row: Row, *, required: bool) -> str | None:
+    if config.answer_field is None:
+        return None
+    text = row.text(config.answer_field, required=required)
+    if text is None or config.answer_pattern is None:
+        return text
+    matches = re.findall(config.answer_pattern, text)
+    if not matches:
+        row.fail(config.answer_field, f"answer_pattern {config.answer_pattern!r} finds nothing")
+    return matches[-1].strip()
+
+
+def _within(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
+    """None for a prompt that is too long; the example without its demonstration if that is."""
+    limit = config.max_prompt_tokens
+    if limit is not None and len(example.prompt) > limit:
+        dropped[f"prompt longer than {limit} tokens"] += 1
+        return None
+    limit = config.max_demo_tokens
+    if limit is not None and example.demo is not None and len(example.demo) > limit:
+        dropped[f"demonstration longer than {limit} tokens"] += 1
+        return replace(example, demo=None)
+    return example
+
+
+def _finish(source: str, kept: list[Example], dropped: Counter[str]) -> Examples:
+    reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
+    if not kept:
+        raise ValueError(f"{source}: no row is left (dropped: {reasons})")
+    logger.info("%s: kept %d rows; dropped: %s", source, len(kept), reasons)
+    return Examples(kept, dropped)

@@ -1,0 +1,83 @@
+"""The order in which rows are visited: shuffled epochs from a seed, resumable anywhere."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+class Order:
+    """Endless epochs over `n` rows, each epoch a fresh permutation that depends on the seed alone.
+
+    The permutation comes from Python's own generator seeded with text, which is the same on every
+    machine and version; so every rank computes the same order and no state but a position is kept.
+
+    Args:
+        n: number of rows, at least 1.
+        seed: any integer.
+        shuffle: False visits 0..n-1 in every epoch.
+
+    Raises:
+        ValueError: `n < 1`.
+    """
+
+    def __init__(self, n: int, seed: int, *, shuffle: bool = True) -> None:
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}: there are no rows to order")
+        self.n, self.seed, self.shuffle = n, seed, shuffle
+        self._position = 0
+        self._permutation = self._permute(0)
+
+    @property
+    def position(self) -> int:
+        """Rows handed out so far, over all epochs."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes so far."""
+        return self._position // self.n
+
+    def take(self, k: int) -> list[int]:
+        """The next `k` row numbers; runs on into the next epoch where this one ends."""
+        if k < 0:
+            raise ValueError(f"k must not be negative, got {k}")
+        taken: list[int] = []
+        while len(taken) < k:
+            start = self._position % self.n
+            chunk = self._permutation[start : start + k - len(taken)]
+            taken += chunk
+            self._position += len(chunk)
+            if self._position % self.n == 0:
+                self._permutation = self._permute(self.epoch)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON types: what `load_state_dict` needs to go on with the same order."""
+        return {
+            "n": self.n,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "position": self._position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`.
+
+        Raises:
+            ValueError: the state is of another order (rows, seed or shuffle differ).
+        """
+        for name in ("n", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} here and {state[name]} in the saved order: "
+                    "resume with the same data and seed, or start a new run"
+                )
+        self._position = int(state["position"])
+        self._permutation = self._permute(self.epoch)
+
+    def _permute(self, epoch: int) -> list[int]:
+        rows = list(range(self.n))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{epoch}").shuffle(rows)
+        return rows
