@@ -251,7 +251,7 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Ro
     turns = [{"role": "user", "content": text}]
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def _demo_text(config: DataConfig, row: Row) -> str | None:

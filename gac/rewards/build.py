@@ -1,0 +1,102 @@
+"""From a configuration value to a reward."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from gac.rewards.base import OnError, Reward
+from gac.rewards.combine import BatchCallableReward, CallableReward, SumReward, load_callable
+from gac.rewards.mathematics import MathReward
+from gac.rewards.text import ChoiceReward, ExactReward, FormatReward
+
+REWARDS: dict[str, type[Reward]] = {
+    "math": MathReward,
+    "exact": ExactReward,
+    "choice": ChoiceReward,
+    "format": FormatReward,
+}
+"""Name -> reward; its keyword arguments are the options in a configuration."""
+
+
+def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") -> Reward:
+    """Make the reward that a configuration names.
+
+    Args:
+        spec: a name of `REWARDS`; `package.module:function`; or a mapping: `{"name": name, option:
+            value, ...}`, or `{"sum": [{"reward": spec, "weight": 1.0}, ...]}`. A function gets
+            (completion, example) and the options; with `batch: true`, the lists of both. A
+            `Reward` class is made with the options. The outermost mapping may hold `on_error`.
+        on_error: "raise" or "drop": what a row that cannot be scored does.
+
+    Raises:
+        ValueError: an unknown name or option (suggests the nearest), or a bad value.
+    """
+    if isinstance(spec, Mapping) and "on_error" in spec:
+        on_error = spec["on_error"]
+        spec = {key: value for key, value in spec.items() if key != "on_error"}
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")
+    reward = _build(spec)
+    reward.on_error = on_error
+    return reward
+
+
+def _build(spec: str | Mapping[str, Any]) -> Reward:
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    if not isinstance(spec, Mapping) or ("name" in spec) == ("sum" in spec):
+        raise ValueError(f"a reward is a name, or a mapping with 'name' or 'sum'; got {spec!r}")
+    if "on_error" in spec:
+        raise ValueError("on_error belongs to the outermost reward, not to a term of a sum")
+    options = {key: value for key, value in spec.items() if key != "name"}
+    if "sum" in spec:
+        return _build_sum(options)
+    name = spec["name"]
+    if isinstance(name, str) and ":" in name:
+        return _build_callable(name, options)
+    if name not in REWARDS:
+        near = difflib.get_close_matches(str(name), REWARDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"unknown reward {name!r}{hint} Known: {', '.join(REWARDS)}, or package.module:function"
+        )
+    _check_options(name, REWARDS[name], options)
+    return REWARDS[name](**options)
+
+
+def _build_sum(options: dict[str, Any]) -> SumReward:
+    terms = options.pop("sum")
+    if options:
+        raise ValueError(f"unknown option {', '.join(options)} beside 'sum'")
+    built = []
+    for term in terms:
+        unknown = set(term) - {"reward", "weight"} if isinstance(term, Mapping) else {repr(term)}
+        if unknown or "reward" not in term:
+            raise ValueError(f"a term of a sum is {{reward: ..., weight: ...}}, got {term!r}")
+        built.append((_build(term["reward"]), float(term.get("weight", 1.0))))
+    return SumReward(built)
+
+
+def _build_callable(name: str, options: dict[str, Any]) -> Reward:
+    function = load_callable(name)
+    if inspect.isclass(function) and issubclass(function, Reward):
+        _check_options(name, function, options)
+        return function(**options)
+    batch = options.pop("batch", False)
+    return (BatchCallableReward if batch else CallableReward)(name, function, options)
+
+
+def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) -> None:
+    known = [key for key in inspect.signature(reward).parameters if key != "kwargs"]
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
+    try:
+        inspect.signature(reward).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"reward {name!r}: {error}; options: {known}") from error

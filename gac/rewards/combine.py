@@ -1,0 +1,111 @@
+"""Rewards made of others: weighted sums, and any Python callable."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gac.rewards.base import Outcome, Reward, RowReward, as_outcome
+
+if TYPE_CHECKING:
+    from gac.data import Example
+
+
+class SumReward(Reward):
+    """The weighted sum of rewards; a row that one of them cannot score has no sum."""
+
+    name = "sum"
+
+    def __init__(self, terms: Sequence[tuple[Reward, float]]) -> None:
+        if not terms:
+            raise ValueError("sum needs at least one term {reward: ..., weight: ...}")
+        self._terms = tuple(terms)
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[Outcome]:
+        columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
+        return [self._add(row) for row in zip(*columns, strict=True)]
+
+    def counts(self) -> dict[str, int]:
+        """The terms' counts, added by name."""
+        total: dict[str, int] = {}
+        for reward, _ in self._terms:
+            for name, count in reward.counts().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def close(self) -> None:
+        for reward, _ in self._terms:
+            reward.close()
+
+    def _add(self, outcomes: Sequence[Outcome]) -> Outcome:
+        total = 0.0
+        for outcome, (_, weight) in zip(outcomes, self._terms, strict=True):
+            value = as_outcome(outcome)
+            if isinstance(value, Exception):
+                return value
+            total += weight * value
+        return total
+
+
+class CallableReward(RowReward):
+    """`function(completion, example, **options) -> number`, called row by row."""
+
+    def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.name = name
+        self._function, self._options = function, options
+
+    def score(self, completion: str, example: Example) -> float:
+        return self._function(completion, example, **self._options)
+
+
+class BatchCallableReward(CallableReward):
+    """`function(completions, examples, **options) -> numbers`, called on whole batches.
+
+    When a batch raises, its rows are tried one by one to find the row that caused it.
+    """
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[Outcome]:
+        if not completions:
+            return []
+        try:
+            values = list(self._function(list(completions), list(examples), **self._options))
+        except Exception as error:
+            if len(completions) == 1:
+                return [error]
+            return [
+                self.outcomes([completion], [example])[0]
+                for completion, example in zip(completions, examples, strict=True)
+            ]
+        if len(values) != len(completions):
+            raise ValueError(
+                f"reward {self.name!r} returned {len(values)} numbers for {len(completions)} rows"
+            )
+        return [as_outcome(value) for value in values]
+
+
+def load_callable(name: str) -> Callable[..., Any]:
+    """The object that `package.module:function` names.
+
+    Raises:
+        ValueError: no such module, no such name in it, or not callable.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses one of its own imports
+        raise ValueError(
+            f"reward {name!r}: no module {error.name!r}; install it, "
+            "or put its folder on PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"reward {name!r}: {module_name} has no {attribute!r}") from error
+    if not callable(found):
+        raise ValueError(f"reward {name!r}: {attribute} is not callable")
+    return found

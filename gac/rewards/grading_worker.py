@@ -1,0 +1,99 @@
+"""The process that grades mathematics: one JSON pair [gold, answer] in, one verdict out, per line.
+
+Run as a script by `grading_pool`; it imports nothing of this package, so no torch. Checks that
+hang are ended by the kernel (a timer whose default action ends this process), because Python code
+cannot interrupt an integer power that holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from functools import lru_cache
+from typing import Any
+
+STARTUP_SECONDS = 120.0  # importing sympy takes half a second on an idle machine
+MEMORY_BYTES = 4 << 30  # 9**9**9 must not take the machine's memory before its time is up
+PARENT_POLL_SECONDS = 5.0
+WALL_PER_CPU_SECOND = 20.0  # a busy machine must not change a score, so CPU time decides first
+
+
+def main(timeout: float, parent: int) -> None:
+    """Serve until stdin ends or the process `parent` is gone; `timeout` is in CPU seconds."""
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+    signal.setitimer(signal.ITIMER_REAL, STARTUP_SECONDS)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_lower(MEMORY_BYTES, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        grade = make_grader()
+    except ImportError as error:
+        _reply(f"cannot start: {error}")
+        return
+    _reply("ready")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    while _request_waits(parent):
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        signal.setitimer(signal.ITIMER_PROF, timeout)
+        signal.setitimer(signal.ITIMER_REAL, timeout * WALL_PER_CPU_SECOND)
+        verdict = grade(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _reply(verdict)
+
+
+def _lower(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+def _request_waits(parent: int) -> bool:
+    """True when stdin can be read; False when the parent died and a fork of it keeps stdin open."""
+    while not select.select([sys.stdin], [], [], PARENT_POLL_SECONDS)[0]:
+        if os.getppid() != parent:
+            return False
+    return True
+
+
+def _reply(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def make_grader() -> Any:
+    """A function (gold, answer) -> "right", "wrong" or "bad gold", by math-verify."""
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)  # math-verify warns that its own timeouts are off
+
+    @lru_cache(maxsize=4096)  # all rollouts of a prompt share their gold answer
+    def parse_gold(text: str) -> Any:
+        return parse(text, parsing_timeout=None)
+
+    def grade(gold: str, answer: str) -> str:
+        try:
+            gold_parsed = parse_gold(gold)
+        except Exception:  # math-verify lets some errors of sympy through
+            gold_parsed = []
+        if not gold_parsed:
+            return "bad gold"
+        try:
+            answer_parsed = parse(answer, parsing_timeout=None)
+            return "right" if verify(gold_parsed, answer_parsed, timeout_seconds=None) else "wrong"
+        except Exception:  # MemoryError and RecursionError too: no answer worth a point
+            return "wrong"
+
+    return grade
+
+
+if __name__ == "__main__":
+    main(timeout=float(sys.argv[1]), parent=int(sys.argv[2]))

@@ -1,0 +1,139 @@
+"""Rewards that read the text alone: exact match, multiple choice, format."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import TYPE_CHECKING
+
+from gac.rewards.base import RowReward, gold
+
+if TYPE_CHECKING:
+    from gac.data import Example
+
+
+def last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    """The one group of the last match of `pattern`, or None."""
+    matches = pattern.findall(text)
+    return matches[-1] if matches else None
+
+
+def compile_answer_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """Compile a pattern with one group.
+
+    Raises:
+        ValueError: not one group, or not a regular expression.
+    """
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern, re.MULTILINE)
+    except re.error as error:
+        raise ValueError(f"answer_pattern {pattern!r} is no regular expression: {error}") from error
+    if compiled.groups != 1:
+        raise ValueError(f"answer_pattern needs one group (...), got {pattern!r}")
+    return compiled
+
+
+class ExactReward(RowReward):
+    """1 where the completion is the gold answer, else 0; white space around and between is free.
+
+    Args:
+        ignore_case: compare without regard to case.
+        answer_pattern: regular expression with one group; its last match is compared in place of
+            the whole completion (no match scores 0).
+    """
+
+    name = "exact"
+
+    def __init__(self, *, ignore_case: bool = False, answer_pattern: str | None = None) -> None:
+        self._ignore_case = ignore_case
+        self._pattern = compile_answer_pattern(answer_pattern)
+
+    def score(self, completion: str, example: Example) -> float:
+        wanted = self._normal(gold(example))
+        answer = last_group(self._pattern, completion) if self._pattern else completion
+        return float(answer is not None and self._normal(answer) == wanted)
+
+    def _normal(self, text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if self._ignore_case else text
+
+
+# From the surest sign to the weakest; the last match of the first pattern that matches counts.
+# A letter without brackets must be upper case, or "the answer is a lamp" would choose A.
+_LETTER = r"(?:\(([A-Za-z])\)|\**([A-Z])\b(?!['’]))"
+_CHOICE_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm)\{)?\s*" + _LETTER,
+        r"(?i:answer|choice|option)\**\s*(?i:is|:)\s*:?\**\s*(?i:option\s+|choice\s+)?\$?"
+        + _LETTER,
+        r"^\s*" + _LETTER + r"[\s.):*$]*$",
+        r"\(([A-Z])\)()",
+        r"\b([A-Z])[.)\s*]*$()",
+    )
+)
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter that a multiple-choice response settles on, in upper case, or None.
+
+    Tried in this order: `\\boxed{C}`; "answer is (C)", "Answer: C"; a response that is only a
+    letter; the last "(C)"; a letter at the very end. The last match counts.
+    """
+    for pattern in _CHOICE_PATTERNS:
+        matches = pattern.findall(text)
+        if matches:
+            return "".join(matches[-1]).upper()
+    return None
+
+
+class ChoiceReward(RowReward):
+    """1 where the response settles on the gold letter, else 0 (see `chosen_letter`).
+
+    The gold answer is a letter, "C" or "(C)". Where the row has a list of choices, a gold letter
+    beyond its end is an error.
+
+    Args:
+        choices_field: the row's field with the list of choices.
+    """
+
+    name = "choice"
+
+    def __init__(self, *, choices_field: str = "choices") -> None:
+        self._field = choices_field
+
+    def score(self, completion: str, example: Example) -> float:
+        wanted = re.fullmatch(r"\s*\(?([A-Za-z])\)?[.:]?\s*", gold(example))
+        if wanted is None:
+            raise ValueError(f"the gold answer {example.answer!r} is not a letter like C or (C)")
+        letter = wanted[1].upper()
+        choices = example.extra.get(self._field)
+        if choices is not None and string.ascii_uppercase.index(letter) >= len(choices):
+            raise ValueError(f"the gold answer {letter} is beyond the {len(choices)} choices")
+        return float(chosen_letter(completion) == letter)
+
+
+class FormatReward(RowReward):
+    """1 where the completion has the wanted form, else 0; needs no gold answer.
+
+    Args:
+        pattern: regular expression; a dot matches line breaks too. It runs unguarded, so avoid
+            nested repetitions, which can take exponential time.
+        full: True: the whole completion (white space around it aside) must match; False: a part.
+    """
+
+    name = "format"
+
+    def __init__(self, pattern: str, *, full: bool = True) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._full = full
+
+    def score(self, completion: str, example: Example) -> float:
+        text = completion.strip()
+        found = self._pattern.fullmatch(text) if self._full else self._pattern.search(text)
+        return float(found is not None)
