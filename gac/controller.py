@@ -106,7 +106,7 @@ class ControllerConfig:
     @classmethod
     def paper(cls, **changes: Any) -> ControllerConfig:
         """Algorithm 1 exactly as printed, with the paper's numbers; `changes` override fields."""
-        printed = {"ema": "literal", "alpha_every": "step", "signal_decay": 0.99}
+        printed: dict[str, Any] = {"ema": "literal", "alpha_every": "step", "signal_decay": 0.99}
         return cls(**(printed | changes))
 
     def is_refresh(self, t: int) -> bool:
@@ -142,6 +142,31 @@ class ControllerState:
     """mu* of the last update; None before the first."""
     prior: float | None = None
     """mu_prior of the last update; None before the first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state in plain JSON types; floats survive JSON bit for bit."""
+        plain = asdict(self)
+        if self.corrections is not None:
+            plain["corrections"] = list(self.corrections)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> ControllerState:
+        """Inverse of `to_dict`. Raises ValueError on missing, unknown or non-finite entries."""
+        wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
+        require(not wrong, "state", wrong, "a dict from to_dict(): these keys are amiss")
+        require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
+        values = dict(plain)
+        for name in ("mu", "mu_ada", "alpha"):
+            values[name] = finite(name, plain[name])
+        for name in ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior"):
+            values[name] = None if plain[name] is None else finite(name, plain[name])
+        extra = plain["corrections"]
+        if extra is not None:
+            known = len(Corrections._fields)
+            require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
+            values["corrections"] = tuple(finite("corrections", value) for value in extra)
+        return cls(**values)
 
 
 def initial_state(config: ControllerConfig) -> ControllerState:
@@ -188,11 +213,14 @@ def step(
     blend = (1.0 - config.prior_blend) * prior + config.prior_blend * mu_ada
     change = _clip(blend - state.mu, -config.max_step, config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
-    return ControllerState(state.step + 1, mu, mu_ada, alpha, kl_ema, *known, extra, target, prior)
+    sft, rl, disagreement = known
+    return ControllerState(
+        state.step + 1, mu, mu_ada, alpha, kl_ema, sft, rl, disagreement, extra, target, prior
+    )
 
 
 def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
-    """Equation 11 with the hysteresis rule of equation 13; `kl` is the smoothed KL."""
+    """Equation 10 with the hysteresis rule of equation 13; `kl` is the smoothed KL."""
     ratio = kl / config.kl_target
     move = 0.0
     if ratio > 1.0 + config.kl_hysteresis:
@@ -282,36 +310,12 @@ class GuidedController:
         return self.state.prior
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain JSON types; floats survive JSON bit for bit."""
-        plain = asdict(self.state)
-        if plain["corrections"] is not None:
-            plain["corrections"] = list(plain["corrections"])
-        return plain
+        """The state in plain JSON types: `ControllerState.to_dict`."""
+        return self.state.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the trajectory that `state_dict` was taken from, under the same config.
 
         Raises ValueError on missing, unknown or non-finite entries, and changes nothing then.
         """
-        self.state = _state_from(state)
-
-
-_OPTIONAL = ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior")
-
-
-def _state_from(plain: dict[str, Any]) -> ControllerState:
-    names = {f.name for f in fields(ControllerState)}
-    wrong = sorted(names ^ set(plain))
-    require(not wrong, "state", wrong, "a dict from state_dict(): these keys are amiss")
-    require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
-    values: dict[str, Any] = {"step": plain["step"]}
-    for name in ("mu", "mu_ada", "alpha"):
-        values[name] = finite(name, plain[name])
-    for name in _OPTIONAL:
-        values[name] = None if plain[name] is None else finite(name, plain[name])
-    extra = plain["corrections"]
-    if extra is not None:
-        known = len(Corrections._fields)
-        require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
-        extra = tuple(finite("corrections", value) for value in extra)
-    return ControllerState(corrections=extra, **values)
+        self.state = ControllerState.from_dict(state)

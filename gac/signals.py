@@ -1,0 +1,254 @@
+"""Where the controller's signals come from: the paper's proxies, spoilt proxies, true gradients.
+
+A source is a frozen dataclass with two pure functions: `init() -> state` and
+`read(evidence, state) -> (reading, state)`. States are plain JSON types.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gac.checks import is_count, is_real, require
+from gac.estimators import Corrections
+from gac.schedules import uniform
+from gac_kernels.contract import Signals, TokenMoments
+
+State = dict[str, Any]  # plain JSON types
+
+
+class Evidence(NamedTuple):
+    """What a refresh step has measured, summed over micro-batches and ranks."""
+
+    step: int
+    """Optimiser steps done so far."""
+    moments: TokenMoments | None = None
+    """Statistics of the step's tokens."""
+    gram: Tensor | None = None
+    """[M_s + M_r, M_s + M_r] inner products of micro-batch gradients, SFT first; float64."""
+    sft_count: int = 0
+    """M_s, the number of SFT micro-batches in `gram`."""
+
+
+class Reading(NamedTuple):
+    """What a source returns: arguments of `gac.controller.step`."""
+
+    signals: Signals
+    corrections: Corrections | None = None
+
+
+class SignalSource(Protocol):
+    """The interface of a source; a method names one and the trainer feeds it."""
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether `Evidence.gram` must be there (micro-batch gradients cost memory)."""
+
+    def init(self) -> State:
+        """State before the first reading."""
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Signals of this refresh, and the new state; `state` is not modified."""
+
+
+@dataclass(frozen=True)
+class ProxySignals:
+    """The paper's proxies (equations 7 to 9) from the loss kernel's token statistics."""
+
+    trim: float = 0.1
+    """Share of the demonstrations dropped at each end of the sorted likelihoods, [0, 0.5)."""
+    needs_gram = False
+
+    def init(self) -> State:
+        """No state."""
+        return {}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Reads `evidence.moments`."""
+        if evidence.moments is None:
+            raise ValueError("evidence.moments=None: call the loss with moments=True")
+        return Reading(evidence.moments.signals(self.trim)), state
+
+
+@dataclass(frozen=True)
+class GradientSignals:
+    """The quantities of equation 3 themselves, estimated without bias from gradients."""
+
+    paired: bool = False
+    """SFT and RL micro-batch j share their randomness, so that their covariance is estimated."""
+    needs_gram = True
+
+    def init(self) -> State:
+        """No state."""
+        return {}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Reads `evidence.gram`."""
+        if evidence.gram is None:
+            raise ValueError("evidence.gram=None: measure the micro-batch gradients")
+        return gradient_moments(evidence.gram, evidence.sft_count, paired=self.paired), state
+
+
+@dataclass(frozen=True)
+class ConstantVariance:
+    """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
+
+    source: SignalSource = field(default_factory=ProxySignals)
+    """Where the other signals come from."""
+    value: float = 1.0
+    """sigma_r^2 >= 0."""
+
+    def __post_init__(self) -> None:
+        require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
+
+    @property
+    def needs_gram(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_gram
+
+    def init(self) -> State:
+        """The wrapped source's state."""
+        return self.source.init()
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """The wrapped reading, one value replaced."""
+        reading, state = self.source.read(evidence, state)
+        return reading._replace(signals=reading.signals._replace(rl_variance=self.value)), state
+
+
+@dataclass(frozen=True)
+class ShuffledDisagreement:
+    """Another source whose disagreement is drawn from its own past: degradation (b).
+
+    The values keep their distribution over the last `window` refreshes and lose their order.
+    """
+
+    source: SignalSource = field(default_factory=ProxySignals)
+    """Where the signals come from."""
+    window: int = 64
+    """Refreshes from which a value is drawn, this one included."""
+    seed: int = 0
+    """Seed of the draws; a draw depends on it and on the step alone."""
+
+    def __post_init__(self) -> None:
+        require(is_count(self.window, 2), "window", self.window, "an integer >= 2")
+
+    @property
+    def needs_gram(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_gram
+
+    def init(self) -> State:
+        """The wrapped source's state and an empty past."""
+        return {"source": self.source.init(), "past": []}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """The wrapped reading, one value replaced; nan enters no past."""
+        reading, inner = self.source.read(evidence, state["source"])
+        value = reading.signals.disagreement
+        past = [*state["past"], *([value] if math.isfinite(value) else [])][-self.window :]
+        if past:
+            value = past[int(len(past) * uniform("shuffle", self.seed, evidence.step))]
+        signals = reading.signals._replace(disagreement=value)
+        return reading._replace(signals=signals), {"source": inner, "past": past}
+
+
+@dataclass(frozen=True)
+class RandomDisagreement:
+    """Another source whose disagreement is uniform noise: the paper's degradation (c)."""
+
+    source: SignalSource = field(default_factory=ProxySignals)
+    """Where the other signals come from."""
+    low: float = 0.0
+    """Smallest value."""
+    high: float = 1.0
+    """Largest value, as in the paper; the true proxy lies in [0, 4]."""
+    seed: int = 0
+    """Seed of the draws; a draw depends on it and on the step alone."""
+
+    def __post_init__(self) -> None:
+        require(is_real(self.low) and self.low >= 0, "low", self.low, "a number >= 0")
+        high_ok = is_real(self.high) and self.high >= self.low
+        require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
+
+    @property
+    def needs_gram(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_gram
+
+    def init(self) -> State:
+        """The wrapped source's state."""
+        return self.source.init()
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """The wrapped reading, one value replaced."""
+        reading, state = self.source.read(evidence, state)
+        draw = uniform("disagreement", self.seed, evidence.step)
+        value = self.low + (self.high - self.low) * draw
+        return reading._replace(signals=reading.signals._replace(disagreement=value)), state
+
+
+def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> Reading:
+    """Unbiased moments of the two mean gradients from the Gram matrix of their micro-batches.
+
+    gram: [M_s + M_r, M_s + M_r] inner products; micro-batches of equal size, SFT first.
+    sft_count: M_s.
+    paired: micro-batch j of both sides was drawn jointly (M_s = M_r); otherwise c = 0.
+
+    With xbar the mean of M gradients x_i: tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)), and
+    |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average, which
+    is taken off: the disagreement may come out negative. A variance needs two micro-batches, and
+    is nan without. Raises ValueError on a shape that does not fit.
+    """
+    gram, sft = _checked_gram(gram, sft_count)
+    rl = gram.shape[0] - sft
+    sft_variance = _variance_of_mean(gram[:sft, :sft])
+    rl_variance = _variance_of_mean(gram[sft:, sft:])
+    covariance = 0.0
+    if paired:
+        require(
+            sft == rl, "sft_count", sft_count, f"as many SFT as RL micro-batches ({rl}) to pair"
+        )
+        covariance = _variance_of_mean(gram[:sft, sft:])
+    gap = gram[:sft, :sft].mean() - 2 * gram[:sft, sft:].mean() + gram[sft:, sft:].mean()
+    disagreement = gap.item() - sft_variance - rl_variance + 2 * covariance
+    signals = Signals(sft_variance, rl_variance, disagreement)
+    finite = math.isfinite(covariance)
+    return Reading(signals, Corrections(covariance=covariance) if finite else None)
+
+
+def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
+    """The bias terms of the exact optimum from a 4 x 4 Gram matrix of mean gradients.
+
+    gram: [4, 4] inner products of: SFT as used, RL as used, SFT without bias, RL without bias
+        (for instance phi-weighted and plain, clipped and unclipped), all on the same tokens.
+    covariance: c, handed through.
+    """
+    gram = torch.as_tensor(gram, dtype=torch.float64)
+    require(gram.shape == (4, 4), "gram", tuple(gram.shape), "a [4, 4] matrix")
+    d = gram.new_tensor([0.0, 0.0, 1.0, -1.0])
+    rl_bias = gram.new_tensor([0.0, 1.0, 0.0, -1.0])
+    gap = gram.new_tensor([1.0, 0.0, -1.0, 0.0]) - rl_bias
+    pairs = ((gap, gap), (gap, d), (rl_bias, d), (rl_bias, gap))
+    return Corrections(covariance, *((x @ gram @ y).item() for x, y in pairs))
+
+
+def _variance_of_mean(block: Tensor) -> float:
+    """tr Cov of two means over the same M draws, from their [M, M] products; nan for M < 2."""
+    count = block.shape[0]
+    if count < 2:
+        return math.nan
+    return (block.diagonal().mean() - block.mean()).item() / (count - 1)
+
+
+def _checked_gram(gram: Tensor, sft_count: int) -> tuple[Tensor, int]:
+    gram = torch.as_tensor(gram, dtype=torch.float64)
+    square = gram.ndim == 2 and gram.shape[0] == gram.shape[1]
+    require(square, "gram", tuple(gram.shape), "a square matrix [M_s + M_r, M_s + M_r]")
+    inside = is_count(sft_count, 1) and sft_count < gram.shape[0]
+    require(inside, "sft_count", sft_count, f"an integer in [1, {gram.shape[0] - 1}]")
+    return gram, sft_count
