@@ -1,0 +1,44 @@
+"""Multi-objective weights for two objectives, always in the order (SFT, RL).
+
+Everything is a pure function of a few scalars, so sharded gradients cost one small all-reduce.
+The update direction is w_s g_s + w_r g_r; the weights may be negative or sum to more than 1, so
+mix gradients with them, not losses. `None` means that the input was not finite: skip the step.
+"""
+
+from gac.solvers.gram import Gram, Weights, cross_gram, with_unit_rl
+from gac.solvers.gram_steps import GradNormState, gradnorm_step, moco_step
+from gac.solvers.gram_weights import aligned_mtl, cagrad, mgda, nash_mtl, pcgrad, sdmgrad
+from gac.solvers.loss_steps import (
+    DWAState,
+    FAMOState,
+    dwa_step,
+    dwa_weights,
+    famo_step,
+    famo_weights,
+    uncertainty_step,
+    uncertainty_weights,
+)
+
+__all__ = [
+    "DWAState",
+    "FAMOState",
+    "GradNormState",
+    "Gram",
+    "Weights",
+    "aligned_mtl",
+    "cagrad",
+    "cross_gram",
+    "dwa_step",
+    "dwa_weights",
+    "famo_step",
+    "famo_weights",
+    "gradnorm_step",
+    "mgda",
+    "moco_step",
+    "nash_mtl",
+    "pcgrad",
+    "sdmgrad",
+    "uncertainty_step",
+    "uncertainty_weights",
+    "with_unit_rl",
+]
