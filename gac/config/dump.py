@@ -1,0 +1,48 @@
+"""A configuration as plain YAML types and as a file."""
+
+import dataclasses
+import enum
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from gac.config.types import ConfigError, choice_of
+from gac.config.yaml_text import to_yaml
+
+
+def dump(obj: Any) -> dict[str, Any]:
+    """The dataclass instance as plain YAML types; `load(type(obj), dump(obj)) == obj`."""
+    hints = typing.get_type_hints(type(obj), include_extras=True)
+    fields = (field.name for field in dataclasses.fields(obj) if field.init)
+    return {name: to_plain(getattr(obj, name), hints[name]) for name in fields}
+
+
+def save(obj: Any, path: Path) -> None:
+    """Write `dump(obj)` as YAML; a kill in the middle leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(to_yaml(dump(obj)), encoding="utf-8")
+    partial.replace(path)
+
+
+def to_plain(value: Any, hint: Any) -> Any:
+    """`value` in YAML's own types; the hint says where a `name` has to be written."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        choice = choice_of(hint)
+        if choice is None:
+            return dump(value)
+        names = [name for name, cls in choice.table().items() if cls is type(value)]
+        if not names:
+            raise ConfigError(f"{type(value).__name__} is not in {', '.join(choice.table())}")
+        return {"name": names[0], **dump(value)}
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, Path):
+        return str(value)
+    inner = get_args(hint)[-1] if get_args(hint) else None
+    if isinstance(value, Mapping):
+        return {key: to_plain(item, inner) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item, inner) for item in value]
+    return value

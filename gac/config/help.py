@@ -1,0 +1,104 @@
+"""Help text of a configuration: every key with its type, default and the docstring under it."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from typing import Any
+
+from gac.config.dump import to_plain
+from gac.config.types import choice_of, type_name
+from gac.config.yaml_text import to_yaml
+
+WIDTH = 96
+
+
+def describe(cls: type, prefix: str = "") -> str:
+    """One paragraph per key of the dataclass `cls`, nested dataclasses as `key.sub`.
+
+    A field's words are the docstring under it or else the comment on its line. prefix: put before
+    every key, for a dataclass that is itself a field.
+    """
+    return "\n".join(_paragraphs(cls, None, f"{prefix}." if prefix else ""))
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the words under it (or beside it), also for inherited fields."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs |= _own_docs(base)
+    return docs
+
+
+def _own_docs(cls: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # made at run time: there is no source to read
+        return {}
+    lines = source.splitlines()
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    docs = {}
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if is_text and isinstance(following.value.value, str):  # type: ignore[union-attr]
+            words = following.value.value  # type: ignore[union-attr]
+        else:
+            end = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
+            words = end.partition("#")[2]
+        docs[node.target.id] = " ".join(words.split())
+    return docs
+
+
+def _paragraphs(cls: type, instance: Any, prefix: str) -> list[str]:
+    """`instance` supplies the defaults where the field that holds `cls` sets its own."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docs = field_docs(cls)
+    result = []
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        hint, default = hints[field.name], _default(field, instance)
+        nested = _nested_class(hint)
+        choice = choice_of(hint)
+        kind = " | ".join(choice.table()) if choice else type_name(hint)
+        if default is dataclasses.MISSING:
+            kind += "  (required)"
+        elif not dataclasses.is_dataclass(default) or choice:
+            kind += f" = {_inline(default, hint)}"
+        result.append(f"{prefix}{field.name}: {kind}")
+        if docs.get(field.name):
+            result.append(textwrap.indent(textwrap.fill(docs[field.name], WIDTH - 4), " " * 4))
+        if nested:
+            inner = default if dataclasses.is_dataclass(default) else None
+            result += _paragraphs(nested, inner, f"{prefix}{field.name}.")
+    return result
+
+
+def _default(field: dataclasses.Field, instance: Any) -> Any:
+    if instance is not None:
+        return getattr(instance, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _nested_class(hint: Any) -> type | None:
+    """The dataclass of a plain or optional nested field; a Choice is described by its names."""
+    if choice_of(hint):
+        return None
+    candidates = [hint, *typing.get_args(hint)]
+    return next(
+        (c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None
+    )
+
+
+def _inline(default: Any, hint: Any) -> str:
+    """A default as it would be written in YAML, on one line."""
+    choice = choice_of(hint)
+    if choice and default is not None:
+        return next(name for name, cls in choice.table().items() if cls is type(default))
+    return to_yaml(to_plain(default, hint), inline=True)

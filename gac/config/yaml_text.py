@@ -1,0 +1,73 @@
+"""YAML as people expect it: 1e-4 is a number, `off` is a word, a key given twice is an error."""
+
+import re
+from typing import Any
+
+import yaml
+
+YamlError = yaml.YAMLError
+
+# YAML 1.2's floats: PyYAML follows 1.1, where 1e-4 is text because it has no dot.
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?[0-9]+$")
+_REPLACED = tuple(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp"))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either version of YAML would not read back as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    seen: dict[Any, yaml.Node] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is given twice", key_node.start_mark
+            )
+        seen[key] = key_node
+    return loader.construct_mapping(node, deep=True)
+
+
+def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))  # 010 is ten, not an octal eight
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
+def parse_yaml(text: str) -> Any:
+    """One YAML document as Python objects. Raises YamlError, which names line and column."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain types only
+
+
+def to_yaml(data: Any, inline: bool = False) -> str:
+    """Plain types as YAML text that `parse_yaml` reads back to equal data, keys in their order.
+
+    inline: one line, `[a, b]` and `{key: value}`.
+    """
+    text = yaml.dump(
+        data,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=10**6 if inline else 100,
+        default_flow_style=inline,
+    )
+    return text.removesuffix("\n...\n").rstrip() if inline else text

@@ -1,0 +1,264 @@
+"""Configurations: every type that a field may have, every error, the round trip."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from gac.config import Choice, ConfigError, choose, describe, dump, load, parse_yaml, save, to_yaml
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    DARK_BLUE = "dark-blue"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0  # decoupled
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise ValueError(f"lr must be >= 0, got {self.lr}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of the methods."""
+
+
+@dataclass(frozen=True)
+class Sft(Method):
+    """Demonstrations only."""
+
+
+@dataclass(frozen=True)
+class Mixed(Method):
+    """Both at once."""
+
+    ema_decay: float = 0.99
+    """Decay of the average."""
+    optimizer: Optimizer = Optimizer(lr=0.5)
+
+
+TABLE = {"sft": Sft, "mixed": Mixed}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    model: str
+    """Path of the model,
+    or its hub name."""
+    steps: int = 100
+    """Optimiser steps."""
+    resume: bool = True
+    kl: float | None = None
+    colour: Colour = Colour.RED
+    scheduler: Literal["cosine", "off"] = "cosine"
+    out: Path = Path("runs/a")
+    names: list[str] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+    reward: str | Mapping[str, Any] = "math"
+    optimizer: Optimizer = Optimizer(weight_decay=0.1)
+    teacher: Optimizer | None = None
+    method: Annotated[Method, Choice(lambda: TABLE)] = Sft()
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+def build(data: dict | None = None, *overrides: str) -> Config:
+    return load(Config, {"model": "m"} | (data or {}), overrides)
+
+
+def refusal(data: dict | None = None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(data, *overrides)
+    return str(caught.value)
+
+
+def test_absent_keys_keep_the_defaults():
+    assert build() == Config(model="m")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("steps: 7", "steps", 7),
+        ("steps: 1e3", "steps", 1000),  # a whole number however it is written
+        ("kl: 1e-4", "kl", 1e-4),  # YAML 1.1 would call this text
+        ("kl: 2", "kl", 2.0),
+        ("kl: null", "kl", None),
+        ("resume: no", "resume", False),
+        ("scheduler: off", "scheduler", "off"),  # YAML 1.1 would call this False
+        ("colour: dark-blue", "colour", Colour.DARK_BLUE),
+        ("colour: dark_blue", "colour", Colour.DARK_BLUE),
+        ("out: runs/b", "out", Path("runs/b")),
+        ("names: [a, b]", "names", ["a", "b"]),
+        ("sizes: [010, 2]", "sizes", (10, 2)),  # YAML 1.1 would read an octal 8
+        ("reward: exact", "reward", "exact"),
+        ("reward: {name: format, pattern: x}", "reward", {"name": "format", "pattern": "x"}),
+        ("extra: {a: 1, b: 2.5}", "extra", {"a": 1.0, "b": 2.5}),
+    ],
+)
+def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: m\n{text}\n")
+    value = getattr(load(Config, path), key)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("steps=12", "steps", 12),
+        ("model=123", "model", "123"),  # text stays text, whatever it looks like
+        ("kl=1e-2", "kl", 0.01),
+        ("kl=none", "kl", None),
+        ("resume=false", "resume", False),
+        ("names=a,b", "names", ["a", "b"]),
+        ("sizes=[1, 2]", "sizes", (1, 2)),
+        ("scheduler=off", "scheduler", "off"),
+        ("reward={name: format}", "reward", {"name": "format"}),
+        ("reward=exact", "reward", "exact"),
+        ("reward.weight=2", "reward", {"name": "math", "weight": 2}),
+        ("method=mixed", "method", Mixed()),
+        ("method={name: mixed, ema_decay: 0.5}", "method", Mixed(ema_decay=0.5)),
+        ("teacher.lr=1", "teacher", Optimizer(lr=1.0)),
+        ("extra.a=3", "extra", {"a": 3.0}),
+    ],
+)
+def test_override_text_becomes_the_annotated_type(override, key, expected):
+    config = build({"reward": "math"}, override)
+    assert getattr(config, key) == expected
+    assert type(getattr(config, key)) is type(expected)
+
+
+def test_given_fields_change_the_default_of_the_holder_not_of_the_class():
+    assert build({"optimizer": {"lr": 2}}).optimizer == Optimizer(lr=2.0, weight_decay=0.1)
+    assert build({}, "method.name=mixed", "method.optimizer.betas=0.8,0.9").method == Mixed(
+        optimizer=Optimizer(lr=0.5, betas=(0.8, 0.9))
+    )
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones():
+    assert build({"steps": 1}, "steps=2", "steps=3").steps == 3
+
+
+def test_a_choice_takes_its_fields_beside_its_name():
+    assert build({"method": {"name": "mixed", "ema_decay": 0.95}}).method == Mixed(ema_decay=0.95)
+    assert build({"method": "mixed"}, "method.ema_decay=0.5").method == Mixed(ema_decay=0.5)
+    assert choose(TABLE, {"ema_decay": 0.1}, default=Mixed(optimizer=Optimizer(lr=9))) == Mixed(
+        ema_decay=0.1, optimizer=Optimizer(lr=9)
+    )
+
+
+def test_round_trip_through_a_file(tmp_path):
+    config = Config(
+        model="1e-4",  # text that looks like a number must come back as text
+        steps=3,
+        kl=float("inf"),
+        colour=Colour.DARK_BLUE,
+        scheduler="off",
+        names=["yes", "null", "010", "2020-01-01"],
+        sizes=(1, 2),
+        reward={"sum": [{"reward": "math", "weight": 0.5}]},
+        teacher=Optimizer(betas=(0.1, 1e-8)),
+        method=Mixed(ema_decay=0.5),
+        extra={"a": 1.5},
+    )
+    save(config, tmp_path / "deep" / "config.yaml")
+    assert load(Config, tmp_path / "deep" / "config.yaml") == config
+    assert load(Config, dump(config)) == config
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["config.yaml"]
+    assert dump(config)["method"]["name"] == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "words"),
+    [
+        ({"step": 1}, (), ["step: unknown key 'step'", "did you mean 'steps'", "resume"]),
+        ({"optimizer": {"lrr": 1}}, (), ["optimizer.lrr", "did you mean 'lr'", "weight_decay"]),
+        ({}, ("optimizer.beta=1",), ["optimizer.beta", "did you mean 'betas'"]),
+        ({"method": "mixd"}, (), ["method.name", "'mixd'", "did you mean 'mixed'", "sft, mixed"]),
+        ({"method": {"name": "mixed", "ema": 1}}, (), ["method.ema", "did you mean 'ema_decay'"]),
+        ({"method": {"name": "sft", "ema_decay": 1}}, (), ["method.ema_decay", "unknown key"]),
+        ({"method": 3}, (), ["method", "a name or a mapping", "3"]),
+        ({"steps": "many"}, (), ["steps: expected a whole number, got 'many'"]),
+        ({"steps": 1.5}, (), ["steps: expected a whole number, got 1.5"]),
+        ({"steps": True}, (), ["steps: expected a whole number, got True"]),
+        ({}, ("kl=abc",), ["kl: expected a number, got 'abc'"]),
+        ({"resume": 2}, (), ["resume: expected true or false, got 2"]),
+        ({"model": 5}, (), ["model: expected text (put it in quotes), got 5"]),
+        ({"scheduler": "cosin"}, (), ["'cosin' is not one of cosine, off", "mean 'cosine'"]),
+        ({"colour": "blue"}, (), ["colour: 'blue' is not one of red, dark_blue"]),
+        ({"optimizer": {"betas": [1]}}, (), ["optimizer.betas: expected 2 values, got [1]"]),
+        ({"sizes": [1, "x"]}, (), ["sizes[1]: expected a whole number, got 'x'"]),
+        ({"names": "ab"}, (), ["names: expected a list", "'ab'"]),
+        ({"optimizer": 3}, (), ["optimizer: expected a mapping of Optimizer, got 3"]),
+        ({"reward": 3}, (), ["reward: expected text | mapping, got 3"]),
+        ({"optimizer": {"lr": -1}}, (), ["optimizer: lr must be >= 0, got -1.0"]),
+        ({}, ("steps",), ["override 'steps'", "key=value"]),
+        ({}, (".steps=1",), ["override '.steps=1'"]),
+        ({"steps": 4}, ("steps.x=1",), ["override 'steps.x=1'", "'steps' holds 4"]),
+        ({}, ("sizes=[1",), ["sizes", "not valid YAML"]),
+    ],
+)
+def test_errors_name_the_key_the_value_and_what_to_do(data, overrides, words):
+    message = refusal(data, *overrides)
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError, match="model: missing"):
+        load(Config, {})
+
+
+def test_file_errors_name_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    with pytest.raises(ConfigError, match=r"run\.yaml: cannot be read"):
+        load(Config, path)
+    for text, words in [
+        ("a: [1", "not valid YAML"),
+        ("- a", "expected `key: value` lines"),
+        ("model: m\nsteps: 1\nsteps: 2", "'steps' is given twice"),
+        ("model: m\nstps: 1", "did you mean 'steps'"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load(Config, path)
+        assert str(caught.value).startswith(str(path))
+        assert words in str(caught.value)
+
+
+def test_yaml_text_reads_back_what_it_writes():
+    data = {"a": ["1e-4", "off", "1:30", "12", ".5", "=", "~", 1e-5, 1, True, None, "ü\nx"]}
+    assert parse_yaml(to_yaml(data)) == data
+
+
+def test_describe_gives_types_defaults_and_the_words_under_each_field():
+    text = describe(Config)
+    lines = text.splitlines()
+    assert "model: text  (required)" in lines
+    assert "    Path of the model, or its hub name." in lines
+    assert "steps: int = 100" in lines
+    assert "kl: float | null = null" in lines
+    assert "scheduler: cosine | off = cosine" in lines
+    assert "colour: red | dark_blue = red" in lines
+    assert "optimizer.weight_decay: float = 0.1" in lines  # the holder's default, not the class's
+    assert "    decoupled" in lines  # a comment on the line serves when there is no docstring
+    assert "method: sft | mixed = sft" in lines
+    assert "optimizer.betas: [float, float] = [0.9, 0.99]" in lines
+    assert "teacher: Optimizer | null = null" in lines
+    assert "teacher.lr: float = 0.001" in lines
+    assert describe(Mixed, "method").startswith("method.ema_decay: float = 0.99")
