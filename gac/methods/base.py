@@ -55,6 +55,8 @@ class Observation:
 class Method:
     """How one method combines SFT and RL. Fields are its hyperparameters and become CLI flags."""
 
+    name: ClassVar[str] = ""
+    """Key in the table of methods and value of `method.name` in a configuration."""
     family: ClassVar[str] = ""
     """Row group in the table of methods."""
     source: ClassVar[str] = ""
@@ -79,6 +81,11 @@ class Method:
     def wants_signals(self, step: int) -> bool:
         """Whether the step numbered `step` (from 0) must measure the signals and the KL."""
         return False
+
+    @property
+    def trim(self) -> float:
+        """Share of the demonstrations that sigma_s^2 leaves out at each end."""
+        return 0.1
 
     def report(self, state: State) -> dict[str, float | None]:
         """Further columns of the metrics file, e.g. mu_star, prior, alpha."""

@@ -15,6 +15,7 @@ from .base import Method, Mix, Observation, State
 class CHORD(Method):
     """mu follows a schedule; demonstration tokens weigh `weight`. Defaults: CHORD-mu."""
 
+    name: ClassVar[str] = "chord-mu"
     family: ClassVar[str] = "schedule"
     source: ClassVar[str] = "arXiv 2508.11408"
 
@@ -34,6 +35,8 @@ class CHORD(Method):
 class CHORDPhi(CHORD):
     """Constant mu = 0.1 with phi(p) = p (1 - p): the published CHORD-phi."""
 
+    name: ClassVar[str] = "chord-phi"
+
     schedule: MixSchedule = MixSchedule.constant(0.1)
     """mu as a function of the step."""
     weight: DemoWeight = DemoWeight.PHI
@@ -43,6 +46,8 @@ class CHORDPhi(CHORD):
 @dataclass(frozen=True)
 class CHORDBoth(CHORD):
     """The schedule and phi together, which the paper's tables call CHORD."""
+
+    name: ClassVar[str] = "chord"
 
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations."""

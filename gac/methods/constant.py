@@ -14,6 +14,7 @@ from .base import Method, Mix, Observation, State
 class Constant(Method):
     """The same mu at every step; the paper's QCM is mu = 0.58."""
 
+    name: ClassVar[str] = "constant"
     family: ClassVar[str] = "schedule"
     source: ClassVar[str] = "the paper, appendix F (QCM)"
 

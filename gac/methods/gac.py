@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gac.controller import ControllerConfig, GuidedController
+from gac.schedules import Prior
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Method, Mix, Observation, State
@@ -15,9 +16,12 @@ from .base import Method, Mix, Observation, State
 class GAC(ControllerConfig, Method):
     """The guided adaptive controller; its fields are the controller's own."""
 
+    name: ClassVar[str] = "gac"
     family: ClassVar[str] = "noise-aware"
     source: ClassVar[str] = "the paper, section 3 and Algorithm 1"
 
+    prior: Prior = Prior()
+    """mu_prior(t)."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
 
@@ -34,4 +38,8 @@ class GAC(ControllerConfig, Method):
         return controller.state_dict(), Mix(mu)
 
     def wants_signals(self, step: int) -> bool:
-        return (step + 1) % self.update_every == 0 or step == 0
+        # update t sees what step t - 1 measured; the very first signals start the averages early
+        return step == 0 or self.is_refresh(step + 1)
+
+    def report(self, state: State) -> dict[str, float | None]:
+        return {name: state[name] for name in ("mu_star", "prior", "alpha")}

@@ -12,6 +12,7 @@ from .base import Method, Mix, Observation, State
 class GRPO(Method):
     """The clipped policy gradient with group-relative advantages; no demonstrations."""
 
+    name: ClassVar[str] = "grpo"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2402.03300"
     uses_demos: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from .base import Method, Mix, Observation, State
 class SFT(Method):
     """Cross-entropy on the demonstrations; no rollouts."""
 
+    name: ClassVar[str] = "sft"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "the paper, section 4.1 (SFT-light, SFT-best)"
     uses_rollouts: ClassVar[bool] = False

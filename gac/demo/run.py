@@ -1,0 +1,166 @@
+"""`gac demo`: train a tiny base model, post-train it by several methods, compare them.
+
+Every stage is an ordinary run in its own folder, started as `gac train` would; a stage that is
+finished is not run again, and an interrupted one resumes from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+from gac.config import load, save
+from gac.report import results_table, write_report
+from gac.train_config import TrainConfig
+
+from .task import write_task
+
+METHODS = ("sft", "grpo", "constant", "gac")
+GATE = (0.01, 0.10)  # the base must find a few right subtractions, not many
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="gac demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of all runs")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="see `gac methods`")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds per method")
+    parser.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
+    parser.add_argument("--jobs", type=int, default=None, help="runs at a time; default: the cores")
+    args = parser.parse_args(argv)
+    return run_demo(args.out, args.methods, range(args.seeds), args.steps, args.jobs)
+
+
+def run_demo(
+    out: Path,
+    methods: Sequence[str] = METHODS,
+    seeds: Sequence[int] = (0,),
+    steps: int = 160,
+    jobs: int | None = None,
+) -> int:
+    """Train the base, then each method for each seed; write the report and print its table."""
+    started = time.perf_counter()
+    jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
+    task = out / "task"
+    if not (task / "init" / "config.json").exists():
+        write_task(task, seed=0)
+    base = make_base(out)
+    runs = {f"{m}-{s}": method_config(out, base, m, s, steps) for m in methods for s in seeds}
+    run_all(runs, out, jobs)
+    folders = [Path(c.out) for c in runs.values()]
+    page = write_report(folders, out)
+    print(f"\n{results_table(folders)}\n")
+    print(f"All of it took {time.perf_counter() - started:.0f} s on this machine.")
+    print(f"The report: {page}")
+    print("Next: gac demo --methods gac constant --seeds 3, or train your own model:")
+    print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
+    return 0
+
+
+def make_base(out: Path) -> Path:
+    """The base model's folder, trained if it is not there yet.
+
+    A base that never solves a subtraction, or solves many, makes a dull comparison: then the next
+    seed is tried. What was measured is printed.
+    """
+    for seed in range(5):
+        run = out / f"base-{seed}"
+        config = base_config(out, run, seed)
+        run_all({f"base-{seed}": config}, out, jobs=1)
+        last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
+        found = {op: last[f"accuracy/{op}"] for op in "+-"}
+        print(f"base model, seed {seed}: sampled accuracy + {found['+']:.3f}, - {found['-']:.3f}")
+        if GATE[0] <= found["-"] <= GATE[1]:
+            return run / "model"
+    raise RuntimeError(f"no base with a subtraction accuracy in {GATE} in 5 seeds; see {out}")
+
+
+def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
+    task = out / "task"
+    data = {"prompts": str(task / "prompts.jsonl"), "demo_field": "solution"}
+    return load(TrainConfig, {
+        "out": str(run),
+        "data": data | rest.pop("data", {}),
+        "reward": "gac.demo.task:reward",
+        "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
+        "eval": {
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "max_new_tokens": 9, "batch": None, "split_field": "op",
+        } | rest.pop("eval", {}),
+        "checkpoint_every": 20,
+        **rest,
+    })  # fmt: skip
+
+
+def base_config(out: Path, run: Path, seed: int) -> TrainConfig:
+    """Plain SFT of a random model on the weak teacher's answers."""
+    task = out / "task"
+    return _config(out, run, {
+        "model": {"path": str(task / "init"), "random_init": True},
+        "data": {"prompts": None, "demos": str(task / "base.jsonl")},
+        "method": {"name": "sft"},
+        "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
+        "steps": 400, "demo_batch": 64, "seed": seed, "checkpoint_every": 100,
+        "eval": {"samples": 4, "temperature": 1.0},
+    })  # fmt: skip
+
+
+def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
+    """One post-training run from the base; only the method and the seed differ between runs."""
+    method: dict = {"name": name}
+    if name == "gac":
+        # the prior's paper-scale schedule, squeezed into this run's length
+        method |= {"prior": {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}}
+    return _config(out, out / f"{name}-{seed}", {
+        "model": {"path": str(base)},
+        "data": {"demos": str(out / "task" / "demos.jsonl")},
+        "method": method,
+        "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
+        "steps": steps, "demo_batch": 32, "seed": seed,
+        "eval": {"every": 20}, "monitor_kl_every": 10, "export": False,
+    })  # fmt: skip
+
+
+def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
+    """Run each configuration in a process of its own, `jobs` at a time; finished ones are kept."""
+    waiting = {name: c for name, c in runs.items() if not _finished(c)}
+    going: dict[str, subprocess.Popen] = {}
+    threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    try:
+        while waiting or going:
+            while waiting and len(going) < jobs:
+                name = next(iter(waiting))
+                config = waiting.pop(name)
+                path = out / f"{name}.yaml"
+                save(config, path)
+                print(f"training {name} ({config.steps} steps) ...", flush=True)
+                quiet = {} if jobs == 1 else {"stderr": (out / f"{name}.log").open("w")}
+                command = [sys.executable, "-m", "gac.cli", "train", str(path)]
+                going[name] = subprocess.Popen(command, env=environment, **quiet)
+            for name, process in list(going.items()):
+                if process.poll() is not None:
+                    del going[name]
+                    if process.returncode:
+                        raise RuntimeError(f"{name} failed (exit {process.returncode}); see {out}")
+            time.sleep(0.05)
+    finally:
+        for process in going.values():
+            process.terminate()
+        for process in going.values():
+            process.wait()
+
+
+def _finished(config: TrainConfig) -> bool:
+    from gac.checkpoint import complete, read_progress
+
+    done = complete(Path(config.out) / "checkpoints")
+    exported = not config.export or (Path(config.out) / "model" / "config.json").exists()
+    return bool(done) and read_progress(done[-1])["step"] >= config.steps and exported

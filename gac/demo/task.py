@@ -1,0 +1,114 @@
+"""A task on which mixing matters: addition can be found by rewards, subtraction must be shown.
+
+Two four-digit numbers, `+` or `-`, digits interleaved from the units up, so that a small model can
+work column by column: 0038+0047 is asked as "+87340000=" and answered column by column with the
+result's digit and a mark that says whether something is carried or borrowed. The reward wants the
+length, the four digits and the last mark. The base model adds badly and hardly subtracts; the
+demonstrations show subtraction only, and many of them are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+DIGITS = 4
+ALPHABET = "0123456789+-=.'"  # "." nothing carried, "'" a carry or borrow
+
+
+def problem(rng: random.Random, op: str) -> tuple[int, int, str]:
+    """Two numbers and the operation; a negative difference is taken modulo 10^4."""
+    top = 10**DIGITS
+    return rng.randrange(top), rng.randrange(top), op
+
+
+def prompt(a: int, b: int, op: str) -> str:
+    """The operation, then the digits of both numbers interleaved from the units up."""
+    columns = zip(reversed(f"{a:0{DIGITS}d}"), reversed(f"{b:0{DIGITS}d}"), strict=True)
+    return op + "".join(x + y for x, y in columns) + "="
+
+
+def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
+    """Result digit and mark of each column; each carry or borrow is forgotten with a probability."""
+    out, carry = [], 0
+    for _ in range(DIGITS):
+        x, y = a % 10, b % 10
+        a, b = a // 10, b // 10
+        value = x + y + carry if op == "+" else x - y - carry
+        carry = int(value > 9 or value < 0)
+        if carry and rng is not None and rng.random() < forget:
+            carry = 0
+        out.append(f"{value % 10}{'.' if carry == 0 else chr(39)}")
+    return "".join(out)
+
+
+def reward(completion: str, example: Any) -> float:
+    """1 if the length, all result digits and the last mark are right, else 0."""
+    gold = example.answer
+    right = len(completion) == len(gold) and completion[::2] == gold[::2]
+    return float(right and completion[-1] == gold[-1])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, made on the spot."""
+    words = ["<pad>", "<eos>", "<unk>", *ALPHABET]
+    model = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def model_config(vocabulary: int, pad: int, eos: int) -> Qwen2Config:
+    """A Qwen2 of 0.3 million weights."""
+    return Qwen2Config(
+        vocab_size=vocabulary, hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos, bos_token_id=None,
+    )  # fmt: skip
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """JSON lines with prompt, answer and solution."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows(rng: random.Random, ops: Sequence[str], forget: dict[str, float] | None = None) -> list[dict[str, Any]]:
+    """One row per entry of `ops`; with `forget`, the solution forgets carries at that rate."""
+    out = []
+    for i, op in enumerate(ops):
+        a, b, _ = problem(rng, op)
+        row = {"id": f"{i}", "prompt": prompt(a, b, op), "answer": response(a, b, op), "op": op}
+        if forget is not None:
+            row["solution"] = response(a, b, op, forget[op], rng)
+        out.append(row)
+    return out
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """All files of the task: data, tokenizer and the configuration of the model.
+
+    base.jsonl: what the base model learns from (few subtractions, carries often forgotten).
+    demos.jsonl: 256 subtractions, borrows forgotten at 0.3. prompts.jsonl: half of each.
+    eval.jsonl: 200 held-out problems, half of each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"task:{seed}")
+    weights = {"+": 1.0, "-": 0.14}
+    ops = rng.choices(list(weights), list(weights.values()), k=20000)
+    write_rows(folder / "base.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
+    write_rows(folder / "demos.jsonl", rows(rng, ["-"] * 256, {"-": 0.3}))
+    write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * 1000))
+    write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 100))
+    words = tokenizer()
+    words.save_pretrained(folder / "init")
+    model_config(len(words), words.pad_token_id, words.eos_token_id).save_pretrained(folder / "init")

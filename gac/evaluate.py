@@ -1,0 +1,121 @@
+"""Accuracy of a model on held-out prompts, by the run's own reward."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from .data import DataConfig, Example, load_prompts
+from .model import ModelConfig, load_model, load_tokenizer
+from .rewards import build_reward
+from .rollouts import generate
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """How a model is evaluated."""
+
+    data: DataConfig = DataConfig()
+    """Prompts and gold answers; `data.prompts` null: no evaluation."""
+    every: int = 0
+    """Optimiser steps between evaluations during training; 0: only after the last step."""
+    samples: int = 1
+    """Responses per prompt; accuracy is their mean (avg@k)."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Nucleus of the sampling."""
+    max_new_tokens: int = 1024
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts of one token each that end a response, beside the end token."""
+    batch: int | None = 64
+    """Responses generated at once; null: all."""
+    split_field: str | None = None
+    """A field of the rows: accuracy is also given for each of its values."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """`gac eval`: a model, a data set and a reward."""
+
+    model: ModelConfig = ModelConfig()
+    """The model to evaluate."""
+    settings: EvalSettings = EvalSettings()
+    """Data and sampling."""
+    reward: Any = "math"
+    """As in training: a name, a mapping, or package.module:function."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    reward: Any,
+    settings: EvalSettings,
+    seed: int,
+) -> dict[str, float]:
+    """accuracy, accuracy/<split>, response_length, seconds. Ranks share the prompts.
+
+    Sampling draws from its own seed and leaves the global generators as they were.
+    """
+    started = time.perf_counter()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = examples[rank::world]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed * world + rank)
+        responses = generate(
+            model, tokenizer, [e.prompt for e in mine],
+            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature,
+            top_p=settings.top_p, samples=settings.samples, stop=settings.stop,
+            batch=settings.batch,
+        )  # fmt: skip
+    repeated = [e for e in mine for _ in range(settings.samples)]
+    scores = reward(tokenizer.batch_decode(responses, skip_special_tokens=True), repeated)
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for example, response, score in zip(repeated, responses, scores, strict=True):
+        if score is None:
+            continue
+        names = ["accuracy"]
+        if settings.split_field:
+            names.append(f"accuracy/{example.extra[settings.split_field]}")
+        for name, value in [*((n, score) for n in names), ("response_length", len(response))]:
+            found[name][0] += value
+            found[name][1] += 1
+    sums = _gather(dict(found), world)
+    out = {name: total / count for name, (total, count) in sorted(sums.items())}
+    return {**out, "seconds": time.perf_counter() - started}
+
+
+def _gather(found: dict[str, list[float]], world: int) -> dict[str, list[float]]:
+    if world == 1:
+        return found
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, found)
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for one in everyone:
+        for name, (value, count) in one.items():
+            total[name][0] += value
+            total[name][1] += count
+    return total
+
+
+def evaluate_model(config: EvalConfig) -> dict[str, float]:
+    """Load a model and evaluate it: what `gac eval` does."""
+    tokenizer = load_tokenizer(config.model)
+    examples = load_prompts(config.settings.data, tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(config.model, config.seed).to(device)
+    reward = build_reward(config.reward)
+    return evaluate(model, tokenizer, examples, reward, config.settings, config.seed)

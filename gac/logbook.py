@@ -1,0 +1,44 @@
+"""The run's written record: one JSON object per line, cut back to the checkpoint on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+class Logbook:
+    """An append-only file of JSON lines, each with a "step"."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one line; nan and infinite values become null, which every JSON reader takes."""
+        line = json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def cut(self, step: int) -> None:
+        """Drop lines of steps after `step`, and a line torn by a kill."""
+        if not self.path.exists():
+            return
+        kept = [row for row in self.read() if row["step"] <= step]
+        aside = self.path.with_suffix(".cut")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        aside.rename(self.path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All complete lines."""
+        rows = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break  # only the last line of a killed run can be torn
+        return rows
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

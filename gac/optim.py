@@ -1,0 +1,78 @@
+"""AdamW and its learning rate, a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: str = "cosine"
+    """After the warm-up: cosine, linear or constant."""
+    warmup: int = 10
+    """Optimiser steps of linear warm-up from 0."""
+    final: float = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled decay, on matrices only."""
+    clip: float = 1.0
+    """Largest gradient norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}")
+        if not self.lr > 0:
+            raise ValueError(f"lr={self.lr!r}: use a number > 0")
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps
+    )
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of optimiser step `step` (from 0) of `steps`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(steps - 1 - config.warmup, 1)
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
+        "linear": 1 - min(done, 1.0),
+        "constant": 1.0,
+    }[config.schedule]
+    low = config.lr if config.schedule == "constant" else config.lr * config.final
+    return low + (config.lr - low) * shape
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def trainable(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters that have a gradient."""
+    return [p for p in model.parameters() if p.requires_grad]

@@ -1,0 +1,67 @@
+"""The configuration of one training run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from gac_kernels import LossSpec
+
+from .config import Choice
+from .data import DataConfig
+from .evaluate import EvalSettings
+from .methods import METHODS, Method
+from .model import ModelConfig
+from .optim import OptimConfig
+from .rollouts import RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Everything is written to `out`, which is all that resuming needs."""
+
+    out: str = "runs/gac"
+    """The run directory."""
+    name: str | None = None
+    """What the report calls this run; null: the method's name."""
+    model: ModelConfig = ModelConfig()
+    """The model and how it is held."""
+    method: Annotated[Method, Choice(lambda: METHODS)] = METHODS["gac"]()
+    """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
+    data: DataConfig = DataConfig()
+    """Prompts to sample on, and demonstrations."""
+    reward: Any = "math"
+    """A name, a mapping or package.module:function; see the rewards."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """How the policy is sampled."""
+    loss: LossSpec = LossSpec()
+    """Clip, KL, entropy and reductions; a method may override its own part."""
+    optim: OptimConfig = OptimConfig()
+    """AdamW and its schedule."""
+    steps: int = 800
+    """Optimiser steps."""
+    demo_batch: int = 64
+    """Demonstrations per optimiser step, over all ranks."""
+    micro_batch: int | None = None
+    """Rows per forward and backward; null: all of a rank's rows of one kind at once."""
+    eval: EvalSettings = EvalSettings()
+    """Evaluation during and after training."""
+    monitor_kl_every: int = 0
+    """Measure the KL to the reference policy every so many steps even if nothing needs it."""
+    checkpoint_every: int = 100
+    """Optimiser steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept, beside the best one."""
+    mixed_precision: str = "no"
+    """"bf16": float32 weights, bfloat16 arithmetic, through accelerate; "no": the weights' dtype."""
+    trackers: tuple[str, ...] = ()
+    """accelerate's trackers, e.g. [tensorboard, wandb]."""
+    export: bool = True
+    """Write the final model to out/model as a transformers folder."""
+    seed: int = 0
+    """Seed of everything."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")

@@ -1,0 +1,404 @@
+"""The training loop: sample, score, one fused loss, one optimiser step, one line in the record.
+
+Everything random in step t is drawn from (seed, t, rank), so a resumed run repeats a run that was
+never stopped. The trainer never names a method; see `methods/base.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gac_kernels import Signals, TokenMoments
+
+from . import checkpoint
+from .batch import Row, collate, denominators, norms, split
+from .config import dump, save
+from .data import Order, load_demos, load_prompts
+from .evaluate import evaluate
+from .experience import Rollouts, Sampler
+from .logbook import Logbook
+from .methods import Mix, Observation
+from .model import export, load_model, load_tokenizer
+from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
+from .rewards import build_reward
+from .train_config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: TrainConfig, resume: bool = True) -> Path:
+    """Run the training that `config` describes, from its last checkpoint if it has one.
+
+    Returns the run directory. Raises KeyboardInterrupt after saving when it is interrupted.
+    """
+    return Trainer(config, resume).run()
+
+
+class Trainer:
+    """One run. State between steps: step, method state, last observation, data positions."""
+
+    def __init__(self, config: TrainConfig, resume: bool = True) -> None:
+        self.config, self.method = config, config.method
+        self.out = Path(config.out)
+        self.accelerator = Accelerator(
+            mixed_precision=config.mixed_precision,
+            log_with=list(config.trackers) or None,
+            project_dir=config.out,
+        )
+        self.tokenizer = load_tokenizer(config.model)
+        self.spec = self.method.spec(config.loss)
+        self._load_data()
+        model = load_model(config.model, config.seed)
+        self.needs_kl = self.spec.kl_coef != 0
+        self.reference = self._make_reference(model)
+        self.optimizer = make_optimizer(model, config.optim)
+        self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+        self.sampler = Sampler(config.rollouts, self.tokenizer, build_reward(config.reward))
+        self.rollouts: Rollouts | None = None
+        self.step, self.state, self.seen = 0, self.method.init(), Observation(0)
+        self.stop_signal: int | None = None
+        self._prepare_folder(resume)
+
+    # ---- set-up
+
+    def _load_data(self) -> None:
+        config, ranks = self.config, self.accelerator.num_processes
+        if self.method.uses_rollouts:
+            self.prompts = load_prompts(config.data, self.tokenizer, training=True)
+            self.prompt_order = Order(len(self.prompts), config.seed)
+            _divides("rollouts.prompts", config.rollouts.prompts, ranks)
+        if self.method.uses_demos:
+            self.demos = load_demos(config.data, self.tokenizer)
+            self.demo_order = Order(len(self.demos), config.seed + 1)
+            _divides("demo_batch", config.demo_batch, ranks)
+        self.eval_examples = (
+            load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
+        )
+
+    def _make_reference(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A frozen copy of the initial policy, if anything will ask for the KL to it."""
+        config = self.config
+        asks = self.needs_kl or config.monitor_kl_every or self.method.wants_signals(0)
+        if not (asks and self.method.uses_rollouts) or config.model.lora is not None:
+            return None  # with adapters, the reference is the model without them
+        reference = load_model(config.model, config.seed)
+        return reference.requires_grad_(False).eval().to(self.accelerator.device)
+
+    def _prepare_folder(self, resume: bool) -> None:
+        self.checkpoints = self.out / "checkpoints"
+        self.metrics, self.evals = Logbook(self.out / "metrics.jsonl"), Logbook(self.out / "eval.jsonl")
+        found = checkpoint.complete(self.checkpoints)
+        if found and not resume:
+            raise ValueError(f"out={str(self.out)!r} already holds a run: resume it, or choose another")
+        if found:
+            self._restore(found[-1])
+        if self.accelerator.is_main_process:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(self.config, self.out / "config.yaml")
+            self.metrics.cut(self.step)
+            self.evals.cut(self.step)
+        if self.config.trackers:
+            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(self.config))})
+
+    def _restore(self, path: Path) -> None:
+        progress = checkpoint.load(path, self.model, self.optimizer)
+        self.step, self.state = progress["step"], progress["method"]
+        self.seen = Observation(**progress["seen"])
+        if self.seen.signals is not None:
+            self.seen = dataclasses.replace(self.seen, signals=Signals(*self.seen.signals))
+        for name in ("prompt_order", "demo_order"):
+            if hasattr(self, name):
+                getattr(self, name).load_state_dict(progress[name])
+        logger.info("resumed from %s", path)
+
+    def _save(self) -> None:
+        orders = {n: getattr(self, n).state_dict() for n in ("prompt_order", "demo_order")
+                  if hasattr(self, n)}  # fmt: skip
+        progress = {"method": self.state, "seen": dataclasses.asdict(self.seen), **orders}
+        checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress)
+        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints)
+
+    # ---- the loop
+
+    def run(self) -> Path:
+        """Train to the last step, evaluate, export. Returns the run directory."""
+        config, main = self.config, self.accelerator.is_main_process
+        bar = tqdm(total=config.steps, initial=self.step, disable=not main, dynamic_ncols=True,
+                   desc=config.name or self.method.name)  # fmt: skip
+        with _stop_signals(self):
+            while self.step < config.steps:
+                started = time.perf_counter()
+                row = self._train_step()
+                self.step += 1
+                self._record({**row, "seconds": time.perf_counter() - started}, bar)
+                last = self.step == config.steps
+                if last or (config.eval.every and self.step % config.eval.every == 0):
+                    self._evaluate()
+                boundary = self.step % config.rollouts.reuse == 0 or last
+                if boundary and (last or self._stopping() or self._due()):
+                    self._save()
+                    if self._stopping() and not last:
+                        bar.close()
+                        raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
+        bar.close()
+        if config.export:
+            self._export()
+        self.accelerator.end_training()
+        return self.out
+
+    def _due(self) -> bool:
+        # with reused rollouts, checkpoints fall on the first boundary after the due step
+        reuse, every = self.config.rollouts.reuse, self.config.checkpoint_every
+        return self.step // every > (self.step - reuse) // every
+
+    def _stopping(self) -> bool:
+        """Whether any rank was told to stop; the ranks agree."""
+        told = torch.tensor(float(self.stop_signal is not None), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(told, "sum"))
+
+    # ---- one optimiser step
+
+    def _train_step(self) -> dict[str, Any]:
+        config, step = self.config, self.step
+        self.state, mix = self.method.mix(self.state, self.seen)
+        torch.manual_seed(_mix_seed(config.seed, step, self.accelerator.process_index))
+        rows = self._rollout_rows() + self._demo_rows()
+        counts = self._global(denominators(rows))
+        scaled = [n / self.accelerator.num_processes for n in norms(counts, self.spec)]
+        measure = self.method.wants_signals(step)
+        kl = self.needs_kl or measure or _hits(step, config.monitor_kl_every)
+
+        live = [r for r in rows if not self._silent(r, mix)]
+        dead = [r for r in rows if self._silent(r, mix)]
+        total, losses = TokenMoments.zeros(self.accelerator.device), []
+        for part, micro, final in self._schedule(dead, live):
+            out = self._forward(micro, mix, scaled, kl, grad=part == "live", sync=final)
+            total = total + out.moments
+            losses.append(torch.stack([out.rollout_loss, out.demo_loss]))
+        norm = self._update()
+        total = total.all_reduce()
+        losses = self.accelerator.reduce(torch.stack(losses).sum(0).double(), "mean")
+        return self._observe(total, losses, norm, mix, counts, rows, measure, kl)
+
+    def _rollout_rows(self) -> list[Row]:
+        if not self.method.uses_rollouts:
+            return []
+        settings, accelerator = self.config.rollouts, self.accelerator
+        if self.step % settings.reuse == 0 or self.rollouts is None:
+            taken = self.prompt_order.take(settings.prompts)
+            mine = taken[accelerator.process_index :: accelerator.num_processes]
+            examples = [self.prompts[i] for i in mine]
+            self.rollouts = self.sampler(accelerator.unwrap_model(self.model), examples)
+            if settings.reuse > 1:
+                self.rollouts.old_logps = [
+                    logps for micro in split(self.rollouts.rows, self.config.micro_batch)
+                    for logps in self._row_logprobs(micro)
+                ]  # fmt: skip
+        return self.rollouts.rows
+
+    def _demo_rows(self) -> list[Row]:
+        if not self.method.uses_demos:
+            return []
+        taken = self.demo_order.take(self.config.demo_batch)
+        mine = taken[self.accelerator.process_index :: self.accelerator.num_processes]
+        examples = [self.demos[i] for i in mine]
+        return [Row(e.prompt + e.demo, len(e.prompt), True) for e in examples]
+
+    def _silent(self, row: Row, mix: Mix) -> bool:
+        """Whether the row's gradient is known to be zero, so that it costs no backward."""
+        if row.is_demo:
+            return mix.mu == 0
+        still = row.advantage == 0 and self.spec.kl_coef == 0 and self.spec.entropy_coef == 0
+        return mix.mu == 1 or still
+
+    def _schedule(self, dead: list[Row], live: list[Row]) -> list[tuple[str, list[Row], bool]]:
+        """Micro-batches of one kind each: those without gradient first, so that no forward runs
+        between the last backward and the update. Every rank gets the same number of each."""
+        plan = []
+        for name, rows in (("dead", dead), ("live", live)):
+            micro = [
+                list(part)
+                for kind in (False, True)
+                for part in split([r for r in rows if r.is_demo == kind], self.config.micro_batch)
+            ]
+            most = int(self._global([len(micro)], "max")[0])
+            micro += [[] for _ in range(most - len(micro))]
+            plan += [(name, part, i == most - 1) for i, part in enumerate(micro)]
+        return plan
+
+    def _forward(
+        self, rows: list[Row], mix: Mix, scaled: list[float], kl: bool, *, grad: bool, sync: bool
+    ) -> Any:
+        batch = collate(rows, self.tokenizer.pad_token_id, self.accelerator.device)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        demo = bool(rows) and rows[0].is_demo
+        spec = dataclasses.replace(
+            self.spec, temperature=1.0 if demo else self.config.rollouts.temperature
+        )
+        ref = None
+        if kl and self.method.uses_rollouts:
+            ref = torch.zeros(batch.targets.shape, device=batch.targets.device)
+            if not demo:
+                ref = self._reference_logprobs(inputs, batch.targets, spec.temperature)
+        old = None if self.rollouts is None or demo else self.rollouts.place_old(rows, batch.targets)
+
+        def request(head: Any) -> Any:
+            return head.loss(
+                batch.targets, batch.advantages, batch.is_demo, mu=mix.mu, old_logps=old,
+                ref_logps=ref, spec=spec, rollout_norm=scaled[0], demo_norm=scaled[1],
+            )  # fmt: skip
+
+        if not grad:
+            with torch.no_grad():
+                return self.model(**inputs, request=request)
+        with torch.enable_grad() if sync else self.accelerator.no_sync(self.model):
+            out = self.model(**inputs, request=request)
+            self.accelerator.backward(out.loss * mix.scale)
+        return out
+
+    @torch.no_grad()
+    def _reference_logprobs(self, inputs: dict[str, Tensor], targets: Tensor, t: float) -> Tensor:
+        request = lambda head: head.logprobs(targets, t)[0]  # noqa: E731
+        if self.reference is not None:
+            return self.reference(**inputs, request=request)
+        with self.accelerator.unwrap_model(self.model).disable_adapter():
+            return self.model(**inputs, request=request)
+
+    @torch.no_grad()
+    def _row_logprobs(self, rows: list[Row]) -> list[Tensor]:
+        """The policy's log-probs of each row's response tokens, on the CPU."""
+        batch = collate(rows, self.tokenizer.pad_token_id, self.accelerator.device)
+        logps = self.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask,
+            request=lambda head: head.logprobs(batch.targets, self.config.rollouts.temperature)[0],
+        ).cpu()  # fmt: skip
+        return [logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone() for b, r in enumerate(rows)]
+
+    def _update(self) -> float:
+        """Clip, step, clear. Returns the gradient norm; a non-finite gradient is not applied."""
+        config = self.config.optim
+        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.config.steps))
+        params = [p for p in trainable(self.model) if p.grad is not None]
+        norm = 0.0
+        if params:
+            found = self.accelerator.clip_grad_norm_(params, config.clip or float("inf"))
+            norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+            if torch.isfinite(torch.tensor(norm)):
+                self.optimizer.step()
+            else:
+                logger.warning("step %d: gradient norm %s, update skipped", self.step, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _observe(
+        self, total: TokenMoments, losses: Tensor, norm: float, mix: Mix, counts: list[float],
+        rows: list[Row], measure: bool, kl: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The metrics of the step; also what the method sees before the next one."""
+        signals = total.signals(self.method.trim)
+        rollout_loss, demo_loss = losses.tolist()
+        scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
+        rewards = self.rollouts.rewards if self.rollouts and self.method.uses_rollouts else []
+        n, mean, square = self._global([len(rewards), sum(rewards), sum(r * r for r in rewards)])
+        row: dict[str, Any] = {
+            "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
+            "kl": scalars[0] if kl and n else None, **signals._asdict(),
+            "rollout_loss": rollout_loss, "demo_loss": demo_loss,
+            "reward_mean": mean / n if n else None, "entropy": scalars[1],
+            "clip_fraction": scalars[2],
+            "response_length": counts[1] / counts[0] if counts[0] else None,
+            "grad_norm": norm, "tokens": int(self._global([sum(len(r.ids) for r in rows)])[0]),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            **self.method.report(self.state),
+        }  # fmt: skip
+        self.seen = Observation(
+            self.step + 1, signals if measure else None, row["kl"], row["entropy"],
+            row["reward_mean"], square / n - (mean / n) ** 2 if n else None,
+            rollout_loss if n else None, demo_loss if self.method.uses_demos else None,
+        )  # fmt: skip
+        return row
+
+    # ---- records
+
+    def _record(self, row: dict[str, Any], bar: tqdm) -> None:
+        if self.accelerator.is_main_process:
+            self.metrics.append(row)
+        if self.config.trackers:
+            numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
+            self.accelerator.log(numbers, step=row["step"])
+        shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy") if row[k] is not None}
+        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
+        bar.update()
+
+    def _evaluate(self) -> None:
+        if not self.eval_examples:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
+                         self.config.eval, self.config.seed)  # fmt: skip
+        if self.accelerator.is_main_process:
+            self.evals.append({"step": self.step, **found})
+            if found.get("accuracy", 0.0) > checkpoint.read_best(self.checkpoints).get("accuracy", -1.0):
+                checkpoint.write_best(self.checkpoints, self.step, found["accuracy"])
+
+    def _export(self) -> None:
+        if self.accelerator.is_main_process:
+            export(self.accelerator.unwrap_model(self.model), self.tokenizer, self.out / "model")
+
+    def _global(self, values: list[float], how: str = "sum") -> list[float]:
+        """Sum or maximum of each value over the ranks."""
+        if self.accelerator.num_processes == 1:
+            return [float(v) for v in values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        everyone = self.accelerator.gather(mine[None])
+        return (everyone.amax(0) if how == "max" else everyone.sum(0)).tolist()
+
+
+@contextlib.contextmanager
+def _stop_signals(trainer: Trainer) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks to save and stop; a second one stops at once."""
+
+    def ask(number: int, frame: Any) -> None:
+        trainer.stop_signal = number
+        for name, handler in old.items():
+            signal.signal(name, handler)
+        logger.warning("stopping after this step; once more to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for name, handler in old.items():
+            signal.signal(name, handler)
+
+
+def _hits(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _mix_seed(seed: int, step: int, rank: int) -> int:
+    """A seed of its own for each step and rank."""
+    digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def _divides(name: str, value: int, ranks: int) -> None:
+    if value % ranks:
+        raise ValueError(f"{name}={value}: use a multiple of the {ranks} processes")
