@@ -1,9 +1,36 @@
-"""Row kernels in Triton."""
+"""Row kernels in Triton, for CUDA; on the CPU under Triton's interpreter only.
+
+See `gac_kernels.backends` for what each function does.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
+if _INSTALLED:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from .triton_launch import row_grads, row_loss, row_stats, scale_
+    from .triton_rows import loss_kernel
+
+    __all__ = ["row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return "not written"
+    """Why the kernels cannot run on `device`, None when they can."""
+    if not _INSTALLED:
+        return "the package triton is not installed"
+    if dtype not in DTYPES:
+        return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if isinstance(loss_kernel, InterpretedFunction):
+        return None
+    if device.type != "cuda":
+        return f"no device {device.type!r} (on a CPU set TRITON_INTERPRET=1 before the import)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None

@@ -1,0 +1,212 @@
+"""Launches of the row kernels: which arguments, how many programs, which tile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import LossSpec
+from ..tokens import Tokens, TokenTerms
+from .triton_rows import grads_kernel, loss_kernel, scale_kernel, stats_kernel
+
+
+class Tiling(NamedTuple):
+    """How a program covers its row: tiles of `lanes` x `width` words by `warps` warps."""
+
+    lanes: int
+    width: int
+    warps: int
+
+
+def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
+    """The tile for rows of `vocab` words.
+
+    A lane's words fill one 16-byte load. Large rows take 4 such loads per thread and 16 warps: two
+    programs of that size per multiprocessor keep 64 KiB in flight, which covers the latency of
+    HBM3, and few enough rows are open at a time that the gradient's second read finds part of its
+    row in the L2 cache. Small rows need fewer warps, or most lanes would idle on the last tile.
+    """
+    width = 16 // dtype.itemsize
+    if vocab >= 65536:
+        return Tiling(2048, width, 16)
+    if vocab >= 8192:
+        return Tiling(1024, width, 8)
+    return Tiling(128, width, 4)
+
+
+class Launch(NamedTuple):
+    """A kernel with everything it is launched with."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    warps: int
+
+    def run(self, device: torch.device) -> None:
+        """Start it on the current stream of `device`; returns at once."""
+        if not self.programs:
+            return
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self.kernel[(self.programs,)](
+                **self.arguments, num_warps=self.warps, enable_fp_fusion=True
+            )
+
+
+def stats_launch(
+    logits: Tensor, targets: Tensor, temperature: float, results: Tensor
+) -> Launch:  # fmt: skip
+    """results float32 [3, N] = logp, entropy, logsumexp."""
+    tile = tiling(logits.shape[-1], logits.dtype)
+    arguments = {
+        "logits": logits,
+        "targets": targets,
+        "results": results,
+        "N": targets.numel(),
+        **_geometry(logits),
+        **_temperature(temperature),
+        "L": tile.lanes,
+        "R": tile.width,
+    }
+    return Launch(stats_kernel, targets.numel(), arguments, tile.warps)
+
+
+def grads_launch(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> Launch:
+    """out [B, T, V] = the gradient of the logits."""
+    tile = tiling(logits.shape[-1], logits.dtype)
+    arguments = {
+        "logits": logits,
+        "out": out,
+        "targets": targets,
+        "lse": lse,
+        "entropy": entropy,
+        "d_logps": d_logps,
+        "d_entropy": d_entropy,
+        **_geometry(logits),
+        "out_stride_b": out.stride(0),
+        "out_stride_t": out.stride(1),
+        **_temperature(temperature),
+        "temperature": temperature,
+        "FORWARD": _narrower_alias(logits, out),
+        "BLOCK": tile.lanes * tile.width,
+    }
+    return Launch(grads_kernel, targets.numel(), arguments, tile.warps)
+
+
+def loss_launch(
+    logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None, terms: Tensor
+) -> Launch:
+    """terms float32 [5, N] in the order of TokenTerms, and `out` = gradient of the logits."""
+    tile = tiling(logits.shape[-1], logits.dtype)
+    arguments = {
+        "logits": logits,
+        "out": out,
+        "targets": tokens.targets,
+        "demo": tokens.demo,
+        "advantages": tokens.advantages,
+        "old": tokens.old,
+        "ref": tokens.ref,
+        "scale": tokens.scale,
+        "terms": terms,
+        "N": tokens.targets.numel(),
+        **_geometry(logits),
+        "out_stride_b": 0 if out is None else out.stride(0),
+        "out_stride_t": 0 if out is None else out.stride(1),
+        **_temperature(spec.temperature),
+        "low": -math.inf if spec.clip_low is None else 1 - spec.clip_low,
+        "high": math.inf if spec.clip_high is None else 1 + spec.clip_high,
+        "dual_clip": spec.dual_clip or 0.0,
+        "kl_coef": float(spec.kl_coef),
+        "entropy_coef": float(spec.entropy_coef),
+        "demo_shape": float(spec.demo_shape),
+        "HAS_DUAL": spec.dual_clip is not None,
+        "HAS_ENTROPY": spec.entropy_coef != 0,
+        "KL": spec.kl_estimator,
+        "DEMO": spec.demo_weight.value,
+        "FORWARD": out is not None and _narrower_alias(logits, out),
+        "L": tile.lanes,
+        "R": tile.width,
+    }
+    return Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
+
+
+def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> Launch:
+    """tensor *= factor, for [B, T, V] or anything contiguous."""
+    rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
+    arguments = {
+        "tensor": rows,
+        "factor": factor,
+        "rows": rows.shape[0] * rows.shape[1],
+        **_geometry(rows),
+        "BLOCK": 4096,
+    }
+    return Launch(scale_kernel, programs if tensor.numel() else 0, arguments, 8)
+
+
+def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
+    stats_launch(logits, targets, temperature, results).run(logits.device)
+    return results[0], results[1], results[2]
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    grads_launch(
+        logits, targets, lse, entropy, d_logps, d_entropy, temperature, out
+    ).run(logits.device)  # fmt: skip
+
+
+def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+    terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
+    loss_launch(logits, tokens, spec, out, terms).run(logits.device)
+    return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    if not tensor.is_contiguous() and (tensor.dim() != 3 or tensor.stride(-1) != 1):
+        tensor.mul_(factor)
+        return
+    programs = 4
+    if tensor.is_cuda:
+        properties = torch.cuda.get_device_properties(tensor.device)
+        programs = 8 * properties.multi_processor_count
+    scale_launch(tensor, factor, programs).run(tensor.device)
+
+
+def _geometry(rows: Tensor) -> dict[str, int]:
+    """Of [B, T, V]; T is at least 1, since the kernels divide by it."""
+    return {
+        "T": max(rows.shape[1], 1),
+        "V": rows.shape[2],
+        "stride_b": rows.stride(0),
+        "stride_t": rows.stride(1),
+    }
+
+
+def _temperature(temperature: float) -> dict[str, float]:
+    return {"k": math.log2(math.e) / temperature, "inverse_temperature": 1 / temperature}
+
+
+def _narrower_alias(logits: Tensor, out: Tensor) -> bool:
+    """Whether `out` is of another type in the logits' own storage."""
+    same = logits.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    return same and logits.dtype != out.dtype
