@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 # GSM8K's own mark; math-verify does not know it and may prefer an earlier "... answered 200".
 _MARK = re.compile(r"####[ \t]*(\S.*)")
-_DELIMITED = re.compile(r"\\boxed|\$|\\\(|\\\[|####")
+_DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
+# math-verify reads a bare word as a product of letters, so that "east" would equal "seat".
+_WORD = re.compile(r"[A-Za-z]{4,}")
 
 
 @cache
@@ -98,12 +100,12 @@ class MathReward(Reward):
 
 def gold_text(answer: str) -> str:
     """A gold answer as math-verify reads it best: what follows `####`, or the whole in a box."""
-    marked = last_group(_MARK, answer)
-    if marked:
-        answer = marked
-    elif _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
-        return _plain_minus(answer)
-    return f"\\boxed{{{_plain_minus(answer.strip())}}}"
+    answer = _plain_minus(last_group(_MARK, answer) or answer).strip()
+    if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
+        return answer
+    if _WORD.fullmatch(answer):
+        answer = f"\\text{{{answer}}}"
+    return f"\\boxed{{{answer}}}"
 
 
 def _plain_minus(text: str) -> str:

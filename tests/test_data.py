@@ -1,0 +1,363 @@
+"""The data layer: sources, templates, length filters, complaints, order."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
+from gac.data_source import _read_hub
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per byte, so that a text's tokens can be counted by hand; BOS in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    raw = Tokenizer(models.BPE(vocabulary, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT
+    return fast
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def adding(i=0, **more):
+    return {"id": f"r{i}", "prompt": f"{i}+1", "answer": str(i + 1), "solution": f"is {i + 1}"}
+
+
+# --- what comes out -------------------------------------------------------------------------------
+
+
+def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {**adding(3), "level": 2})
+    [example] = load_prompts(DataConfig(prompts=path), tokenizer)
+    assert example.id == "r3" and example.answer == "4" and example.extra == {"level": 2}
+    assert example.prompt_text == "3+1"
+    assert tokenizer.decode(example.prompt) == "<s>3+1"
+    assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
+
+
+def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path, tokenizer):
+    rows = [adding(i) for i in range(5)]
+    plain = write(tmp_path / "a.jsonl", *rows)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "a.jsonl").read_text())
+    datasets = pytest.importorskip("datasets", reason="the hub extra is not installed")
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "splits"))
+    wanted = list(load_prompts(DataConfig(prompts=plain), tokenizer))
+    for source in ("a.jsonl.gz", "saved", "splits:train"):
+        assert load_prompts(DataConfig(prompts=str(tmp_path / source)), tokenizer) == wanted
+    with pytest.raises(ValueError, match=r"split 'test' is not one of train"):
+        list(read_rows(f"{tmp_path / 'splits'}:test"))
+
+
+def test_named_data_sets_are_read_with_split_and_configuration(tmp_path, monkeypatch):
+    """The hub's loader itself, on a folder that stands in for a name of the hub."""
+    datasets = pytest.importorskip("datasets", reason="the hub extra is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", adding(1), adding(2))
+    for name in (f"{tmp_path / 'set'}:train", f"{tmp_path / 'set'}:default:train"):
+        rows = list(_read_hub(name))
+        assert [row.fields["id"] for row in rows] == ["r1", "r2"]
+        assert rows[1].place == f"{name}, line 2"
+
+
+def test_template_shows_the_prompt_choices_with_letters_and_other_fields(tmp_path, tokenizer):
+    row = {**adding(), "choices": ["one", "two"], "tests": ["t1", "t2"], "unit": "cm"}
+    path = write(tmp_path / "a.jsonl", row)
+    template = "Q: {prompt} in {unit}\n{choices}\n{tests}\n\\boxed{{}}"
+    config = DataConfig(prompts=path, template=template, demo_template=" {demo}!")
+    [example] = load_prompts(config, tokenizer)
+    assert example.prompt_text == "Q: 0+1 in cm\n(A) one\n(B) two\nt1\nt2\n\\boxed{}"
+    assert tokenizer.decode(example.demo) == " is 1!</s>"
+
+
+def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", adding())
+    config = DataConfig(prompts=path, chat=True, system="Be brief.", template="{prompt}=?")
+    [example] = load_prompts(config, tokenizer)
+    assert example.prompt_text == "[system]Be brief.[user]0+1=?[assistant]"
+    assert tokenizer.decode(example.prompt) == example.prompt_text
+
+
+def test_answer_pattern_takes_the_last_match(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 1 no\n#### 1,234"})
+    config = DataConfig(prompts=path, answer_pattern=r"#### *(.+)")
+    assert load_prompts(config, tokenizer)[0].answer == "1,234"
+
+
+def test_where_keeps_values_or_one_of_a_list_and_limit_counts_what_it_kept(tmp_path, tokenizer):
+    rows = [{**adding(i), "split": ["train", "test", "dev"][i % 3]} for i in range(9)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    config = DataConfig(prompts=path, where={"split": ["train", "dev"]}, limit=4)
+    examples = load_prompts(config, tokenizer)
+    assert [e.id for e in examples] == ["r0", "r2", "r3", "r5"]
+    assert examples.dropped == {"excluded by where": 2}
+    single = load_prompts(DataConfig(prompts=path, where={"split": "test"}), tokenizer)
+    assert [e.id for e in single] == ["r1", "r4", "r7"]
+
+
+# --- demonstrations -------------------------------------------------------------------------------
+
+
+def test_demos_come_from_their_own_file_without_needing_answers(tmp_path, tokenizer):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "1+1", "answer": "2"})
+    demos = write(tmp_path / "d.jsonl", {"prompt": "7-2", "solution": "5"})
+    config = DataConfig(prompts=prompts, demos=demos)
+    [demo] = load_demos(config, tokenizer)
+    assert (demo.prompt_text, demo.answer) == ("7-2", None)
+    assert demo.id == f"{demos}, line 1"
+    assert tokenizer.decode(demo.demo) == "5</s>"
+    assert load_prompts(config, tokenizer)[0].demo is None
+
+
+def test_demos_are_else_the_prompt_rows_that_carry_one(tmp_path, tokenizer):
+    bare = {"id": "bare", "prompt": "9+9", "answer": "18"}
+    path = write(tmp_path / "a.jsonl", adding(1), bare, adding(2))
+    config = DataConfig(prompts=path)
+    assert [e.id for e in load_demos(config, tokenizer)] == ["r1", "r2"]
+    assert [e.demo is None for e in load_prompts(config, tokenizer)] == [False, True, False]
+    with pytest.raises(ValueError, match="no row of .* carries the demonstration field 'expert'"):
+        load_demos(DataConfig(prompts=path, demo_field="expert"), tokenizer)
+
+
+def test_a_row_of_the_demo_file_without_demonstration_is_an_error(tmp_path, tokenizer):
+    path = write(tmp_path / "d.jsonl", adding(1), {"prompt": "9+9"})
+    with pytest.raises(DataError, match=r"d\.jsonl, line 2, field 'solution': is missing"):
+        load_demos(DataConfig(demos=path), tokenizer)
+
+
+def test_rows_marked_by_a_canary_serve_evaluation_but_never_training(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {**adding(), "canary": "GUID"})
+    config = DataConfig(prompts=path)
+    assert load_prompts(config, tokenizer)[0].extra["canary"] == "GUID"
+    for load in (load_demos, lambda *a: load_prompts(*a, training=True)):
+        with pytest.raises(DataError, match=r"line 1, field 'canary': .*not be trained on"):
+            load(config, tokenizer)
+
+
+def test_demonstrations_need_a_tokenizer_that_can_end_them(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", adding())
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="no EOS token"):
+        load_demos(DataConfig(prompts=path), endless)
+    assert load_prompts(DataConfig(prompts=path, demo_field=None), endless)[0].demo is None
+
+
+# --- length filters -------------------------------------------------------------------------------
+
+
+def test_long_rows_are_dropped_counted_and_logged_once(tmp_path, tokenizer, caplog):
+    rows = [{"prompt": "p" * n, "answer": "1", "solution": "s" * (10 - n)} for n in range(1, 10)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    config = DataConfig(prompts=path, max_prompt_tokens=7, max_demo_tokens=8)
+    with caplog.at_level(logging.INFO, logger="gac.data"):
+        prompts = load_prompts(config, tokenizer)
+    # BOS + n <= 7 keeps n = 1..6; 10 - n + EOS <= 8 keeps the demonstrations of n = 3..6
+    assert [len(e.prompt) for e in prompts] == [2, 3, 4, 5, 6, 7]
+    assert [e.demo is not None for e in prompts] == [False, False, True, True, True, True]
+    assert prompts.dropped == {
+        "prompt longer than 7 tokens": 3,
+        "demonstration longer than 8 tokens": 2,
+    }
+    [record] = caplog.records
+    assert "kept 6 rows" in record.message and "3 prompt longer than 7" in record.message
+    assert [len(e.demo) for e in load_demos(config, tokenizer)] == [8, 7, 6, 5]
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", adding())
+    with pytest.raises(ValueError, match="no row is left .*1 prompt longer than 2 tokens"):
+        load_prompts(DataConfig(prompts=path, max_prompt_tokens=2), tokenizer)
+
+
+# --- bad rows and bad settings --------------------------------------------------------------------
+
+BAD_LINES = {
+    "not JSON": ('{"prompt": ', "line 2: not valid JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "line 2: not valid JSON in UTF-8"),
+    "not an object": ("[1]", "line 2: expected an object, found list"),
+    "an empty line": ("", "line 2: the line is empty"),
+    "a missing prompt": ('{"answer": "1"}', "line 2, field 'prompt': is missing; .* has answer"),
+    "a null prompt": ('{"prompt": null}', "line 2, field 'prompt': is null"),
+    "a blank prompt": ('{"prompt": " ", "answer": "1"}', "line 2, field 'prompt': is empty"),
+    "a list as prompt": (
+        '{"prompt": [1], "answer": "1"}',
+        r"line 2, field 'prompt': expected text, found list \[1\]",
+    ),
+    "a boolean as answer": (
+        '{"prompt": "p", "answer": true}',
+        "line 2, field 'answer': expected text, found bool True",
+    ),
+    "a missing answer": ('{"prompt": "p"}', "line 2, field 'answer': is missing"),
+    "a blank demonstration": (
+        '{"prompt": "p", "answer": "1", "solution": ""}',
+        "line 2, field 'solution': is empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_row_names_file_line_and_field(tmp_path, tokenizer, bad):
+    line, message = bad
+    line = line if isinstance(line, bytes) else line.encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(adding()).encode() + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
+        load_prompts(DataConfig(prompts=str(path)), tokenizer)
+
+
+def test_settings_that_a_row_does_not_meet_name_row_and_field(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", adding())
+    for setting, message in (
+        ({"template": "{prompt} {unit}"}, "line 1, field 'unit': is missing, and the template"),
+        ({"where": {"split": "x"}}, "line 1, field 'split': is missing"),
+        ({"answer_pattern": r"#### (.+)"}, "line 1, field 'answer': answer_pattern .* nothing"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_prompts(DataConfig(prompts=path, **setting), tokenizer)
+
+
+BAD_SETTINGS = {
+    "a limit of zero": ({"limit": 0}, "limit must be at least 1 or null, got 0"),
+    "no {prompt}": ({"template": "Q:"}, r"template must contain \{prompt\}, got 'Q:'"),
+    "a lone brace": ({"template": "{prompt} {"}, r"template: .* write \{\{ for a brace"),
+    "no group": ({"answer_pattern": "####"}, "answer_pattern needs one group"),
+    "system without chat": ({"system": "x"}, "chat is false"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SETTINGS.values(), ids=BAD_SETTINGS.keys())
+def test_a_bad_setting_is_refused_at_once(bad):
+    setting, message = bad
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**setting)
+
+
+def test_sources_that_do_not_exist(tmp_path, tokenizer, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load_prompts(DataConfig(prompts=str(tmp_path / "nowhere.jsonl")), tokenizer)
+    with pytest.raises(ValueError, match="'gsm8k'.*'name:split'"):
+        load_prompts(DataConfig(prompts="gsm8k"), tokenizer)
+    with pytest.raises(ValueError, match="prompts is not set"):
+        load_prompts(DataConfig(), tokenizer)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"gac\[hub\]"):
+        load_prompts(DataConfig(prompts="owner/name:train"), tokenizer)
+
+
+def test_environment_variables_in_a_source_are_expanded(tmp_path, tokenizer, monkeypatch):
+    write(tmp_path / "a.jsonl", adding())
+    monkeypatch.setenv("ROWS", str(tmp_path))
+    assert len(load_prompts(DataConfig(prompts="$ROWS/a.jsonl"), tokenizer)) == 1
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 20), seed=st.integers(), sizes=st.lists(st.integers(0, 25), max_size=6))
+def test_every_epoch_visits_every_row_once_however_it_is_cut(n, seed, sizes):
+    order, whole = Order(n, seed), Order(n, seed)
+    pieces = [row for size in sizes for row in order.take(size)]
+    assert pieces == whole.take(sum(sizes))
+    for start in range(0, len(pieces) - n + 1, n):
+        assert sorted(pieces[start : start + n]) == list(range(n))
+    assert order.position == sum(sizes) and order.epoch == sum(sizes) // n
+
+
+@given(n=st.integers(1, 12), seed=st.integers(), before=st.integers(0, 40))
+def test_resuming_continues_the_same_order(n, seed, before):
+    order = Order(n, seed)
+    order.take(before)
+    saved = json.loads(json.dumps(order.state_dict()))
+    resumed = Order(n, seed)
+    resumed.load_state_dict(saved)
+    assert resumed.take(3 * n) == order.take(3 * n)
+
+
+def test_order_depends_on_seed_and_epoch_and_can_be_plain():
+    first, second = (lambda rows: (rows[:50], rows[50:]))(Order(50, seed=1).take(100))
+    assert first != second and Order(50, seed=2).take(50) != first
+    assert Order(3, seed=1, shuffle=False).take(5) == [0, 1, 2, 0, 1]
+
+
+def test_order_is_the_same_in_another_process_with_another_hash_seed():
+    code = "from gac.data_order import Order; print(Order(30, seed=7).take(45))"
+    environment = {**os.environ, "PYTHONHASHSEED": "99"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout) == Order(30, seed=7).take(45)
+
+
+def test_order_refuses_a_state_of_other_data_and_no_rows():
+    saved = Order(5, seed=1).state_dict()
+    with pytest.raises(ValueError, match="n is 6 here and 5 in the saved order"):
+        Order(6, seed=1).load_state_dict(saved)
+    with pytest.raises(ValueError, match="seed is 2 here and 1"):
+        Order(5, seed=2).load_state_dict(saved)
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        Order(0, seed=1)
+
+
+# --- real files, by configuration only ------------------------------------------------------------
+
+CODE = "{prompt}\nIt must pass:\n{tests}\n"
+CHOICES = "{prompt}\n{choices}\nAnswer:"
+REAL = {  # file -> (settings, rows that remain, demonstrations among them)
+    "gsm8k_train": ({}, 5978, 5978),
+    "gsm8k_test": ({"limit": 100}, 100, 100),
+    "mbpp": ({"where": {"split": "train"}, "template": CODE, "demo_field": "answer"}, 376, 376),
+    "humaneval": ({"demo_field": None}, 131, 0),
+    "mmlu_pro": ({"template": CHOICES}, 2400, 0),
+    "bbh_logic": ({}, 1400, 0),
+    "traces_mmlu_pro_cot": ({"template": CHOICES}, 480, 480),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_real_file_loads_by_configuration(name, tokenizer, data_dir):
+    settings, rows, demos = REAL[name]
+    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), **settings)
+    examples = load_prompts(config, tokenizer)
+    assert len(examples) == rows and len({e.id for e in examples}) == rows
+    assert sum(e.demo is not None for e in examples) == demos
+    assert all(e.answer and e.demo != (tokenizer.eos_token_id,) for e in examples)
+    if "choices" in (config.template or ""):
+        assert all("(A) " in e.prompt_text and "(B) " in e.prompt_text for e in examples)
+
+
+def test_marked_benchmark_rows_cannot_be_trained_on(tokenizer, data_dir):
+    config = DataConfig(prompts=str(data_dir / "bbh_logic.jsonl.gz"))
+    with pytest.raises(DataError, match=r"bbh_logic\.jsonl\.gz, line 1, field 'canary'"):
+        load_prompts(config, tokenizer, training=True)
+
+
+def test_rows_in_the_layout_of_math_with_the_answer_inside_the_solution(tmp_path, tokenizer):
+    row = {"problem": "1/2?", "level": "Level 1", "solution": r"It is $\boxed{\frac{1}{2}}$."}
+    path = write(tmp_path / "math.jsonl", row)
+    config = DataConfig(prompts=path, prompt_field="problem", answer_field="solution")
+    [example] = load_prompts(config, tokenizer)
+    assert example.answer == row["solution"] and example.demo is not None
