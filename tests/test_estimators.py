@@ -1,0 +1,118 @@
+"""The optimal mixing weight against the error it minimises, worked out independently."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gac.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+
+properties = settings(max_examples=200, deadline=None, derandomize=True)
+shares = st.floats(0, 1)
+sizes = st.one_of(st.just(0.0), st.floats(1e-12, 1e12), st.floats(0, 1e308))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((0.7, 0.0, 0.0, 0.0), 0.7),  # nothing known: the target
+        ((0.7, 0.0, 1.0, 3.0), 0.75),  # no disagreement: inverse-variance weighting
+        ((0.7, 2.0, 0.0, 0.0), 0.7),  # no noise: the target
+        ((0.2, 1.0, 0.0, 1.0), 0.6),
+        ((0.5, 2.0, 1.0, 1.0, 0.5), 0.5),
+        ((0.8, 1.0, 1.0, 2.0, 0.5), 2.3 / 3),
+        ((0.5, 0.0, 1.0, 1.0, 1.0), 0.5),  # 0 / 0: both gradients carry the same noise
+        ((0.5, 0.0, 1.0, 4.0, 2.5), 1.0),  # a / 0
+        ((0.5, 0.0, 4.0, 1.0, 2.5), 0.0),  # -a / 0
+        ((0.5, 0.0, 1.0, 1.0, 3.0), 0.5),  # an impossible covariance: -2 / -4, as printed
+    ],
+)
+def test_mu_star_values(arguments: tuple[float, ...], expected: float) -> None:
+    assert mu_star(*arguments) == pytest.approx(expected, abs=1e-15)
+
+
+def vertex(error) -> float:
+    """Where a parabola through (0, .), (1/2, .), (1, .) is least."""
+    e0, e1, e2 = error(0.0), error(0.5), error(1.0)
+    curvature, slope = 2 * (e2 - 2 * e1 + e0), 4 * e1 - 3 * e0 - e2
+    return -slope / (2 * curvature)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_biased_optimum_minimises_the_expanded_error(seed: int) -> None:
+    torch.manual_seed(seed)
+    g_s, g_r, b_s, b_r = torch.randn(4, 7, dtype=torch.float64)
+    alpha, ss, rr = torch.rand(3, dtype=torch.float64).tolist()
+    cov = 0.5 * math.sqrt(ss * rr)
+    target = alpha * g_s + (1 - alpha) * g_r
+
+    def error(mu: float) -> float:
+        bias = mu * (g_s + b_s) + (1 - mu) * (g_r + b_r) - target
+        return bias.dot(bias).item() + mu**2 * ss + (1 - mu) ** 2 * rr + 2 * mu * (1 - mu) * cov
+
+    d, gap = g_s - g_r, b_s - b_r
+    terms = Corrections(
+        cov, gap.dot(gap).item(), gap.dot(d).item(), b_r.dot(d).item(), b_r.dot(gap).item()
+    )
+    found = mu_star_biased(alpha, d.dot(d).item(), ss, rr, terms)
+    assert found == pytest.approx(min(max(vertex(error), 0.0), 1.0), abs=1e-10)
+
+
+def test_unbiased_optimum_is_the_biased_one_without_biases() -> None:
+    plain = mu_star(0.3, 1.5, 0.2, 0.7, 0.1)
+    assert plain == mu_star_biased(0.3, 1.5, 0.2, 0.7, Corrections(0.1))
+    assert plain == mu_star_biased_paper(
+        0.3, 1.5, 0.2, 0.7, 0.1, bias_dot_gradient=0.0, bias_gap_sq=0.0
+    )
+
+
+def test_printed_equation_5_is_exact_only_without_overlap_of_bias_and_difference() -> None:
+    b_r, gap = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.0, -0.4, 0.8])
+    rl_gap, gap_sq = b_r.dot(gap).item(), gap.dot(gap).item()
+    printed = mu_star_biased_paper(
+        0.6, 2.0, 0.3, 0.5, bias_dot_gradient=-rl_gap, bias_gap_sq=gap_sq
+    )
+    orthogonal = Corrections(bias_gap_sq=gap_sq, rl_bias_dot_gap=rl_gap)
+    assert mu_star_biased(0.6, 2.0, 0.3, 0.5, orthogonal) == pytest.approx(printed, abs=1e-12)
+    overlapping = orthogonal._replace(rl_bias_dot_d=0.5)
+    assert abs(mu_star_biased(0.6, 2.0, 0.3, 0.5, overlapping) - printed) > 0.1
+
+
+@properties
+@given(shares, sizes, sizes, sizes)
+def test_mu_star_lies_between_its_three_pulls(alpha, d, ss, rr) -> None:
+    """A convex combination of alpha (weight D), 0 (sigma_s^2) and 1 (sigma_r^2)."""
+    mu = mu_star(alpha, d, ss, rr)
+    pulls = [value for value, weight in ((alpha, d), (0.0, ss), (1.0, rr)) if weight > 0] or [alpha]
+    assert min(pulls) - 1e-12 <= mu <= max(pulls) + 1e-12
+
+
+@properties
+@given(shares, sizes, sizes, sizes, st.floats(1, 1e6))
+def test_mu_star_rises_with_rl_noise_and_falls_with_sft_noise(alpha, d, ss, rr, factor) -> None:
+    mu = mu_star(alpha, d, ss, rr)
+    more_rl, more_sft = min(rr * factor, 1e308), min(ss * factor, 1e308)
+    assert mu_star(alpha, d, ss, more_rl) >= mu - 1e-12
+    assert mu_star(alpha, d, more_sft, rr) <= mu + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.1, 1, 1, 1), "alpha=1.1: use a number in [0, 1]"),
+        ((math.nan, 1, 1, 1), "alpha=nan"),
+        ((0.5, -1, 1, 1), "disagreement=-1: use a number >= 0"),
+        ((0.5, 1, -1e-9, 1), "sft_variance=-1e-09"),
+        ((0.5, 1, 1, math.inf), "rl_variance=inf: use a finite number"),
+        ((0.5, 1, 1, 1, math.nan), "covariance=nan"),
+        ((0.5, 1, "1", 1), "sft_variance='1'"),
+    ],
+)
+def test_mu_star_names_a_bad_argument(arguments, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        mu_star(*arguments)
+    assert message in str(error.value)

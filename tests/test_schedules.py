@@ -1,0 +1,92 @@
+"""Schedules against values worked out by hand, and their errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+from gac.schedules import MixSchedule, Prior, RandomPrior, uniform
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.85), (199, 0.85), (200, 0.85), (350, 0.15 + 0.7 * 0.5 * (1 + math.sqrt(0.5))),
+     (500, 0.5), (800, 0.15), (10**6, 0.15)],
+)  # fmt: skip
+def test_prior_holds_then_follows_half_a_cosine(step: int, expected: float) -> None:
+    assert Prior()(step) == pytest.approx(expected, abs=1e-15)
+
+
+def test_constant_prior_is_exact_at_every_step() -> None:
+    assert {Prior.constant(0.1)(t) for t in range(1000)} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        (MixSchedule.chord_mu(), 0, 0.9),  # no warm-up: starts at the peak
+        (MixSchedule.chord_mu(), 100, 0.475),
+        (MixSchedule.chord_mu(), 200, 0.05),
+        (MixSchedule.chord_yaml(), 0, 0.0),  # with a warm-up: starts at 0
+        (MixSchedule.chord_yaml(), 100, 0.25),
+        (MixSchedule.chord_yaml(), 200, 0.5),
+        (MixSchedule.chord_yaml(), 400, 0.26),
+        (MixSchedule.chord_yaml(), 600, 0.02),
+        (MixSchedule.qcm(), 12345, 0.58),
+        (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 2, 0.6),
+        (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 5, 0.8),
+        (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 8, 0.5),
+        (MixSchedule(0.8, 0.2, decay=4, decay_shape="linear"), 1, 0.65),
+        (MixSchedule(0.8, 0.2, warmup=4, warmup_shape="cosine"), 2, 0.4),
+        (MixSchedule(0.8, 0.2, warmup=2), 2, 0.2),  # no decay steps: the valley at once, as CHORD
+    ],
+)
+def test_mix_schedule_values(schedule: MixSchedule, step: int, expected: float) -> None:
+    assert schedule(step) == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_prior_is_a_mix_schedule_without_warm_up() -> None:
+    same = MixSchedule(peak=0.85, valley=0.15, hold=200, decay=600)
+    assert [Prior()(t) for t in range(900)] == [same(t) for t in range(900)]
+
+
+def test_our_readings_of_undefined_names() -> None:
+    assert MixSchedule.hpcd() == MixSchedule.chord_mu()
+    assert MixSchedule.wcf() == MixSchedule.chord_yaml()
+
+
+def test_random_draws_depend_on_name_seed_and_index_alone() -> None:
+    # the literal holds on every machine and process: resumed runs and ranks must agree
+    assert uniform("prior", 0, 0) == 0.9881898122568942
+    assert uniform("prior", 0, 1) != uniform("prior", 1, 0) != uniform("shuffle", 1, 0)
+
+
+def test_random_prior_is_uniform_and_kept_for_its_interval() -> None:
+    prior = RandomPrior(low=0.1, high=0.9, interval=5, seed=3)
+    values = [prior(t) for t in range(20_000)]
+    draws = values[::5]
+    assert values == [draw for draw in draws for _ in range(5)]
+    assert 0.1 <= min(draws) < 0.11 and 0.89 < max(draws) <= 0.9
+    assert statistics.fmean(draws) == pytest.approx(0.5, abs=5 * 0.8 / math.sqrt(12 * 4000))
+    assert statistics.pvariance(draws) == pytest.approx(0.64 / 12, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Prior(high=1.2), "high=1.2: use a number in [0, 1]"),
+        (lambda: Prior(low=math.nan), "low=nan"),
+        (lambda: Prior(hold=-1), "hold=-1: use an integer >= 0"),
+        (lambda: Prior(decay=1.5), "decay=1.5"),
+        (lambda: RandomPrior(low=0.9, high=0.1), "low=0.9: use a number <= high=0.1"),
+        (lambda: RandomPrior(interval=0), "interval=0"),
+        (lambda: MixSchedule(0.5, "0.1"), "valley='0.1'"),
+        (lambda: MixSchedule(0.5, 0.1, decay_shape="step"), "decay_shape='step': use one of"),
+    ],
+)
+def test_errors_name_argument_and_value(make, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)
