@@ -93,7 +93,7 @@ def write_gradient(
     type inside the row's own storage: there a tile is read by all before any thread writes.
     """
     tiles = tl.cdiv(V, BLOCK)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         start = (tile if FORWARD else tiles - 1 - tile) * BLOCK
         words = start + tl.arange(0, BLOCK)
         inside = words < V

@@ -1,0 +1,245 @@
+"""What the compiler makes of every shipped kernel, for GPUs that need not be there.
+
+`python -m gac_kernels.inspect` compiles each kernel for sm_80, sm_90 and sm_100 and prints
+registers, spilled bytes, stack, shared memory and instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .contract import DemoWeight, LossSpec
+from .tokens import Tokens, plan
+
+ARCHITECTURES = (80, 90, 100)
+
+
+class Report(NamedTuple):
+    """One kernel in one configuration on one architecture."""
+
+    kernel: str
+    config: str
+    arch: str
+    registers: int
+    """Per thread."""
+    spill_stores: int
+    """Bytes per thread."""
+    spill_loads: int
+    """Bytes per thread."""
+    stack: int
+    """Bytes per thread."""
+    shared: int
+    """Bytes per program."""
+    instructions: int
+    wide_accesses: int
+    """Global loads and stores of 16 bytes per thread among the instructions."""
+    seconds: float
+    """Time to compile."""
+
+
+class Configuration(NamedTuple):
+    """A kernel launch as the library makes it; `launch` is a `backends.triton_launch.Launch`."""
+
+    name: str
+    launch: Any
+
+
+# Large, middle and small vocabularies meet the three tilings; 50257 is of no alignment.
+_ROWS = (
+    (151936, torch.bfloat16),
+    (151936, torch.float32),
+    (32000, torch.float16),
+    (50257, torch.bfloat16),
+    (2048, torch.float32),
+)
+_SPECS = {
+    "default": LossSpec(),
+    "all options": LossSpec(
+        dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01, demo_weight=DemoWeight.SHAPED
+    ),
+    "k1, one": LossSpec(kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE),
+    "k2, p": LossSpec(kl_coef=0.1, kl_estimator="k2", demo_weight=DemoWeight.P),
+    "trust": LossSpec(demo_weight=DemoWeight.TRUST),
+}
+
+
+def triton_configurations() -> Iterator[Configuration]:
+    """Every Triton kernel in every tiling, and each option of the loss once."""
+    from .backends import triton_launch
+
+    for vocab, dtype in _ROWS:
+        logits = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
+        tokens = _meta_tokens(ref=False)
+        row = logits.new_empty(8, dtype=torch.float32)
+        name = f"V={vocab} {str(dtype).removeprefix('torch.')}"
+        yield Configuration(
+            name, triton_launch.stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8))
+        )
+        yield Configuration(
+            name,
+            triton_launch.grads_launch(logits, tokens.targets, row, row, row, row, 1.0, logits),
+        )
+        yield Configuration(name, triton_launch.scale_launch(logits, row[0], 1))
+        yield _loss_configuration(name, "default", logits, logits, tokens)
+    logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
+    yield _loss_configuration("no gradient", "default", logits, None, _meta_tokens(ref=False))
+    for spec in list(_SPECS)[1:]:
+        tokens = _meta_tokens(ref=_SPECS[spec].kl_coef != 0)
+        yield _loss_configuration("V=151936 bfloat16", spec, logits, logits, tokens)
+    wide = torch.empty(2, 4, 151936, dtype=torch.float32, device="meta")
+    yield _loss_configuration(
+        "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
+    )
+
+
+def _loss_configuration(
+    name: str, spec: str, logits: torch.Tensor, out: torch.Tensor | None, tokens: Tokens
+) -> Configuration:
+    from .backends import triton_launch
+
+    terms = torch.empty(5, 8, device="meta")
+    launch = triton_launch.loss_launch(logits, tokens, _SPECS[spec], out, terms)
+    return Configuration(f"{name}, {spec}", launch)
+
+
+def _meta_tokens(ref: bool) -> Tokens:
+    """A batch of 2 x 4 tokens without storage."""
+    targets = torch.zeros(2, 4, dtype=torch.int64)
+    logps = torch.zeros(2, 4)
+    tokens = plan(
+        targets, torch.zeros(2), torch.tensor([False, True]), 0.5, logps, logps if ref else None,
+        None, LossSpec(), None, None,
+    )  # fmt: skip
+    move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
+    return Tokens(*(move(x) for x in tokens))
+
+
+def compile_triton(configuration: Configuration, arch: int) -> Report:
+    """Compile one launch as Triton would on that GPU, with all pointers 16-byte aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    launch = configuration.launch
+    signature, constants, attributes = _specialise(launch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.warps, "enable_fp_fusion": True}
+    triton.knobs.compilation.always_compile = True  # a cached kernel leaves no ptxas log
+    triton.knobs.nvidia.dump_ptxas_log = True
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    seconds = time.perf_counter() - began
+    sass = compiled.asm["sass"]
+    return Report(
+        launch.kernel.__name__,
+        configuration.name,
+        f"sm_{arch}",
+        *(_number(pattern, log.getvalue()) for pattern in (
+            r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads",
+            r"(\d+) bytes stack frame",
+        )),
+        compiled.metadata.shared,
+        len(re.findall(r"^\s*(?:@!?U?P\w+ )?[A-Z][A-Z0-9_.]+.*;", sass, re.MULTILINE)),
+        len(re.findall(r"(?:LDG|STG)\.E\S*\.128", sass)),
+        seconds,
+    )  # fmt: skip
+
+
+def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Triton's view of the arguments: types, constants, and what is divisible by 16."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[Any, Any] = {}
+    for parameter in launch.kernel.params:
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        aligned = True
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + _POINTEES[value.dtype]
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
+        else:
+            signature[name] = parameter.annotation_type or "i32"
+            aligned = value % 16 == 0 and not parameter.do_not_specialize
+        if aligned:
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+_POINTEES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def _number(pattern: str, log: str) -> int:
+    found = re.search(pattern, log)
+    if found is None:
+        raise RuntimeError(f"the compiler's log has no {pattern!r}:\n{log}")
+    return int(found[1])
+
+
+def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
+    """The Triton kernels on each architecture."""
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise RuntimeError(
+            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r}: unset it, "
+            "interpreted kernels are not compiled"
+        )
+    for configuration in triton_configurations():
+        for arch in architectures:
+            yield compile_triton(configuration, arch)
+
+
+SOURCES: dict[str, Callable[[tuple[int, ...]], Iterator[Report]]] = {"triton": triton_reports}
+"""Where reports come from; a set of kernels joins the report by a line here."""
+
+
+def table(reports: list[Report]) -> str:
+    """The reports as aligned text."""
+    head = tuple(field.replace("_", " ") for field in Report._fields)
+    rows = [head, *(tuple(_text(x) for x in report) for report in reports)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _text(value: str | int | float) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m gac_kernels.inspect", description=__doc__)
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capability times 10"
+    )
+    parser.add_argument("--source", nargs="+", choices=sorted(SOURCES), default=sorted(SOURCES))
+    chosen = parser.parse_args(arguments)
+    reports = [r for source in chosen.source for r in SOURCES[source](tuple(chosen.arch))]
+    print(table(reports))
+    spilled = sum(r.spill_stores + r.spill_loads > 0 for r in reports)
+    print(f"\n{len(reports)} kernels compiled, {spilled} with spills")
+
+
+if __name__ == "__main__":
+    main()
