@@ -1,0 +1,187 @@
+"""Signal sources on real loss statistics, and gradient moments against direct computation."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from gac.estimators import mu_star_biased
+from gac.signals import (
+    ConstantVariance,
+    Evidence,
+    GradientSignals,
+    ProxySignals,
+    RandomDisagreement,
+    ShuffledDisagreement,
+    bias_moments,
+    gradient_moments,
+)
+from gac_kernels import TokenMoments, fused_gac_loss
+
+
+def moments(seed: int) -> TokenMoments:
+    """Statistics of 8 rollouts and 8 demonstrations, from the loss itself."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(16, 5, 11, generator=generator)
+    targets = torch.randint(11, (16, 5), generator=generator)
+    advantages = torch.randn(16, 5, generator=generator)
+    return fused_gac_loss(
+        logits, targets, advantages, torch.arange(16) < 8, backend="reference"
+    ).moments
+
+
+def read_all(source, steps: range, state=None):
+    state = source.init() if state is None else state
+    signals = []
+    for t in steps:
+        reading, state = source.read(Evidence(t, moments(t)), state)
+        signals.append(reading.signals)
+    return signals, state
+
+
+def test_proxies_are_the_loss_statistics() -> None:
+    reading, _ = ProxySignals(trim=0.2).read(Evidence(0, moments(0)), {})
+    assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
+    assert reading.corrections is None and not ProxySignals().needs_gram
+
+
+def test_constant_variance_replaces_one_signal_alone() -> None:
+    plain, _ = read_all(ProxySignals(), range(5))
+    spoilt, _ = read_all(ConstantVariance(value=1.0), range(5))
+    assert spoilt == [signals._replace(rl_variance=1.0) for signals in plain]
+
+
+def test_random_disagreement_is_uniform_noise_that_depends_on_the_step() -> None:
+    plain, _ = read_all(ProxySignals(), range(200))
+    spoilt, _ = read_all(RandomDisagreement(seed=4), range(200))
+    draws = [signals.disagreement for signals in spoilt]
+    assert [s._replace(disagreement=0) for s in spoilt] == [
+        s._replace(disagreement=0) for s in plain
+    ]
+    assert 0 <= min(draws) < 0.05 and 0.95 < max(draws) < 1 and len(set(draws)) == 200
+    assert read_all(RandomDisagreement(seed=4), range(50, 60))[0] == spoilt[50:60]
+    assert read_all(RandomDisagreement(seed=5), range(50, 60))[0] != spoilt[50:60]
+
+
+def test_shuffling_keeps_past_values_and_breaks_their_order() -> None:
+    plain = [signals.disagreement for signals in read_all(ProxySignals(), range(100))[0]]
+    spoilt = [s.disagreement for s in read_all(ShuffledDisagreement(window=20), range(100))[0]]
+    for t, value in enumerate(spoilt):
+        assert value in plain[max(0, t - 19) : t + 1]
+    both = torch.tensor([plain[20:], spoilt[20:]], dtype=torch.float64)
+    assert abs(torch.corrcoef(both)[0, 1].item()) < 0.35  # 80 pairs: about 3 standard errors
+    assert torch.corrcoef(torch.stack([both[0], both[0]]))[0, 1] > 0.99
+
+
+def test_shuffling_resumes_from_its_saved_state() -> None:
+    source = ShuffledDisagreement(window=4, seed=1)
+    whole, end = read_all(source, range(12))
+    first, state = read_all(source, range(7))
+    rest, resumed = read_all(source, range(7, 12), json.loads(json.dumps(state)))
+    assert first + rest == whole and resumed == end
+
+
+def test_an_unknown_disagreement_enters_no_past() -> None:
+    demos_only = fused_gac_loss(
+        torch.randn(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), torch.zeros(2),
+        torch.tensor([True, True]), backend="reference",
+    ).moments  # fmt: skip
+    reading, state = ShuffledDisagreement().read(
+        Evidence(0, demos_only), ShuffledDisagreement().init()
+    )
+    assert math.isnan(reading.signals.disagreement) and state["past"] == []
+
+
+def test_gradient_moments_equal_direct_computation() -> None:
+    x = torch.randn(5, 9, dtype=torch.float64) + 1
+    y = torch.randn(3, 9, dtype=torch.float64) * 2
+    both = torch.cat([x, y])
+    reading = gradient_moments(both @ both.T, 5)
+    sft = x.var(dim=0).sum().item() / 5
+    rl = y.var(dim=0).sum().item() / 3
+    gap = (x.mean(0) - y.mean(0)).square().sum().item() - sft - rl
+    assert reading.signals == pytest.approx((sft, rl, gap), rel=1e-12)
+    assert reading.corrections.covariance == 0.0
+
+
+def test_paired_covariance_equals_direct_computation() -> None:
+    x, noise = torch.randn(2, 6, 4, dtype=torch.float64)
+    y = 0.5 * x + noise
+    both = torch.cat([x, y])
+    reading = gradient_moments(both @ both.T, 6, paired=True)
+    covariance = sum(torch.cov(torch.stack([x[:, k], y[:, k]]))[0, 1].item() for k in range(4)) / 6
+    assert reading.corrections.covariance == pytest.approx(covariance, rel=1e-12)
+    sft, rl, gap = reading.signals
+    raw = (x.mean(0) - y.mean(0)).square().sum().item()
+    assert gap == pytest.approx(raw - sft - rl + 2 * covariance, rel=1e-12)
+
+
+def test_gradient_moments_are_unbiased() -> None:
+    """Mean over 4000 draws of 4 + 4 paired micro-batches, within 5 standard errors."""
+    d, spread_s, spread_r, shared = 0.5, 1.0, 2.0, 0.7
+    dims, draws = 6, 4000
+    common = torch.randn(draws, 4, dims, dtype=torch.float64) * shared
+    x = torch.randn(draws, 4, dims, dtype=torch.float64) * spread_s + common + d
+    y = torch.randn(draws, 4, dims, dtype=torch.float64) * spread_r + common
+    rows = []
+    for both in torch.cat([x, y], dim=1):
+        reading = gradient_moments(both @ both.T, 4, paired=True)
+        rows.append([*reading.signals, reading.corrections.covariance])
+    found = torch.tensor(rows, dtype=torch.float64)
+    expected = found.new_tensor([
+        dims * (spread_s**2 + shared**2) / 4, dims * (spread_r**2 + shared**2) / 4,
+        dims * d**2, dims * shared**2 / 4,
+    ])  # fmt: skip
+    error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
+    assert error.max() < 5, error
+
+
+def test_one_micro_batch_has_no_variance() -> None:
+    both = torch.randn(3, 4, dtype=torch.float64)
+    sft, rl, gap = gradient_moments(both @ both.T, 1).signals
+    assert math.isnan(sft) and math.isfinite(rl) and math.isnan(gap)
+
+
+def test_gradient_source_reads_the_gram_matrix() -> None:
+    both = torch.randn(6, 4, dtype=torch.float64)
+    evidence = Evidence(0, gram=both @ both.T, sft_count=3)
+    reading, _ = GradientSignals(paired=True).read(evidence, {})
+    assert reading == gradient_moments(both @ both.T, 3, paired=True)
+    assert GradientSignals().needs_gram and ConstantVariance(GradientSignals()).needs_gram
+
+
+def test_bias_moments_give_the_exact_optimum() -> None:
+    vectors = torch.randn(4, 8, dtype=torch.float64)
+    used_s, used_r, true_s, true_r = vectors
+    found = bias_moments(vectors @ vectors.T, covariance=0.1)
+    d, gap, rl = true_s - true_r, (used_s - true_s) - (used_r - true_r), used_r - true_r
+    pairs = ((gap, gap), (gap, d), (rl, d), (rl, gap))
+    assert found == pytest.approx((0.1, *(x.dot(y).item() for x, y in pairs)), rel=1e-10)
+    # without noise the optimum projects the target on the line through the used gradients
+    target, line = 0.4 * true_s + 0.6 * true_r, used_s - used_r
+    mu = ((target - used_r).dot(line) / line.dot(line)).clamp(0, 1).item()
+    noiseless = found._replace(covariance=0.0)
+    assert mu_star_biased(0.4, d.dot(d).item(), 0, 0, noiseless) == pytest.approx(mu, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ProxySignals().read(Evidence(0), {}), "evidence.moments=None"),
+        (lambda: GradientSignals().read(Evidence(0), {}), "evidence.gram=None"),
+        (lambda: gradient_moments(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
+        (lambda: gradient_moments(torch.ones(3, 2), 1), "gram=(3, 2): use a square matrix"),
+        (lambda: gradient_moments(torch.eye(3), 1, paired=True), "sft_count=1: use as many"),
+        (lambda: bias_moments(torch.eye(3)), "gram=(3, 3): use a [4, 4] matrix"),
+        (lambda: ConstantVariance(value=-1.0), "value=-1.0"),
+        (lambda: ShuffledDisagreement(window=1), "window=1: use an integer >= 2"),
+        (lambda: RandomDisagreement(low=2.0), "high=1.0: use a number >= low=2.0"),
+    ],
+)
+def test_errors_name_argument_and_value(call, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)
