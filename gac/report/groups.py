@@ -1,0 +1,81 @@
+"""Runs that differ only by their seed, as one group with one label."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gac.report.reading import Run, flatten
+
+# What two repetitions of one experiment may differ in: the seed and where they write.
+REPETITION_KEYS = ("seed", "out", "output", "out_dir", "output_dir", "run_dir")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Repetitions of one experiment."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs if run.seed is not None]
+
+    @property
+    def splits(self) -> list[str]:
+        return list(dict.fromkeys(split for run in self.runs for split in run.splits))
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group runs by their configuration without the seed, in order of first appearance.
+
+    A run without a configuration is a group of its own. Labels are the run's `name`, else its
+    method's; groups that share one are told apart by the settings in which they differ.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps(_identity(run), sort_keys=True, default=str)
+        groups.setdefault(key if run.config else str(run.path), []).append(run)
+    members = list(groups.values())
+    labels = [_label(group[0]) for group in members]
+    return [Group(_distinct(i, labels, members), tuple(group)) for i, group in enumerate(members)]
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Dotted key -> its value in each group (None where absent), for keys that are not equal."""
+    settings = [_identity(group.runs[0]) for group in groups]
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    values = {key: [setting.get(key) for setting in settings] for key in keys}
+    return {key: row for key, row in values.items() if any(item != row[0] for item in row)}
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """The settings that repetitions share; `seed0` inside a path counts as the seed as well."""
+    leaves = [(k, v) for k, v in flatten(run.config) if k.split(".")[-1] not in REPETITION_KEYS]
+    own_seed = re.compile(rf"(seed[-_=]?){run.seed}(?!\d)")
+    return {k: own_seed.sub(r"\1*", v) if isinstance(v, str) else v for k, v in leaves}
+
+
+def _label(run: Run) -> str:
+    method = run.config.get("method")
+    method_name = method.get("name") if isinstance(method, Mapping) else method
+    own_seed = re.compile(rf"[-_. /]*seed[-_=]?{run.seed}(?!\d)")
+    label = run.config.get("name") or method_name or run.path.resolve().name
+    return own_seed.sub("", str(label)) or str(label)
+
+
+def _distinct(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]]) -> str:
+    rivals = [i for i, label in enumerate(labels) if label == labels[index]]
+    if len(rivals) == 1:
+        return labels[index]
+    groups = [Group(labels[i], tuple(members[i])) for i in rivals]
+    mine = rivals.index(index)
+    settings = [
+        f"{key.split('.')[-1]}={row[mine]}"
+        for key, row in differences(groups).items()
+        if row[mine] is not None and key != "name"
+    ]
+    words = settings[:2] or [members[index][0].path.resolve().name]
+    return f"{labels[index]} ({', '.join(words)})"

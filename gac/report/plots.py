@@ -1,0 +1,261 @@
+"""The report's figures: raw traces faint, smoothed ones bold, seeds as bands.
+
+Figures are made without pyplot: no window system, no global state.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gac.report.groups import Group
+from gac.report.statistics import band, finite, smooth
+from gac.report.table import field
+
+# Okabe & Ito's colours for all kinds of colour vision; the line style and the marker repeat what
+# the colour says, so that a grey print still tells the runs apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
+DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+INK, RULE = "#1b1b1b", "#d9d9d9"
+SIZE, DPI = (5.6, 3.7), 160  # inches; dots per inch
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#8a8a8a",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.direction": "out",
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure of the page."""
+
+    key: str
+    """File name without .png."""
+    title: str
+    axis: str
+    """Label of the vertical axis."""
+    column: str
+    """Field of metrics.jsonl, or of eval.jsonl for accuracies."""
+    words: str
+    """Caption: what is drawn."""
+    kind: str = "metric"
+    """metric (smoothed), mu (with prior and mu*), or accuracy (points of eval.jsonl)."""
+
+
+TRAINING = (
+    Panel("a_rollout_accuracy", "(a) Rollout accuracy", "mean reward", "reward_mean",
+          "Mean reward of the sampled responses; with rewards of 0 and 1 this is their accuracy."),
+    Panel("b_response_length", "(b) Response length", "tokens", "response_length",
+          "Mean length of the sampled responses."),
+    Panel("c_entropy", "(c) Entropy", "nats per token", "entropy",
+          "Mean entropy of the policy's next-token distribution. Near 0 it no longer explores."),
+    Panel("d_policy_loss", "(d) Policy loss", "loss", "rollout_loss",
+          "The policy-gradient term alone. Its level means little; its swings show unrest."),
+)  # fmt: skip
+MIXING = (
+    Panel("e_mu", "(e) Mixing weight μ", "share of the SFT term", "mu",
+          "μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.", "mu"),
+    Panel("f_sft_variance", "(f) SFT variance σₛ²", "nats²", "sft_variance",
+          "Trimmed variance of the demonstrations' mean negative log-likelihood."),
+    Panel("g_rl_variance", "(g) RL variance σᵣ²", "advantage²", "rl_variance",
+          "Variance of the rollouts' advantages."),
+    Panel("h_disagreement", "(h) Disagreement Δg̃²", "squared z-score", "disagreement",
+          "Distance of the two per-token signals; 2 means that they are uncorrelated."),
+)  # fmt: skip
+
+
+def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Overall accuracy, then one panel per split of eval.jsonl."""
+    splits = list(dict.fromkeys(split for group in groups for split in group.splits))
+    words = "Share of held-out problems that are solved, at each evaluation."
+    panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
+    for split in splits:
+        key = "accuracy_" + "".join(c if c.isalnum() else "_" for c in split)
+        words = f"The same for the problems of “{split}” alone."
+        title = f"Held-out accuracy: {split}"
+        panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", words, "accuracy"))
+    return panels
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour, line style and marker of the index-th group, as matplotlib's keywords."""
+    dashes = DASHES[index % len(DASHES)]
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": (0, dashes) if dashes else "-",
+        "marker": MARKERS[index % len(MARKERS)],
+    }
+
+
+def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
+    return any(len(curve[0]) for group in groups for curve in _curves(group, panel))
+
+
+def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
+    """Write one PNG per panel with data, and overview.png; returns panel key -> file."""
+    from matplotlib import rc_context
+
+    out.mkdir(parents=True, exist_ok=True)
+    panels = [*evaluation_panels(groups), *TRAINING, *MIXING]
+    panels = [panel for panel in panels if has_data(panel, groups)]
+    with rc_context(STYLE):
+        files = {panel.key: _draw_single(panel, groups, out) for panel in panels}
+        overall = [panel for panel in panels if not panel.column.startswith("accuracy/")]
+        if overall:
+            files["overview"] = _draw_overview(overall, groups, out / "overview.png")
+    return files
+
+
+def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    _draw_panel(axes, panel, groups)
+    _legend(figure, axes, columns=4)
+    return _write(figure, out / f"{panel.key}.png")
+
+
+def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    across = min(3, len(panels))
+    down = math.ceil(len(panels) / across)
+    figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.3), dpi=DPI, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
+        _draw_panel(axes, panel, groups)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    _legend(figure, grid[0], columns=8, groups=groups)
+    return _write(figure, path)
+
+
+def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
+    draw: dict[str, Callable] = {"metric": _metric, "mu": _mu, "accuracy": _accuracy}
+    for index, group in enumerate(groups):
+        draw[panel.kind](axes, panel, group, index)
+    axes.set_title(panel.title)
+    axes.set_ylabel(panel.axis)
+    axes.set_xlabel("optimiser step")
+    axes.margins(x=0.01)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.kind in ("mu", "accuracy"):
+        axes.set_ylim(-0.03, 1.03)
+    else:
+        _fit_height(axes, panel, groups)
+    if panel.kind == "accuracy":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def _metric(axes: Any, panel: Panel, group: Group, index: int) -> None:
+    raw = _curves(group, panel)
+    if len(raw) == 1:
+        axes.plot(*raw[0], color=look(index)["color"], alpha=0.22, linewidth=0.8)
+    _line(axes, group.label, _smoothed(raw), index)
+
+
+def _mu(axes: Any, panel: Panel, group: Group, index: int) -> None:
+    colour = look(index)["color"]
+    for column in ("prior", "mu_star"):
+        curves = _curves(group, panel, column)
+        steps, mean, _, _ = band(curves)
+        if column == "prior":
+            axes.plot(steps, mean, color=colour, linestyle=":", linewidth=1.3)
+        else:
+            axes.plot(steps, mean, ".", color=colour, alpha=0.35, markersize=3, markeredgewidth=0)
+    _line(axes, group.label, _curves(group, panel), index)
+
+
+def _accuracy(axes: Any, panel: Panel, group: Group, index: int) -> None:
+    _line(axes, group.label, _curves(group, panel), index, marks=24)
+
+
+def _line(axes: Any, label: str, curves: Sequence, index: int, marks: int = 7) -> None:
+    """The bold line of a group, with a band from its lowest to its highest seed."""
+    steps, mean, low, high = band(curves)
+    if not len(steps):
+        return
+    style = look(index)
+    every = max(1, len(steps) // marks)
+    start = (index * every // 5) % every  # groups put their markers at different steps
+    if len(curves) > 1:
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.16, linewidth=0)
+    axes.plot(
+        steps, mean, label=label, linewidth=2.0, markersize=5, markevery=(start, every),
+        markeredgecolor="white", markeredgewidth=0.7, **style,
+    )  # fmt: skip
+
+
+def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
+    """Show all of the smoothed lines and the middle 98 % of the raw values."""
+    raw = [curve for group in groups for curve in _curves(group, panel)]
+    raw = [curve for curve in raw if len(curve[0])]
+    if not raw:
+        return
+    values = np.concatenate([v for _, v in raw])
+    lines = np.concatenate([v for _, v in _smoothed(raw)])
+    low = min(np.quantile(values, 0.01), lines.min())
+    high = max(np.quantile(values, 0.99), lines.max())
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
+    axes.set_ylim(low - room, high + room)
+
+
+def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarray, np.ndarray]]:
+    """(steps, finite values) of each run of the group that recorded the column."""
+    name = column or panel.column
+    sources = [run.evals if panel.kind == "accuracy" else run.metrics for run in group.runs]
+    curves = [finite(columns["step"], field(columns, name)) for columns in sources]
+    return [curve for curve in curves if len(curve[0])]
+
+
+def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> list:
+    return [(steps, smooth(values, smoothing_span(len(values)))) for steps, values in curves]
+
+
+def smoothing_span(rows: int) -> float:
+    """Rows that a smoothed line averages over: a twentieth of the run."""
+    return max(1.0, rows / 20)
+
+
+def _legend(figure: Any, axes: Any, columns: int, groups: Sequence[Group] | None = None) -> None:
+    from matplotlib.lines import Line2D
+
+    handles, labels = axes.get_legend_handles_labels()
+    if groups is not None:  # the first panel need not hold every run
+        labels = [group.label for group in groups]
+        handles = [
+            Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **look(i))
+            for i in range(len(groups))
+        ]
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
+        handlelength=3.4, columnspacing=1.6,
+    )  # fmt: skip
+
+
+def _write(figure: Any, path: Path) -> Path:
+    partial = path.with_suffix(".partial")
+    figure.savefig(partial, format="png")
+    return partial.replace(path)

@@ -1,0 +1,137 @@
+"""Run directories as columns of numbers, in whatever state a kill or a live trainer left them."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gac.config import ConfigError, YamlError, parse_yaml
+
+Columns = Mapping[str, np.ndarray]
+"""Field -> float64 [rows]; nan where a row lacks it. Always has "step", strictly increasing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """config.yaml as plain types; empty when the file is absent."""
+    metrics: Columns
+    """One row per optimiser step; `tokens` and `seconds` are per step."""
+    evals: Columns
+    """One row per evaluation: accuracy, accuracy/<split>, response_length."""
+    unreadable: int
+    """Lines that could not be read: a kill tears at most the last one of each file."""
+
+    @property
+    def seed(self) -> int | None:
+        seed = self.config.get("seed")
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def steps_done(self) -> int:
+        """Optimiser steps that metrics.jsonl holds."""
+        return len(self.metrics["step"])
+
+    @property
+    def steps_planned(self) -> int | None:
+        for key in ("steps", "max_steps", "total_steps"):
+            if isinstance(self.config.get(key), int):
+                return self.config[key]
+        return None
+
+    @property
+    def splits(self) -> list[str]:
+        """Names after `accuracy/` in the evaluations."""
+        return [name.partition("/")[2] for name in self.evals if name.startswith("accuracy/")]
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Run directories at or under the given ones. Raises FileNotFoundError where there are none."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        here = [path] if (path / "metrics.jsonl").is_file() else []
+        under = here or sorted(file.parent for file in path.rglob("metrics.jsonl"))
+        if not under:
+            raise FileNotFoundError(f"{path}: no run here (no metrics.jsonl in it or below it)")
+        found |= dict.fromkeys(under)
+    return list(found)
+
+
+def read_run(path: Path) -> Run:
+    """Read config.yaml, metrics.jsonl and eval.jsonl; absent files count as empty."""
+    metrics, torn_metrics = read_columns(path / "metrics.jsonl")
+    evals, torn_evals = read_columns(path / "eval.jsonl")
+    return Run(path, _read_config(path / "config.yaml"), metrics, evals, torn_metrics + torn_evals)
+
+
+def read_columns(path: Path) -> tuple[dict[str, np.ndarray], int]:
+    """JSON lines as columns, and how many lines could not be read.
+
+    A row whose step is not beyond the one before it comes from a resumed run: it replaces the
+    rows from its step on.
+    """
+    rows: list[Mapping[str, Any]] = []
+    unreadable = 0
+    for row in _rows(path):
+        if row is None:
+            unreadable += 1
+            continue
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    names = dict.fromkeys(["step", *(name for row in rows for name in row)])
+    columns = {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
+    is_number = {name: name == "step" or np.isfinite(c).any() for name, c in columns.items()}
+    return {name: column for name, column in columns.items() if is_number[name]}, unreadable
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf value) pairs of a nested configuration."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def shared_setting(runs: Sequence[Run], name: str) -> float | None:
+    """The number under a key, at whatever depth, if all runs that have it agree; else None."""
+    leaves = (leaf for run in runs for leaf in flatten(run.config))
+    values = {v for key, v in leaves if key.split(".")[-1] == name and isinstance(v, int | float)}
+    return values.pop() if len(values) == 1 else None
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
+    """Each non-empty line's object, or None for a line that is not one with a finite step."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in filter(str.strip, file):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                row = None
+            valid = isinstance(row, dict) and math.isfinite(_number(row.get("step")))
+            yield row if valid else None
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = parse_yaml(path.read_text(encoding="utf-8"))
+    except YamlError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,116 @@
+"""The numbers of the report, as pure functions of step and value arrays."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+LARGE_CHANGE = 0.02
+"""A change of mu beyond this over one controller interval is a large one (the paper's 0.02)."""
+
+
+def finite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs whose value is a finite number."""
+    keep = np.isfinite(values)
+    return steps[keep], values[keep]
+
+
+def smooth(values: np.ndarray, span: float) -> np.ndarray:
+    """Exponential moving average over about `span` values, without the bias towards the start.
+
+    y_t = sum_i d^(t-i) x_i / sum_i d^(t-i) with d = 1 - 2 / (span + 1); span <= 1 changes nothing.
+    """
+    decay = 1 - 2 / (max(span, 1.0) + 1)
+    total = weight = 0.0
+    result = np.empty(len(values))
+    for i, value in enumerate(values):
+        total, weight = decay * total + value, decay * weight + 1
+        result[i] = total / weight
+    return result
+
+
+def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> float:
+    """Area under the KL curve over optimiser steps by the trapezoid rule; unit: nats x steps.
+
+    floor: only the part of the piecewise linear curve above this value counts, with the crossing
+    points taken exactly. nan without any finite KL.
+    """
+    steps, kl = finite(steps, kl)
+    if not len(kl):
+        return math.nan
+    width, left, right = np.diff(steps), kl[:-1], kl[1:]
+    if floor is None:
+        return float(np.sum(width * (left + right) / 2))
+    left, right = left - floor, right - floor
+    low, high = np.minimum(left, right), np.maximum(left, right)
+    crossing = (low < 0) & (high > 0)
+    triangle = high**2 / (2 * np.where(crossing, high - low, 1.0))
+    area = np.where(crossing, triangle, np.maximum(left, 0) / 2 + np.maximum(right, 0) / 2)
+    return float(np.sum(width * area))
+
+
+def large_mu_events(
+    steps: np.ndarray, mu: np.ndarray, window: int, threshold: float = LARGE_CHANGE
+) -> tuple[int, int]:
+    """(windows over which mu changed by more than `threshold`, windows in all).
+
+    Windows are `window` steps long, follow each other from the first recorded step, and count only
+    when mu is recorded at both of their ends.
+    """
+    steps, mu = finite(steps, mu)
+    if not len(mu):
+        return 0, 0
+    at_ends = dict(zip(steps.tolist(), mu.tolist(), strict=True))
+    ends = np.arange(steps[0], steps[-1] + 1, window).tolist()
+    pairs = [(at_ends.get(a), at_ends.get(b)) for a, b in pairwise(ends)]
+    changes = [abs(b - a) for a, b in pairs if a is not None and b is not None]
+    rounding = 1e-9  # a change of exactly the threshold is not beyond it
+    return sum(change > threshold + rounding for change in changes), len(changes)
+
+
+def variance(values: np.ndarray) -> float:
+    """Population variance of the finite values; nan when there are none."""
+    values = values[np.isfinite(values)]
+    return float(values.var()) if len(values) else math.nan
+
+
+def total(values: np.ndarray) -> float:
+    """Sum of the finite values; nan when there are none."""
+    values = values[np.isfinite(values)]
+    return float(values.sum()) if len(values) else math.nan
+
+
+def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
+    """(last finite value, highest value, step of the first highest); nan without values."""
+    steps, values = finite(steps, values)
+    if not len(values):
+        return math.nan, math.nan, math.nan
+    best = int(values.argmax())
+    return float(values[-1]), float(values[best]), float(steps[best])
+
+
+def mean_sd(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation of the finite values; sd is nan below two of them."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return math.nan, math.nan
+    return float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+
+
+def band(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(steps, mean, lowest, highest) of several curves over the steps that all of them cover.
+
+    curves: (steps, values) pairs without nan; between its own steps a curve is linear.
+    """
+    curves = [(steps, values) for steps, values in curves if len(steps)]
+    if not curves:
+        empty = np.empty(0)
+        return empty, empty, empty, empty
+    first, last = max(s[0] for s, _ in curves), min(s[-1] for s, _ in curves)
+    grid = np.unique(np.concatenate([s for s, _ in curves]))
+    grid = grid[(grid >= first) & (grid <= last)]
+    stack = np.stack([np.interp(grid, steps, values) for steps, values in curves])
+    return grid, stack.mean(0), stack.min(0), stack.max(0)
