@@ -1,6 +1,6 @@
 """One fused operation for hybrid SFT + RL losses, on several backends."""
 
-from .api import fused_gac_loss, token_logprobs
+from .api import fused_gac_loss, fused_linear_gac_loss, linear_token_logprobs, token_logprobs
 from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
 
 __all__ = [
@@ -10,5 +10,7 @@ __all__ = [
     "Signals",
     "TokenMoments",
     "fused_gac_loss",
+    "fused_linear_gac_loss",
+    "linear_token_logprobs",
     "token_logprobs",
 ]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
-from .autograd import FusedLoss, TokenLogprobs, loss_output
+from .autograd import FusedLinearLoss, FusedLoss, LinearLogprobs, TokenLogprobs, loss_output
 from .contract import LossOutput, LossSpec
+from .linear import Needs
 from .tokens import plan
 
 
@@ -58,14 +59,17 @@ def fused_gac_loss(
     )  # fmt: skip
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1], cu_seqlens)
-    batch = (targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-             rollout_norm, demo_norm)  # fmt: skip
     if chosen.__name__.endswith(".reference"):
-        names = ("mu", "old_logps", "ref_logps", "cu_seqlens", "spec", "rollout_norm", "demo_norm")
-        keywords = dict(zip(names, batch[3:], strict=True))
-        return reference.fused_gac_loss(logits, *batch[:3], moments=moments, **keywords)
+        return reference.fused_gac_loss(
+            logits, targets, advantages, is_demo, mu=mu, old_logps=old_logps, ref_logps=ref_logps,
+            cu_seqlens=cu_seqlens, spec=spec, rollout_norm=rollout_norm, demo_norm=demo_norm,
+            moments=moments,
+        )  # fmt: skip
     with torch.no_grad():
-        tokens = plan(*batch)
+        tokens = plan(
+            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+            rollout_norm, demo_norm,
+        )  # fmt: skip
     rows = logits if logits.dim() == 3 else logits[None]
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
@@ -96,3 +100,107 @@ def token_logprobs(
     rows = logits if logits.dim() == 3 else logits[None]
     logps, entropy = TokenLogprobs.apply(rows, targets.reshape(-1), temperature, chosen)
     return logps.view(targets.shape), entropy.view(targets.shape)
+
+
+def fused_linear_gac_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mu: float | Tensor = 0.5,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
+    rollout_norm: float | Tensor | None = None,
+    demo_norm: float | Tensor | None = None,
+    moments: bool = True,
+    overwrite: bool = False,
+    backend: str = "auto",
+    chunk_bytes: int | None = None,
+) -> LossOutput:
+    """`fused_gac_loss` of the logits hidden @ weight.T + bias, which never exist as a whole.
+
+    Gradients are made in the forward (6 N H V FLOPs in all); rows without a loss enter no GEMM,
+    rows whose gradient is known to be 0 the forward GEMM only, a frozen weight costs no GEMM.
+    Under autocast the operands are rounded to its dtype and gradients reach float32 weights in
+    float32. Needs a plain weight: under FSDP call it inside the module's forward.
+
+    Args:
+        hidden: [B, T, H], or packed [N, H]; float32, bfloat16 or float16, rows of any stride.
+        weight: [V, H], hidden's dtype (any under autocast).
+        bias: [V], or None.
+        overwrite: accepted as in `fused_gac_loss`; there are no logits to overwrite.
+        chunk_bytes: memory for the logits of one chunk; None = 128 MiB on a CPU, 960 MiB on a GPU.
+
+    The other arguments, the result and the errors are those of `fused_gac_loss`.
+    """
+    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
+    checks.batch(
+        hidden, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+        rollout_norm, demo_norm,
+    )  # fmt: skip
+    exact = reference.arithmetic(compute)
+    chosen = backends.choose(backend, hidden.device, exact)
+    checks.values(targets, weight.shape[0], cu_seqlens)
+    with torch.no_grad():
+        tokens = plan(
+            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+            rollout_norm, demo_norm, exact,
+        )  # fmt: skip
+    learning = torch.is_grad_enabled()
+    needs = Needs(*(x is not None and x.requires_grad and learning for x in (hidden, weight, bias)))
+    flat = FusedLinearLoss.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, tokens, spec, chosen, moments, needs,
+        compute, chunk_bytes,
+    )  # fmt: skip
+    return loss_output(flat, targets.shape)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of the logits hidden @ weight.T + bias, which never exist as a whole.
+
+    The backward recomputes the logits of the rows that have an upstream gradient (8 N H V FLOPs).
+
+    Args:
+        hidden: [B, T, H] or [N, H]; float32, bfloat16 or float16, rows of any stride.
+        weight: [V, H], hidden's dtype (any under autocast); bias: [V] or None.
+        targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
+        temperature: the logits are divided by it.
+        chunk_bytes: as in `fused_linear_gac_loss`.
+
+    Returns (logps, entropy), float32, like targets; entropy in nats.
+    """
+    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
+    checks.temperature(temperature)
+    chosen = backends.choose(backend, hidden.device, reference.arithmetic(compute))
+    checks.values(targets, weight.shape[0])
+    logps, entropy = LinearLogprobs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature,
+        chosen, compute, chunk_bytes,
+    )  # fmt: skip
+    return logps.view(targets.shape), entropy.view(targets.shape)
+
+
+def _check_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
+) -> torch.dtype:
+    """Check the linear inputs; the dtype of their product: autocast's, else hidden's."""
+    checks.rows("hidden", hidden, targets)
+    autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
+    checks.head(weight, bias, hidden, autocast)
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
+    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype

@@ -1,12 +1,13 @@
-"""The autograd functions of the logits-level calls.
+"""The autograd functions of the public calls.
 
-`FusedLoss` makes the gradient in its forward: every coefficient is known by then, so the rows are
-read while they are warm and the backward only scales. `TokenLogprobs` cannot know its upstream
-gradient and recomputes the probabilities.
+The losses make their gradients in the forward: every coefficient is known by then, so the rows are
+read while they are warm and the backward only scales. The log-probabilities cannot know their
+upstream gradient and recompute the probabilities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,16 +16,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
+from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .tokens import Tokens, finish
+from .tokens import Tokens, TokenTerms, finish, power_of_two
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
     """Called in every backward: with create_graph=True the result would be silently constant."""
     if grad_enabled:
         raise RuntimeError(
-            "the fused loss is differentiable once: double backward (create_graph=True) needs "
-            "backend='reference'"
+            "the fused functions are differentiable once: for a double backward "
+            "(create_graph=True) use the function of the same name in gac_kernels.reference"
         )
 
 
@@ -42,31 +44,19 @@ class FusedLoss(Function):
         out: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         terms = backend.row_loss(logits, tokens, spec, out)
-        *scalars, statistics = finish(tokens, terms, moments)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # whoever saved the logits must notice
             ctx.save_for_backward(out)
             ctx.backend = backend
-        flat = (
-            (statistics.rollouts, statistics.demo_nll, statistics.totals)
-            if statistics
-            else (None, None, None)
-        )
-        detached = [x for x in (*scalars[1:], terms.logps, terms.entropy, *flat) if x is not None]
-        ctx.mark_non_differentiable(*detached)
-        ctx.set_materialize_grads(False)
-        return (*scalars, terms.logps, terms.entropy, *flat)
+        return _outputs(ctx, tokens, terms, moments)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
             return (None,) * 6
-        (grad,) = ctx.saved_tensors
-        if d_loss.device.type != "cpu" or d_loss != 1:
-            ctx.backend.scale_(grad, d_loss)
-            increment_version(grad)  # a second backward would scale twice: let autograd refuse
+        (grad,) = _scaled(ctx, d_loss)
         return (grad, None, None, None, None, None)
 
 
@@ -94,8 +84,120 @@ class TokenLogprobs(Function):
         return out, None, None, None
 
 
-def loss_output(flat: tuple[Tensor | None, ...], shape: torch.Size) -> LossOutput:
+class FusedLinearLoss(Function):
+    """hidden [N, H], weight [V, H], bias [V] -> the same outputs as `FusedLoss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tokens,
+        spec: LossSpec,
+        backend: ModuleType,
+        moments: bool,
+        needs: linear.Needs,
+        compute: torch.dtype,
+        chunk_bytes: int | None,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.unit = power_of_two(tokens.scale) if compute == torch.float16 else None
+        shares = tokens if ctx.unit is None else tokens._replace(scale=tokens.scale / ctx.unit)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = linear.Head(weight, bias, compute, chunk_bytes)
+            terms, sums = linear.fused_loss(hidden, head, shares, spec, backend, needs)
+        ctx.backend = backend
+        ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
+        # with a unit they are rounded once it is multiplied back
+        ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
+        return _outputs(ctx, tokens, terms, moments)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(torch.is_grad_enabled())
+        if d_loss is None:
+            return (None,) * 10
+        factor = d_loss if ctx.unit is None else d_loss * ctx.unit
+        return (*_cast(_scaled(ctx, factor), ctx.dtypes), *(None,) * 7)
+
+
+class LinearLogprobs(Function):
+    """hidden [N, H], weight [V, H], bias [V], targets [N] -> logps [N], entropy [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        backend: ModuleType,
+        compute: torch.dtype,
+        chunk_bytes: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = linear.Head(weight, bias, compute, chunk_bytes)
+            logps, entropy, lse = linear.token_stats(hidden, head, targets, temperature, backend)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.settings = temperature, backend, compute, chunk_bytes
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(torch.is_grad_enabled())
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        temperature, backend, compute, chunk_bytes = ctx.settings
+        stats = torch.stack([lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)])
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = linear.Head(weight, bias, compute, chunk_bytes)
+            grads = linear.token_grads(
+                hidden, head, targets, stats, temperature, backend,
+                linear.Needs(*ctx.needs_input_grad[:3]),
+            )  # fmt: skip
+        dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
+        return (*_cast(grads, dtypes), *(None,) * 5)
+
+
+def _outputs(
+    ctx: Any, tokens: Tokens, terms: TokenTerms, moments: bool
+) -> tuple[Tensor | None, ...]:
+    """The flat outputs of a loss function; all but the first are constants to autograd."""
+    *scalars, statistics = finish(tokens, terms, moments)
+    flat = (
+        (statistics.rollouts, statistics.demo_nll, statistics.totals)
+        if statistics
+        else (None, None, None)
+    )
+    detached = [x for x in (*scalars[1:], terms.logps, terms.entropy, *flat) if x is not None]
+    ctx.mark_non_differentiable(*detached)
+    ctx.set_materialize_grads(False)
+    return (*scalars, terms.logps, terms.entropy, *flat)
+
+
+def _scaled(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    """The saved gradients times `factor` (0-d), in their own storage."""
+    grads = ctx.saved_tensors
+    if factor.device.type != "cpu" or factor != 1:
+        for grad in grads:
+            if grad is not None:
+                ctx.backend.scale_(grad, factor)
+                increment_version(grad)  # a second backward would scale twice: autograd refuses
+    return grads
+
+
+def _cast(
+    grads: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    )
+
+
+def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
     """What `FusedLoss` returned, in the shapes of the contract."""
-    *scalars, logps, entropy, rollouts, demo_nll, totals = flat
-    statistics = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
-    return LossOutput(*scalars, logps.view(shape), entropy.view(shape), statistics)
+    loss, rollout_loss, demo_loss, kl, clip_fraction, logps, entropy, *sums = flat
+    return LossOutput(
+        loss, rollout_loss, demo_loss, kl, clip_fraction, logps.view(shape), entropy.view(shape),
+        None if sums[0] is None else TokenMoments(*sums),
+    )  # fmt: skip

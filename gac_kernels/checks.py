@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 
@@ -39,6 +40,11 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
 def tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: use a tensor")
+    if hasattr(value, "full_tensor"):  # its own full_tensor() would lose the gradient's reduction
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: use a plain tensor; under FSDP call the loss "
+            f"inside the module's forward, where parameters are gathered"
+        )
 
 
 def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
@@ -52,10 +58,10 @@ def same_device(name: str, value: Tensor, other: Tensor, cpu: bool = False) -> N
         raise ValueError(f"{name} is on {value.device}: move it to {other.device}")
 
 
-def head(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> None:
-    """weight [V, H] and bias [V] must fit hidden [..., H]."""
+def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) -> None:
+    """weight [V, H] and bias [V] must fit hidden [..., H]; autocast aligns their dtypes."""
     tensor("weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}: expected [V, {hidden.shape[-1]}] "
             f"for hidden of shape {list(hidden.shape)}"
@@ -64,9 +70,10 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> None:
         if value is None:
             continue
         tensor(name, value)
-        if value.dtype != hidden.dtype:
+        aligned = autocast and value.is_floating_point() and value.dtype != torch.float64
+        if value.dtype != hidden.dtype and not aligned:
             raise TypeError(
-                f"{name} has dtype {value.dtype}: use hidden's, {hidden.dtype}, or run under autocast"
+                f"{name} has dtype {value.dtype}: use hidden's, {hidden.dtype}, or autocast"
             )
         same_device(name, value, hidden)
     if bias is not None:
@@ -154,7 +161,7 @@ def values(targets: Tensor, vocabulary: int, cu_seqlens: Tensor | None = None) -
         n = targets.numel()
         if ends[0] != 0:
             raise ValueError(f"cu_seqlens starts at {ends[0]}: it must start at 0")
-        if any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        if any(b < a for a, b in itertools.pairwise(ends)):
             raise ValueError(f"cu_seqlens={ends} decreases: it must not")
         if ends[-1] != n:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")

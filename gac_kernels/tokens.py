@@ -1,4 +1,4 @@
-"""From the caller's batch to one row of numbers per token, and back from token terms to the outputs.
+"""From the caller's batch to one row of numbers per token, and from token terms to the outputs.
 
 Everything here is of size N or S and plain PyTorch; what touches N x V lives in the backends.
 Legend: N tokens, S sequences, B padded rows, T row length.
@@ -144,6 +144,16 @@ def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
     return ~tokens.live | (tokens.scale == 0) | silent
 
 
+def power_of_two(scale: Tensor) -> Tensor:
+    """0-d: the power of two next above the largest |scale|, 1 for none.
+
+    float16 cannot hold gradients of a token mean over many tokens: they are kept divided by this.
+    """
+    largest = torch.nn.functional.pad(scale.abs(), (0, 1)).max()
+    power = torch.exp2(torch.frexp(largest).exponent.to(scale.dtype))
+    return torch.where((largest > 0) & largest.isfinite(), power, 1)
+
+
 class Summary(NamedTuple):
     """0-d results over the whole batch."""
 
@@ -193,9 +203,7 @@ def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     logps = terms.logps.double()
     filled = tokens.lengths > 0
     length = tokens.lengths.clamp(min=1).double()
-    nll = torch.where(
-        filled & tokens.is_demo, -tokens.per_sequence(logps) / length, math.nan
-    )
+    nll = torch.where(filled & tokens.is_demo, -tokens.per_sequence(logps) / length, math.nan)
 
     rollouts = filled & ~tokens.is_demo  # [S]
     n = rollouts.sum(dtype=torch.float64)

@@ -1,0 +1,245 @@
+"""The chunked head: hidden x weight -> token terms and gradients, never the whole [N, V].
+
+Tokens are taken a chunk at a time: logits of the chunk (one GEMM), the backend's row function, and,
+for rows that carry a gradient, the two GEMMs of the backward. Rows without a loss enter no GEMM.
+Legend: N tokens, V vocabulary, H hidden size, M rows of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import IGNORE, LossSpec
+from .reference import arithmetic
+from .tokens import Tokens, TokenTerms, dead
+
+# Bytes of one chunk's [M, V] buffers. Every chunk reads and writes the [V, H] weight gradient once
+# more, so chunks are as large as the memory target allows: 1 GiB in all on a GPU.
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 960 << 20}
+ALIGN = 128  # rows of a GEMM tile
+
+
+class Needs(NamedTuple):
+    """Which of the three inputs want a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients in the inputs' dtypes; None where none is wanted."""
+
+    hidden: Tensor | None  # [N, H]
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
+
+
+class Head:
+    """weight [V, H] and bias [V] as GEMM operands, and the buffers that all chunks share.
+
+    Operands are rounded to `compute`, as autocast would. CUDA multiplies them in that dtype into
+    float32; the CPU has no such GEMM and multiplies float32 copies (of the whole weight, once).
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, compute: torch.dtype, chunk_bytes: int | None
+    ) -> None:
+        self.compute, self.exact = compute, arithmetic(compute)
+        self.product = compute if weight.device.type == "cuda" else self.exact
+        self.weight = self.operand(weight)
+        self.bias = None if bias is None else bias.to(compute).to(self.exact)
+        budget = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
+        width = self.exact.itemsize + (self.product.itemsize if self.rounds else 0)
+        rows = budget // (width * weight.shape[0])
+        self.rows = max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
+        self._logits: Tensor | None = None
+        self._rounded: Tensor | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """The gradient of the logits is rounded to the operands' dtype for its GEMMs."""
+        return self.product != self.exact
+
+    def operand(self, x: Tensor) -> Tensor:
+        return x.to(self.compute).to(self.product)
+
+    def spans(self, start: int, stop: int) -> Iterator[slice]:
+        """Slices of [start, stop) of nearly equal size, at most `rows` long."""
+        count = math.ceil((stop - start) / self.rows)
+        for i in range(count):
+            yield slice(start + (stop - start) * i // count,
+                        start + (stop - start) * (i + 1) // count)  # fmt: skip
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[M, H] -> [M, V] in float32 or better, in a buffer that the next call overwrites."""
+        size = (len(rows), self.weight.shape[0])
+        if self._logits is None or len(self._logits) < len(rows):
+            self._logits = torch.empty(size, dtype=self.exact, device=rows.device)
+        out = self._logits[: len(rows)]
+        multiply(rows, self.weight.T, out)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        """Where the row function writes the gradient of `logits`: their own storage if it can."""
+        if not self.rounds:
+            return logits
+        if self._rounded is None or len(self._rounded) < len(logits):
+            self._rounded = torch.empty_like(logits, dtype=self.product)
+        return self._rounded[: len(logits)]
+
+
+class Accumulator:
+    """Sums the gradients of hidden, weight and bias over chunks; weight and bias in float32."""
+
+    def __init__(self, head: Head, hidden: Tensor, needs: Needs) -> None:
+        self.head, self.needs, self.chunks = head, needs, 0
+        weight = head.weight
+        self.hidden = torch.zeros(
+            hidden.shape if needs.hidden else (0,), dtype=hidden.dtype, device=hidden.device
+        )
+        self.weight = torch.empty(
+            weight.shape if needs.weight else (0,), dtype=head.exact, device=weight.device
+        )
+        self.bias = torch.zeros(weight.shape[0], dtype=head.exact, device=weight.device)
+
+    def add(self, grad: Tensor, rows: Tensor, index: Tensor) -> None:
+        """grad [M, V] of the logits, their inputs rows [M, H], and the tokens [M] they are of."""
+        if self.needs.hidden:
+            back = grad @ self.head.weight
+            self.hidden.index_copy_(0, index, back.to(self.hidden.dtype))
+        if self.needs.weight:
+            multiply(grad.T, rows, self.weight, accumulate=self.chunks > 0)
+        if self.needs.bias:
+            self.bias += grad.sum(0, dtype=self.head.exact)
+        self.chunks += 1
+
+    def finish(self) -> Gradients:
+        """The sums, unrounded: [N, H] in hidden's dtype, the other two in float32 or better."""
+        if self.chunks == 0:
+            self.weight.zero_()
+        return Gradients(
+            self.hidden if self.needs.hidden else None,
+            self.weight if self.needs.weight else None,
+            self.bias if self.needs.bias else None,
+        )
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """out = a @ b, or out += a @ b; summed and kept in out's dtype."""
+    if a.dtype == out.dtype:
+        if accumulate:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out.dtype, out=out)
+    else:
+        torch.mm(a, b, out.dtype, out=out)
+
+
+def capturing(device: torch.device) -> bool:
+    """Under a CUDA graph capture no count may be read: every row is multiplied."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def split(live: Tensor, learns: Tensor) -> tuple[Tensor, int, int]:
+    """Order the tokens [gradient rows | forward-only rows | rows without a loss].
+
+    Returns (order [N], gradient rows, rows with a loss); one host synchronisation on a GPU.
+    """
+    if capturing(live.device):
+        return torch.arange(len(live), device=live.device), len(live), len(live)
+    rank = 2 - live.to(torch.int8) - learns.to(torch.int8)
+    gradient, alive = torch.stack([learns.sum(), live.sum()]).tolist()
+    return rank.argsort(stable=True), gradient, alive
+
+
+def fused_loss(
+    hidden: Tensor,  # [N, H]
+    head: Head,
+    tokens: Tokens,
+    spec: LossSpec,
+    backend: ModuleType,
+    needs: Needs,
+) -> tuple[TokenTerms, Gradients]:
+    """Token terms [N], and the gradients of sum(tokens.scale * loss): 6 N H V FLOPs.
+
+    Rows whose gradient is known to be 0 take the forward GEMM only.
+    """
+    learns = ~dead(tokens, spec) if any(needs) else torch.zeros_like(tokens.live)
+    order, gradient, alive = split(tokens.live, learns)
+    if not any(needs):
+        gradient = 0
+    found = torch.zeros(
+        len(TokenTerms._fields), len(hidden), dtype=head.exact, device=hidden.device
+    )
+    sums = Accumulator(head, hidden, needs)
+    for start, stop, learning in ((0, gradient, True), (gradient, alive, False)):
+        for span in head.spans(start, stop):
+            index = order[span]
+            chunk = tokens.select(index)
+            rows = gather(hidden, index, chunk.live, head)
+            logits = head.logits(rows)
+            out = head.gradient_buffer(logits) if learning else None
+            terms = backend.row_loss(logits[None], chunk, spec, None if out is None else out[None])
+            found.index_copy_(1, index, torch.stack(terms))
+            if out is not None:
+                sums.add(out, rows, index)
+    return TokenTerms(*found), sums.finish()
+
+
+def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Head) -> Tensor:
+    """Rows of hidden as a GEMM operand [M, H]."""
+    rows = head.operand(hidden.index_select(0, index))
+    if capturing(hidden.device):  # 0 * nan of a row without a loss would reach weight.grad
+        rows = rows.masked_fill(~live[:, None], 0)
+    return rows
+
+
+def token_stats(
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, backend: ModuleType
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logps, entropy and lse, [N] each: 2 N H V FLOPs."""
+    live = targets != IGNORE
+    order, _, alive = split(live, torch.zeros_like(live))
+    found = torch.zeros(3, len(hidden), dtype=head.exact, device=hidden.device)
+    for span in head.spans(0, alive):
+        index = order[span]
+        logits = head.logits(gather(hidden, index, live[index], head))
+        stats = backend.row_stats(logits[None], targets[index], temperature)
+        found.index_copy_(1, index, torch.stack(stats))
+    logps, entropy, lse = found.unbind()
+    return logps, entropy, lse
+
+
+def token_grads(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    stats: Tensor,  # [4, N]: lse, entropy, and the upstream gradients of logps and entropy
+    temperature: float,
+    backend: ModuleType,
+    needs: Needs,
+) -> Gradients:
+    """Gradients from recomputed logits, 6 N H V FLOPs; rows with no upstream gradient are left."""
+    live = targets != IGNORE
+    learns = live & (stats[2:] != 0).any(0)
+    order, gradient, _ = split(live, learns)
+    sums = Accumulator(head, hidden, needs)
+    for span in head.spans(0, gradient):
+        index = order[span]
+        rows = gather(hidden, index, live[index], head)
+        logits = head.logits(rows)
+        out = head.gradient_buffer(logits)
+        backend.row_grads(
+            logits[None], targets[index], *stats.index_select(1, index), temperature, out[None]
+        )
+        sums.add(out, rows, index)
+    return sums.finish()
