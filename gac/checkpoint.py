@@ -42,7 +42,8 @@ def save(
         aside.mkdir(parents=True)
     _barrier()
     tensors, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": tensors, "optimizer": moments}, checkpoint_id=aside)
+    dcp.save({"model": tensors, "optimizer": moments}, checkpoint_id=aside,
+             no_dist=not dist.is_initialized())  # fmt: skip
     if _rank() == 0:
         with (aside / PROGRESS).open("w") as file:
             json.dump({"step": step, **progress}, file)
@@ -58,7 +59,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fill `model` and `optimizer` from the checkpoint at `path`; returns its progress."""
     tensors, moments = get_state_dict(model, optimizer)
     state = {"model": tensors, "optimizer": moments}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )

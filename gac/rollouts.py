@@ -87,8 +87,9 @@ def generate(
     )
     device = next(model.parameters()).device
     per_call = max((batch or len(prompts) * samples) // samples, 1)
-    was_training = model.training
+    was_training, defaults = model.training, model.generation_config
     model.eval()
+    model.generation_config = GenerationConfig()  # its own top-k or penalties would be off-policy
     responses: list[tuple[int, ...]] = []
     for first in range(0, len(prompts), per_call):
         part = prompts[first : first + per_call]
@@ -102,9 +103,9 @@ def generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             generation_config=settings,
-            use_model_defaults=False,  # a model's own top-k or penalties would not be on-policy
         )
         responses += [_until(row, stops) for row in out[:, width:].tolist()]
+    model.generation_config = defaults
     model.train(was_training)
     return responses
 

@@ -16,6 +16,10 @@ from .optim import OptimConfig
 from .rollouts import RolloutConfig
 
 
+def _methods() -> dict[str, type[Method]]:
+    return METHODS
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One training run. Everything is written to `out`, which is all that resuming needs."""
@@ -26,7 +30,7 @@ class TrainConfig:
     """What the report calls this run; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model and how it is held."""
-    method: Annotated[Method, Choice(lambda: METHODS)] = METHODS["gac"]()
+    method: Annotated[Method, Choice(_methods)] = METHODS["gac"]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
     data: DataConfig = DataConfig()
     """Prompts to sample on, and demonstrations."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config
@@ -62,6 +63,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *ALPHABET]
     model = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    model.decoder = Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False,
@@ -73,7 +75,7 @@ def model_config(vocabulary: int, pad: int, eos: int) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=vocabulary, hidden_size=96, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos, bos_token_id=None,
+        tie_word_embeddings=True, initializer_range=0.1, pad_token_id=pad, eos_token_id=eos, bos_token_id=None,
     )  # fmt: skip
 
 
