@@ -1,0 +1,225 @@
+"""Solvers that learn their weights: fixed points, hand-worked steps, a library as oracle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from gac.solvers import (
+    DWAState,
+    FAMOState,
+    GradNormState,
+    Gram,
+    dwa_step,
+    dwa_weights,
+    famo_step,
+    famo_weights,
+    gradnorm_step,
+    mgda,
+    moco_step,
+    nash_mtl,
+    uncertainty_step,
+    uncertainty_weights,
+)
+
+
+def losses(count: int) -> list[tuple[float, float]]:
+    """Positive and slowly falling, at different speeds."""
+    noise = torch.rand(count, 2, dtype=torch.float64).tolist()
+    return [(2 * 0.97**t + 0.1 * a, 0.5 * 0.995**t + 0.1 * b) for t, (a, b) in enumerate(noise)]
+
+
+def restored(state):
+    """The same state after a checkpoint."""
+    return type(state)(*json.loads(json.dumps(state)))
+
+
+def test_gradnorm_first_step_by_hand() -> None:
+    # norms 3 and 1 with weights 1, 1: mean 2, so w_s falls by 0.1 * 3 / 2, w_r rises by 0.1 / 2
+    weights, state = gradnorm_step(GradNormState(), Gram(9.0, 0.0, 1.0), lr=0.1)
+    assert weights == pytest.approx((2 * 0.85 / 1.9, 2 * 1.05 / 1.9), abs=1e-15)
+    assert state.weights == weights and state.initial_losses is None
+
+
+def test_gradnorm_without_asymmetry_ends_at_the_nash_direction() -> None:
+    gram, state = Gram(9.0, -0.3, 0.25), GradNormState()
+    for t in range(3000):
+        weights, state = gradnorm_step(state, gram, lr=0.05 / (1 + 0.05 * t))
+    nash = nash_mtl(gram)
+    assert sum(weights) == pytest.approx(2, abs=1e-12)
+    assert weights[0] / 2 == pytest.approx(nash[0] / sum(nash), abs=2e-3)
+
+
+def test_gradnorm_asymmetry_favours_the_objective_that_lags() -> None:
+    gram = Gram(1.0, 0.0, 1.0)
+    _, state = gradnorm_step(GradNormState(), gram, (2.0, 3.0), asymmetry=1.5)
+    assert state.initial_losses == (2.0, 3.0)
+    # SFT fell to a tenth, RL did not: its target is (2 * 3 / 3.3)^1.5 of the mean, so w_r rises
+    weights, state = gradnorm_step(state, gram, (0.2, 3.0), asymmetry=1.5)
+    assert weights[1] > 1 > weights[0]
+    again, _ = gradnorm_step(restored(state), gram, (0.2, 3.0), asymmetry=1.5)
+    assert again == gradnorm_step(state, gram, (0.2, 3.0), asymmetry=1.5)[0]
+
+
+def test_gradnorm_keeps_its_state_when_it_skips() -> None:
+    state = GradNormState((0.5, 1.5))
+    assert gradnorm_step(state, Gram(math.nan, 0.0, 1.0)) == (None, state)
+    assert gradnorm_step(state, Gram(0.0, 0.0, 0.0)) == (None, state)
+    assert gradnorm_step(state, Gram(1.0, 0.0, 1.0), (math.nan, 1.0), asymmetry=1.0) == (
+        None,
+        state,
+    )
+    weights, _ = gradnorm_step(state, Gram(1.0, 0.0, 0.0), lr=100.0)
+    assert min(weights) > 0 and sum(weights) == pytest.approx(2)
+
+
+def test_moco_first_step_by_hand() -> None:
+    # G / trace = [[0.8, -0.2], [-0.2, 0.2]] at (1/2, 1/2): v = (0.5 - 0.03, 0.5)
+    weights, state = moco_step((0.5, 0.5), Gram(8.0, -2.0, 2.0), lr=0.1)
+    assert weights == state == pytest.approx((0.485, 0.515), abs=1e-15)
+    # rho = 1 adds (0.1 * 0.9, 0.1 * 0.1) to what each loses
+    weights, _ = moco_step((0.9, 0.1), Gram(8.0, -2.0, 2.0), lr=0.1, regularization=1.0)
+    v_s, v_r = 0.9 - 0.1 * (1.62 - 0.02), 0.1 - 0.1 * (-0.18 + 0.12)
+    assert weights[0] == pytest.approx((v_s - v_r + 1) / 2, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    "gram", [Gram(9.0, -0.5, 1.0), Gram(1.0, 0.9, 25.0), Gram(1e-6, 1e-7, 2e-6)]
+)
+def test_moco_on_a_fixed_gram_ends_at_mgda(gram: Gram) -> None:
+    state = (0.5, 0.5)
+    for _ in range(3000):
+        weights, state = moco_step(state, gram)
+    assert weights == pytest.approx(mgda(gram), abs=1e-6)
+
+
+def test_moco_edge_cases() -> None:
+    assert moco_step((0.3, 0.7), Gram(0.0, 0.0, 0.0))[0] == pytest.approx((0.3, 0.7), abs=1e-15)
+    assert moco_step((0.3, 0.7), Gram(1.0, math.inf, 1.0)) == (None, (0.3, 0.7))
+
+
+def test_uncertainty_step_is_the_gradient_of_its_loss() -> None:
+    s = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
+    values = torch.tensor([2.0, 0.1], dtype=torch.float64)
+    (0.5 * torch.exp(-s) * values + 0.5 * s).sum().backward()
+    found = uncertainty_step((0.3, -0.4), (2.0, 0.1), lr=0.1)
+    assert found == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
+
+
+def test_uncertainty_weights_are_inverse_losses_in_the_end() -> None:
+    state = (0.0, 0.0)
+    for _ in range(2000):
+        state = uncertainty_step(state, (2.0, 0.1), lr=0.1)
+    assert uncertainty_weights(state) == pytest.approx((0.25, 5.0), rel=1e-9)
+    for _ in range(3000):
+        state = uncertainty_step(state, (2.0, 0.0), lr=0.1)
+    assert state[1] == -6.0  # a loss of 0 stops at the bound
+    assert uncertainty_step(state, (math.nan, 1.0)) is None
+
+
+def test_dwa_values_by_hand() -> None:
+    state = DWAState()
+    for pair in [(2.0, 1.0), (4.0, 1.0), (1.5, 2.0)]:
+        assert dwa_weights(state) == (1.0, 1.0)
+        state = dwa_step(state, pair, window=2)
+    state = dwa_step(state, (1.5, 0.0), window=2)  # means (3, 1), then (1.5, 1): ratios 1/2, 1
+    s, r = math.exp(0.25), math.exp(0.5)
+    assert dwa_weights(state) == pytest.approx((2 * s / (s + r), 2 * r / (s + r)), abs=1e-8)
+    assert dwa_weights(restored(state)) == dwa_weights(state)
+
+
+def test_dwa_with_losses_that_reach_zero_and_that_are_not_finite() -> None:
+    state = DWAState(newer=(0.0, 1.0), older=(0.0, 0.0))  # 0 / 0 counts as 1, 1 / 0 as huge
+    assert dwa_weights(state) == pytest.approx((0.0, 2.0))
+    assert dwa_step(state, (math.inf, 1.0)) is None
+
+
+def test_famo_weights_by_hand() -> None:
+    state = FAMOState(logits=(math.log(3), 0.0))  # z = (3/4, 1/4)
+    s, r = famo_weights(state, (2.0, 1.5), minimum=(0.0, 0.5))  # z / gap = 3/8, 1/4
+    assert (s, r) == pytest.approx((0.6, 0.4), abs=1e-8)
+
+
+def test_famo_gives_more_weight_to_the_loss_that_falls_more_slowly() -> None:
+    state = FAMOState()
+    for _ in range(50):
+        state = famo_step(state, (1.0, 1.0), (0.9, 0.99))
+    assert state.logits[0] < -0.5 and state.logits[1] > 0.5
+
+
+def test_famo_of_equal_falls_stays_even() -> None:
+    state = famo_step(FAMOState(), (2.0, 2.0), (1.0, 1.0))
+    assert state.logits == (0.0, 0.0) and state.steps == 1
+    assert famo_step(state, (math.nan, 1.0), (1.0, 1.0)) is None
+    assert famo_weights(state, (1.0, math.inf)) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gradnorm_step(GradNormState(), Gram(1, 0, 1), asymmetry=1), "losses=None"),
+        (
+            lambda: gradnorm_step(GradNormState(), Gram(1, 0, 1), (0.0, 1.0), asymmetry=1),
+            "losses=(0.0, 1.0): use positive losses",
+        ),
+        (lambda: moco_step((0.5, 0.5), Gram(1, 0, 1), lr=-1), "lr=-1"),
+        (lambda: dwa_step(DWAState(), (-0.1, 1.0)), "losses=(-0.1, 1.0): use losses >= 0"),
+        (lambda: dwa_step(DWAState(), (1.0, 1.0), window=0), "window=0"),
+        (lambda: dwa_weights(DWAState(), temperature=0.0), "temperature=0.0"),
+        (
+            lambda: famo_weights(FAMOState(), (1.0, -0.2)),
+            "losses=(1.0, -0.2): use losses >= minimum",
+        ),
+    ],
+)
+def test_errors_name_argument_and_value(call, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def library():
+    reason = "torchjd is an optional test oracle"
+    return pytest.importorskip("torchjd.scalarization", reason=reason)
+
+
+def library_weights(scalarizer, pair) -> list[float]:
+    values = torch.tensor(pair, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(scalarizer(values), values)[0].tolist()
+
+
+def test_dwa_agrees_with_torchjd() -> None:
+    theirs, state = library().DWA(2.0), DWAState()
+    for t, pair in enumerate(losses(40)):
+        assert dwa_weights(state) == pytest.approx(library_weights(theirs, pair), abs=1e-7)
+        state = dwa_step(state, pair, window=5)
+        if t % 5 == 4:
+            theirs.step()
+
+
+def test_uncertainty_weighting_agrees_with_torchjd() -> None:
+    theirs, state = library().UW(2).double(), (0.0, 0.0)
+    for pair in losses(40):
+        assert uncertainty_weights(state) == pytest.approx(library_weights(theirs, pair), abs=1e-12)
+        (slope,) = torch.autograd.grad(
+            theirs(torch.tensor(pair, dtype=torch.float64)), theirs.log_var
+        )
+        with torch.no_grad():
+            theirs.log_var -= 0.1 * slope
+        state = uncertainty_step(state, pair, lr=0.1)
+
+
+def test_famo_agrees_with_torchjd_over_a_resumed_run() -> None:
+    theirs, state = library().FAMO(2).double(), FAMOState()
+    pairs = losses(41)
+    for t, (before, after) in enumerate(itertools.pairwise(pairs)):
+        state = restored(state) if t == 20 else state
+        assert famo_weights(state, before) == pytest.approx(
+            library_weights(theirs, before), abs=1e-9
+        )
+        theirs.update(torch.tensor(after, dtype=torch.float64))
+        state = famo_step(state, before, after)

@@ -1,0 +1,324 @@
+"""Gradient solvers: golden values, properties on random Gram matrices, a library as oracle."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from gac.solvers import (
+    Gram,
+    aligned_mtl,
+    cagrad,
+    cross_gram,
+    mgda,
+    nash_mtl,
+    pcgrad,
+    sdmgrad,
+    with_unit_rl,
+)
+
+GOLDEN = Gram(18.0, -22.0, 38.0)  # rows (-4, 1, 1) and (6, 1, 1)
+SOLVERS = {
+    "mgda": mgda,
+    "pcgrad": pcgrad,
+    "pcgrad +0.2": partial(pcgrad, threshold=0.2),
+    "cagrad 0.5": cagrad,
+    "cagrad 1": partial(cagrad, radius=1.0),
+    "nash": nash_mtl,
+    "aligned min": aligned_mtl,
+    "aligned rmse": partial(aligned_mtl, mode="rmse"),
+    "sdmgrad": sdmgrad,
+}
+each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
+
+
+def random_grams(count: int = 300) -> list[Gram]:
+    """Norms over six decades, norm ratios 1e-3 to 1e3, cosines in (-0.999, 0.999)."""
+    rows = torch.rand(count, 3, dtype=torch.float64).tolist()
+    grams = []
+    for size, ratio, angle in rows:
+        s = 10 ** (6 * size - 3)
+        r = s * 10 ** (6 * ratio - 3)
+        grams.append(Gram(s * s, 0.999 * (2 * angle - 1) * s * r, r * r))
+    return grams
+
+
+def gains(gram: Gram, weights) -> tuple[float, float]:
+    """Cosine-like progress of both objectives along the update: <g_i, d> / (|g_i| |d|)."""
+    s, r = weights
+    size = gram.norm_of(weights) or 1.0
+    return (
+        (s * gram.sft + r * gram.dot) / (math.sqrt(gram.sft) * size),
+        (s * gram.dot + r * gram.rl) / (math.sqrt(gram.rl) * size),
+    )
+
+
+@pytest.mark.parametrize(
+    ("solve", "expected"),
+    [
+        (mgda, (0.6, 0.4)),
+        (pcgrad, (20 / 9, 30 / 19)),
+        (cagrad, (0.7041, 0.5)),
+        (aligned_mtl, (0.5591, 0.4083)),
+        (nash_mtl, (0.41823, 0.28784)),
+        (partial(sdmgrad, regularization=0.0), (0.6, 0.4)),
+        # inner optimum x = (60 * 1.15 - 40 * 0.15) / 100 = 0.63
+        (sdmgrad, ((0.63 + 0.15) / 1.3, (0.37 + 0.15) / 1.3)),
+        (partial(cagrad, rescale=1), (0.7041 / 1.25, 0.4)),
+        (partial(cagrad, rescale=2), (0.7041 / 1.5, 0.5 / 1.5)),
+        (partial(pcgrad, threshold=-0.9), (1.0, 1.0)),  # the cosine is -0.841
+    ],
+)
+def test_golden_values(solve, expected) -> None:
+    assert solve(GOLDEN) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("solve", "slack"),
+    [(mgda, 1e-7), (pcgrad, 1e-9), (nash_mtl, 1e-9), (partial(cagrad, radius=1.0), 1e-6)],
+    ids=["mgda", "pcgrad", "nash", "cagrad 1"],
+)
+def test_the_update_worsens_neither_objective(solve, slack: float) -> None:
+    for gram in random_grams():
+        assert min(gains(gram, solve(gram))) >= -slack, gram
+
+
+@pytest.mark.parametrize("name", ["cagrad 0.5", "aligned min", "aligned rmse", "sdmgrad"])
+def test_these_solvers_may_worsen_one(name: str) -> None:
+    assert any(min(gains(gram, SOLVERS[name](gram))) < -0.01 for gram in random_grams())
+
+
+@each_solver
+def test_swapping_the_objectives_swaps_the_weights(solve) -> None:
+    for gram in random_grams():
+        s, r = solve(gram)
+        assert solve(Gram(gram.rl, gram.dot, gram.sft)) == pytest.approx(
+            (r, s), rel=1e-8, abs=1e-10
+        )
+
+
+@each_solver
+def test_a_common_scale_changes_the_size_of_the_update_only(solve) -> None:
+    for gram in random_grams(100):
+        weights = solve(gram)
+        scaled = solve(Gram(*(x * 2.0**40 for x in gram)))  # gradients times 2^20
+        factor = 2.0**-20 if solve is nash_mtl else 1.0  # Nash: a unit update whatever the size
+        assert scaled == pytest.approx([w * factor for w in weights], rel=1e-12)
+
+
+def test_mgda_meets_the_kkt_conditions_of_the_shortest_point() -> None:
+    for gram in random_grams():
+        s, r = weights = mgda(gram)
+        assert s + r == pytest.approx(1, abs=1e-15) and min(s, r) >= 0
+        length = gram.norm_of(weights) ** 2
+        products = s * gram.sft + r * gram.dot, s * gram.dot + r * gram.rl
+        assert min(products) >= length - 1e-9 * max(gram.sft, gram.rl)
+
+
+def test_pcgrad_is_linear_in_the_gradient_norms() -> None:
+    def parts(s: float, r: float) -> torch.Tensor:
+        weights = pcgrad(Gram(s * s, -0.6 * s * r, r * r))
+        return torch.tensor([weights[0] * s, weights[1] * r], dtype=torch.float64)
+
+    assert torch.allclose(parts(1, 2) + parts(3, 1), parts(4, 3), atol=1e-12)
+
+
+@pytest.mark.parametrize("radius", [0.2, 0.5, 0.8, 1.0])
+def test_cagrad_is_optimal_and_stays_on_its_sphere(radius: float) -> None:
+    x = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    for gram in random_grams(60):
+        a, b, c = gram.unit()
+        s, r = cagrad(gram, radius=radius)
+        mean = gram.unit().norm_of((0.5, 0.5))
+        assert gram.unit().norm_of((s - 0.5, r - 0.5)) == pytest.approx(radius * mean, rel=1e-6)
+
+        def dual(x: torch.Tensor, a=a, b=b, c=c, mean=mean) -> torch.Tensor:
+            """g_w . g_0 + radius |g_0| |g_w| for g_w = x g_s + (1 - x) g_r."""
+            y = 1 - x
+            length = (x * x * a + 2 * x * y * b + y * y * c).clamp(min=0).sqrt()
+            return 0.5 * (x * (a + b) + y * (b + c)) + radius * mean * length
+
+        found = torch.tensor((s - 0.5) / (s + r - 1), dtype=torch.float64)
+        assert dual(found) <= dual(x).min() + 1e-12
+
+
+def test_nash_solves_its_equation_and_clips_to_the_unit_bisector() -> None:
+    for gram in random_grams():
+        s, r = nash_mtl(gram, max_norm=None)
+        assert s * (s * gram.sft + r * gram.dot) == pytest.approx(1, rel=1e-9)
+        assert r * (s * gram.dot + r * gram.rl) == pytest.approx(1, rel=1e-9)
+        clipped = nash_mtl(gram)
+        assert gram.norm_of(clipped) == pytest.approx(1, rel=1e-9)
+        first, second = gains(gram, clipped)
+        assert first == pytest.approx(second, rel=1e-7)
+
+
+def test_unit_rl_leaves_nash_alone_and_changes_mgda() -> None:
+    for gram in random_grams(50):
+        assert with_unit_rl(nash_mtl, gram) == pytest.approx(nash_mtl(gram), rel=1e-9)
+    s, r = with_unit_rl(mgda, Gram(4.0, 0.0, 9.0))  # norms 2 and 1: weights 1/5 and 4/5, over 3
+    assert (s, r) == pytest.approx((0.2, 0.8 / 3), abs=1e-15)
+    assert with_unit_rl(mgda, Gram(4.0, 0.0, 0.0)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("mode", ["min", "rmse"])
+def test_aligned_mtl_makes_the_gram_matrix_a_multiple_of_the_identity(mode: str) -> None:
+    for gram in random_grams():
+        a, b, c = gram.unit()
+        matrix = torch.tensor([[a, b], [b, c]], dtype=torch.float64)
+        columns = [aligned_mtl(gram, mode, unit) for unit in ((1.0, 0.0), (0.0, 1.0))]
+        balance = torch.tensor(columns, dtype=torch.float64).T
+        values = torch.linalg.eigvalsh(matrix)
+        scale = values[0] if mode == "min" else values.mean()
+        identity = torch.eye(2, dtype=torch.float64)
+        aligned = balance @ matrix @ balance
+        assert torch.allclose(aligned / scale, identity, atol=1e-6), gram
+
+
+def test_sdmgrad_without_regularisation_is_mgda() -> None:
+    for gram in random_grams():
+        assert sdmgrad(gram, 0.0) == pytest.approx(mgda(gram), abs=1e-12)
+
+
+def test_sdmgrad_is_where_its_inner_loop_ends() -> None:
+    """The published loop w <- Proj(w - lr A (w + lambda p)), run to the end from (1/2, 1/2)."""
+    saddles = 0
+    for rows in torch.randn(60, 2, 2, dtype=torch.float64).tolist():
+        (ss, sr), (rs, rr) = rows
+        saddles += ss - sr - rs + rr < 0
+        x = 0.5
+        for _ in range(4000):
+            u, v = x + 0.15, 1 - x + 0.15
+            x = min(max(x - 0.05 * ((ss - rs) * u + (sr - rr) * v) / 2, 0.0), 1.0)
+        expected = (x + 0.15) / 1.3
+        assert sdmgrad(((ss, sr), (rs, rr)))[0] == pytest.approx(expected, abs=1e-6)
+    assert saddles > 10
+
+
+def test_gram_of_micro_batches_and_their_halves() -> None:
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64)
+    x = x[:3]  # an odd count: halves of one and two
+    both = torch.cat([x, y])
+    g_s, g_r = x.mean(0), y.mean(0)
+    expected = (g_s.dot(g_s).item(), g_s.dot(g_r).item(), g_r.dot(g_r).item())
+    assert Gram.of_means(both @ both.T, 3) == pytest.approx(expected, rel=1e-12)
+    halves = [(x[:1].mean(0), y[:2].mean(0)), (x[1:].mean(0), y[2:].mean(0))]
+    for i, row in enumerate(cross_gram(both @ both.T, 3)):
+        direct = [halves[0][i].dot(g).item() for g in halves[1]]
+        assert row == pytest.approx(direct, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("solve", "gram", "expected"),
+    [
+        (mgda, Gram(4.0, 0.0, 0.0), (0.0, 1.0)),
+        (mgda, Gram(1.0, 1.0, 1.0), (0.5, 0.5)),
+        (mgda, Gram(1.0, -1.0, 1.0), (0.5, 0.5)),
+        (pcgrad, Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
+        (pcgrad, Gram(1.0, -1.0, 1.0), (2.0, 2.0)),
+        (cagrad, Gram(4.0, 0.0, 0.0), (0.5, 0.5)),
+        (cagrad, Gram(1.0, -1.0, 1.0), (0.5, 0.5)),  # the mean is zero, and so is its ball
+        (cagrad, Gram(1.0, 1.0, 1.0), (0.75, 0.75)),
+        (partial(cagrad, radius=2.0), Gram(4.0, -2.0, 1.0), (0.0, 0.0)),
+        (nash_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
+        (aligned_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
+        (aligned_mtl, Gram(1.0, 1.0, 1.0), (0.5, 0.5)),
+        (aligned_mtl, Gram(1.0, -1.0, 1.0), (0.0, 0.0)),
+        (sdmgrad, Gram(0.0, 0.0, 4.0), (1.15 / 1.3, 0.15 / 1.3)),
+        (sdmgrad, ((0.0, 0.0), (0.0, 0.0)), (0.5, 0.5)),
+    ],
+)
+def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:
+    assert solve(gram) == pytest.approx(expected, abs=1e-12)
+
+
+def test_nash_fades_for_opposite_gradients() -> None:
+    gram = Gram(1.0, -1.0, 1.0)
+    weights = nash_mtl(gram)
+    assert all(0 < w < 1e4 for w in weights) and gram.norm_of(weights) == 0
+
+
+@each_solver
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-20, 1e20, 1e300])
+def test_extreme_sizes_give_finite_weights(solve, scale: float) -> None:
+    for cosine in (-1.0, -0.5, 0.0, 1.0):
+        weights = solve(Gram(scale, cosine * scale, scale))
+        assert all(map(math.isfinite, weights))
+
+
+@each_solver
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_products_ask_for_a_skip(solve, bad: float) -> None:
+    for place in range(3):
+        values = [2.0, -0.5, 1.0]
+        values[place] = bad
+        assert solve(Gram(*values)) is None
+        assert with_unit_rl(solve, Gram(*values)) is None
+    assert sdmgrad(((1.0, bad), (0.0, 1.0))) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pcgrad(GOLDEN, threshold=2.0), "threshold=2.0: use a cosine in [-1, 1]"),
+        (lambda: cagrad(GOLDEN, radius=-1), "radius=-1"),
+        (lambda: cagrad(GOLDEN, rescale=3), "rescale=3: use 0, 1 or 2"),
+        (lambda: nash_mtl(GOLDEN, max_norm=0.0), "max_norm=0.0"),
+        (lambda: aligned_mtl(GOLDEN, mode="mean"), "mode='mean': use one of min, rmse"),
+        (lambda: aligned_mtl(GOLDEN, preference=(1.0, -1.0)), "preference=(1.0, -1.0)"),
+        (lambda: sdmgrad(GOLDEN, regularization=math.nan), "regularization=nan"),
+        (lambda: mgda(Gram(-1.0, 0.0, 1.0)), "gram.sft=-1.0: use a squared norm, >= 0"),
+        (lambda: cross_gram(torch.eye(3), 2), "sft_count=2: use 2 or more of each side"),
+        (lambda: Gram.of_means(torch.eye(3), 0), "sft_count=0"),
+    ],
+)
+def test_errors_name_argument_and_value(call, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def oracle(weighting, gram: Gram) -> list[float]:
+    a, b, c = gram.unit()
+    return weighting(torch.tensor([[a, b], [b, c]], dtype=torch.float64)).tolist()
+
+
+@pytest.mark.parametrize("name", ["mgda", "pcgrad", "aligned min", "aligned rmse"])
+def test_agrees_with_torchjd(name: str) -> None:
+    lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
+    weighting = {
+        "mgda": lib.MGDAWeighting(epsilon=1e-9),
+        "pcgrad": lib.PCGradWeighting(),
+        "aligned min": lib.AlignedMTLWeighting(scale_mode="min"),
+        "aligned rmse": lib.AlignedMTLWeighting(scale_mode="rmse"),
+    }[name]
+    for gram in random_grams():
+        theirs = oracle(weighting, gram)
+        assert SOLVERS[name](gram) == pytest.approx(theirs, rel=1e-6, abs=1e-9), gram
+
+
+def test_nash_direction_is_torchjd_imtl_g() -> None:
+    lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
+    for gram in random_grams():
+        s, r = oracle(lib.IMTLGWeighting(), gram)
+        found = nash_mtl(gram)
+        assert found[0] / sum(found) == pytest.approx(s / (s + r), rel=1e-6)
+
+
+def test_sdmgrad_agrees_with_torchjd_where_its_loop_converges() -> None:
+    lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
+    for gram in (GOLDEN, Gram(1.0, 0.2, 2.0), Gram(3.0, -1.0, 1.0)):
+        theirs = oracle(lib.SDMGradWeighting(lr=0.3, n_iter=3000, lambda_=0.3), gram)
+        assert sdmgrad(gram) == pytest.approx(theirs, abs=1e-9)
+
+
+def test_cagrad_agrees_with_torchjd() -> None:
+    pytest.importorskip("cvxpy", reason="torchjd's CAGrad needs cvxpy, of the extra `oracle`")
+    from torchjd.aggregation import CAGradWeighting
+
+    for gram in random_grams(30):
+        theirs = oracle(CAGradWeighting(c=0.5, norm_eps=0.0), gram)
+        assert cagrad(gram) == pytest.approx(theirs, rel=1e-2, abs=1e-3)
