@@ -146,6 +146,8 @@ class _Worker:
 
 
 def _default_workers() -> int:
-    cores = len(os.sched_getaffinity(0))
+    # macOS does not tell which cores a process may use
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(4, cores // ranks))

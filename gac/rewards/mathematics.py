@@ -16,8 +16,7 @@ from gac.rewards.text import compile_answer_pattern, last_group
 if TYPE_CHECKING:
     from gac.data import Example
 
-# GSM8K's own mark; math-verify does not know it and may prefer an earlier "... answered 200".
-_MARK = re.compile(r"####[ \t]*(\S.*)")
+_NUMBER = re.compile(r"[$-]*\d[\d.,/]*%?")
 _DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
 # math-verify reads a bare word as a product of letters, so that "east" would equal "seat".
 _WORD = re.compile(r"[A-Za-z]{4,}")
@@ -35,9 +34,10 @@ class MathReward(Reward):
     """1 where the completion's final answer equals the gold answer as mathematics, else 0.
 
     Gold first, then the answer, as math-verify wants it (the comparison is not symmetric). The
-    final answer is what follows the last `####`, else what math-verify finds in the completion
-    (a boxed expression, "the answer is ...", else the last number or formula). The checks run in
-    worker processes; one that takes more than `timeout` is cut off, scores 0 and is counted.
+    final answer is what follows the last `####` (a bare number, or the last line), else what
+    math-verify finds in the completion (a boxed expression, "the answer is ...", else the last
+    number or formula). The checks run in worker processes; one that takes more than `timeout` is
+    cut off, scores 0 and is counted.
     A gold answer that is no mathematics is an error of the row.
 
     Args:
@@ -86,7 +86,7 @@ class MathReward(Reward):
         answer = completion
         if self._pattern is not None:
             answer = last_group(self._pattern, completion) or ""
-        elif marked := last_group(_MARK, completion):
+        elif marked := after_mark(completion):
             answer = marked
         return _plain_minus(answer)
 
@@ -98,9 +98,24 @@ class MathReward(Reward):
         return float(verdict == "right")
 
 
+def after_mark(text: str) -> str | None:
+    """What follows the last `####`, GSM8K's mark of the final answer, or None.
+
+    math-verify does not know the mark and may prefer an earlier "... answered 200". Elsewhere than
+    on the last line only a bare number counts: "#### Step 2" is a Markdown heading.
+    """
+    for below, line in enumerate(reversed(text.rstrip().splitlines())):
+        before, mark, answer = line.rpartition("####")
+        answer = answer.strip()
+        is_heading = before.endswith("#") or (below > 0 and not _NUMBER.fullmatch(answer))
+        if mark and answer and not is_heading:
+            return answer
+    return None
+
+
 def gold_text(answer: str) -> str:
     """A gold answer as math-verify reads it best: what follows `####`, or the whole in a box."""
-    answer = _plain_minus(last_group(_MARK, answer) or answer).strip()
+    answer = _plain_minus(after_mark(answer) or answer).strip()
     if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
         return answer
     if _WORD.fullmatch(answer):

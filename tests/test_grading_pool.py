@@ -1,0 +1,167 @@
+"""The grading processes: when they start, what they load, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gac.rewards.grading_pool import GradingPool
+
+HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # one integer power in C
+
+
+def workers_of(parent):
+    """Process ids of the living grading workers that `parent` started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            command = (status.parent / "cmdline").read_bytes()
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+        running = fields["State"][0] != "Z" and b"grading_worker" in command
+        if running and int(fields["PPid"]) == parent:
+            found.append(int(status.parent.name))
+    return found
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/status").read_text().split("State:\t")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+FORK_SCRIPT = """
+import os
+from gac.rewards.grading_pool import GradingPool
+pool = GradingPool(timeout=4.0, workers=1)
+print(pool.grade([("7", "7")]), flush=True)
+child = os.fork()
+print(pool.grade([("7", "8")]), flush=True)  # the parent's worker must not answer the child
+if child:
+    os.waitpid(child, 0)
+    print(pool.grade([("7", "7")]), flush=True)
+pool.close()
+"""
+
+
+def test_a_fork_of_the_process_gets_workers_of_its_own():
+    command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.splitlines() == ["['right']", "['wrong']", "['wrong']", "['right']"]
+
+
+def test_workers_start_when_needed_and_end_with_close():
+    before = set(workers_of(os.getpid()))
+    pool = GradingPool(timeout=3.0, workers=2)
+    assert set(workers_of(os.getpid())) == before
+    assert pool.grade([("7", "7")]) == ["right"]
+    assert len(set(workers_of(os.getpid())) - before) == 1  # one pair needs one worker
+    pool.close()
+    assert set(workers_of(os.getpid())) == before
+    assert pool.grade([("7", "8")]) == ["wrong"]  # opens again
+    pool.close()
+
+
+def test_a_worker_that_is_killed_while_idle_is_replaced():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    assert pool.grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
+    pool.close()
+
+
+def test_a_worker_loads_neither_torch_nor_this_package():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    maps = Path(f"/proc/{worker}/maps").read_text()
+    assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    pool.close()
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('broken install')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = GradingPool(timeout=3.0, workers=1)
+    with pytest.raises(RuntimeError, match=r"did not start \(cannot start: broken install\)"):
+        pool.grade([("7", "7")])
+    pool.close()
+
+
+ORPHAN_SCRIPT = """
+import os, sys, time
+from gac.rewards.grading_pool import GradingPool
+pool = GradingPool(timeout=4.0, workers=2)
+print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
+forked = os.fork() if sys.argv[1] == "fork" else 0
+if sys.argv[1] == "fork" and forked == 0:
+    time.sleep(60)  # holds the workers' pipes open after the parent's death
+print(forked, flush=True)
+pool.grade([("7", sys.argv[2])] if sys.argv[2] else [("7", "7")])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "completion"),
+    [("plain", ""), ("plain", HOLDS_THE_INTERPRETER), ("fork", "")],
+    ids=["idle", "in a hanging check", "idle, pipes held open by a fork"],
+)
+def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_SCRIPT, mode, completion],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    forked = 0
+    try:
+        assert parent.stdout.readline() == "['right', 'wrong']\n"
+        forked = int(parent.stdout.readline())
+        workers = workers_of(parent.pid)
+        assert len(workers) == 2
+        time.sleep(0.3)
+        parent.kill()
+        parent.wait()
+        assert wait_until(lambda: not any(alive(worker) for worker in workers))
+    finally:
+        if forked:
+            os.kill(forked, signal.SIGKILL)
+        parent.kill()
+        parent.stdout.close()
+
+
+def test_ctrl_c_does_not_reach_the_workers():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    assert os.getpgid(worker) != os.getpgid(0)  # the terminal signals the foreground group
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"timeout": 0}, "timeout must be positive, got 0"), ({"workers": 0}, "workers must be at")],
+    ids=["timeout", "workers"],
+)
+def test_pool_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GradingPool(**arguments)

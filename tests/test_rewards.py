@@ -1,0 +1,336 @@
+"""Rewards: what scores, what does not, and what is an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+
+import numpy
+import pytest
+
+from gac.data import Example, read_rows
+from gac.rewards import Reward, RewardError, RowReward, build_reward
+from gac.rewards.text import chosen_letter
+
+HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
+HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # one integer power in C
+
+
+def example(answer="7", i=0, **extra):
+    return Example(f"row{i}", (1,), "prompt", answer, None, extra)
+
+
+def score(reward, completion, answer="7", **extra):
+    [value] = reward([completion], [example(answer, **extra)])
+    return value
+
+
+# Rewards that the tests below name as "test_rewards:..."; pytest imports this file by that name.
+
+
+def length(completion, example, scale=1.0):
+    if completion == "boom":
+        raise KeyError("no such key")
+    return len(completion) * scale
+
+
+def weird(completion, example):
+    values = {"nan": math.nan, "inf": -math.inf, "text": "1", "numpy": numpy.float32(2)}
+    return values.get(completion)
+
+
+def batch_length(completions, examples):
+    return [length(completion, None) for completion in completions]
+
+
+def short_batch(completions, examples):
+    return [0.0]
+
+
+class Doubled(RowReward):
+    def __init__(self, *, factor: float = 2.0):
+        self.factor = factor
+
+    def score(self, completion, example):
+        return self.factor * len(completion)
+
+
+# --- math -----------------------------------------------------------------------------------------
+
+EQUAL = {
+    "a number": ("18", "The answer is 18."),
+    "a boxed fraction": (r"\frac{1}{2}", r"so \boxed{0.5}"),
+    "after ####": ("72", "Altogether 48+24 = <<48+24=72>>72 clips.\n#### 72"),
+    "#### beats an earlier 'answered'": ("40", "She answered 200/5 = 40 a day.\n#### 40"),
+    "#### before more talk": ("40", "a day.\n#### 40\nSo 5 workers are paid."),
+    "a heading is no mark": (
+        "5",
+        "#### Step 3: add\n$2+3$ gives \\boxed{5}.\n#### Done in 2 steps\nBye",
+    ),
+    "thousands": ("1,234", "It costs $1234"),
+    "a unicode minus": ("-3", "the answer is −3"),
+    "an escaped dollar": (r"\$18", "$18"),
+    "a percentage": (r"50\%", "0.5"),
+    "an interval": ("(1,2)", r"\boxed{(1,2)}"),
+    "a polynomial in another order": ("x^2+1", r"\boxed{1+x^2}"),
+    "an equation for the gold value": ("5", r"\boxed{x=5}"),
+    "gold inside a worked solution": (r"We get $\boxed{\sqrt{2}}$.", r"$\sqrt{2}$"),
+    "gold after ####": ("16-3-4=9\n#### 18", "18"),
+    "a word": ("Monday", r"\boxed{\text{Monday}}"),
+}
+DIFFERENT = {
+    "another number": ("18", "The answer is 17."),
+    "the right number, then another": ("18", "18, no wait.\n#### 19"),
+    "no number": ("18", "I do not know."),
+    "nothing": ("18", ""),
+    "an anagram": ("east", r"\boxed{seat}"),
+    "an unbalanced box": ("18", r"\boxed{" + "{" * 500),
+}
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    reward = build_reward("math")
+    yield reward
+    reward.close()
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
+def test_math_accepts(math_reward, case):
+    assert score(math_reward, case[1], case[0]) == 1.0
+
+
+@pytest.mark.parametrize("case", DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_math_refuses(math_reward, case):
+    assert score(math_reward, case[1], case[0]) == 0.0
+
+
+def test_math_answer_pattern_looks_nowhere_else():
+    reward = build_reward({"name": "math", "answer_pattern": r"^A: (.+)$"})
+    assert score(reward, "A: 3\nA: 7\n9 more") == 1.0
+    assert score(reward, "7") == 0.0
+
+
+def test_math_gold_that_is_no_mathematics_is_an_error_of_the_row(math_reward):
+    with pytest.raises(RewardError, match=r"'row0'.*no mathematics in the gold '\$ \$'"):
+        score(math_reward, "7", "$ $")
+    with pytest.raises(RewardError, match="no gold answer; set answer_field"):
+        score(math_reward, "7", None)
+
+
+def test_math_works_in_any_thread_and_in_several_at_once(math_reward):
+    results = {}
+
+    def work(i):
+        results[i] = math_reward([f"#### {j}" for j in range(20)], [example(str(i))] * 20)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [float(j == i) for j in range(20)] for i in range(4)}
+
+
+def test_hanging_checks_are_cut_off_counted_and_score_zero():
+    reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
+    completions = [HANGS, "7", HOLDS_THE_INTERPRETER, "7"]
+    start = time.monotonic()
+    assert reward(completions, [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert reward.counts() == {"timeouts": 2, "crashes": 0}
+    assert time.monotonic() - start < 30  # against forever; a busy machine needs room
+    reward.close()
+
+
+def test_equal_checks_are_done_once():
+    reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
+    assert reward([HANGS] * 50, [example()] * 50) == [0.0] * 50
+    assert reward.counts()["timeouts"] == 50  # rows, not checks
+    reward.close()
+
+
+# --- exact, choice, format ------------------------------------------------------------------------
+
+
+def test_exact_ignores_white_space_only_unless_told():
+    assert score(build_reward("exact"), " the  end\n", "the end") == 1.0
+    assert score(build_reward("exact"), "The end", "the end") == 0.0
+    assert score(build_reward({"name": "exact", "ignore_case": True}), "The end", "the end") == 1.0
+    with pytest.raises(RewardError, match="no gold answer"):
+        score(build_reward("exact"), "x", None)
+
+
+def test_exact_with_a_pattern_serves_mixed_answers():
+    reward = build_reward({"name": "exact", "answer_pattern": r"answer is (.+?)\.?$"})
+    assert score(reward, "So the answer is (B).", "(B)") == 1.0
+    assert score(reward, "the answer is 7\nthe answer is 8.", "8") == 1.0
+    assert score(reward, "8", "8") == 0.0
+
+
+LETTERS = {
+    "the phrase": ("I think (A) or (B). The answer is (C).", "C"),
+    "the phrase without brackets": ("Answer: D", "D"),
+    "bold": ("**Answer:** **B**", "B"),
+    "the last phrase counts": ("The answer is (A). No, the answer is (B).", "B"),
+    "boxed": (r"the answer is A? no: \boxed{\text{E}}", "E"),
+    "a lone letter": (" c) ", None),
+    "a lone capital": ("C.", "C"),
+    "the last bracketed letter": ("not (A), not (B) but (D), I am sure", "D"),
+    "at the end": ("therefore B.", "B"),
+    "an article is no choice": ("the answer is a lamp", None),
+    "a word is no choice": ("Answer: Because", None),
+    "nothing": ("", None),
+}
+
+
+@pytest.mark.parametrize("case", LETTERS.values(), ids=LETTERS.keys())
+def test_chosen_letter(case):
+    assert chosen_letter(case[0]) == case[1]
+
+
+def test_choice_compares_letters_and_checks_the_gold_one():
+    reward = build_reward("choice")
+    assert score(reward, "The answer is (B).", "(B)", choices=["x", "y"]) == 1.0
+    assert score(reward, "The answer is (B).", "A") == 0.0
+    with pytest.raises(RewardError, match="'8' is not a letter"):
+        score(reward, "(B)", "8")
+    with pytest.raises(RewardError, match="gold answer C is beyond the 2 choices"):
+        score(reward, "(B)", "C", choices=["x", "y"])
+
+
+def test_choice_agrees_with_worked_answers_whose_final_letter_is_right(data_dir):
+    rows = [row.fields for row in read_rows(str(data_dir / "traces_mmlu_pro_cot.jsonl.gz"))]
+    reward = build_reward("choice")
+    right = [score(reward, row["solution"], row["answer"]) for row in rows]
+    assert right == [1.0] * 480
+    other = [chr(ord("A") + (ord(row["answer"]) - ord("A") + 1) % 10) for row in rows]
+    assert not any(score(reward, row["solution"], o) for row, o in zip(rows, other, strict=True))
+
+
+def test_format_matches_the_whole_completion_or_a_part():
+    whole = build_reward({"name": "format", "pattern": r"<think>.*</think>.+"})
+    assert score(whole, "<think>a\nb</think> 7\n", None) == 1.0
+    assert score(whole, "so <think>a</think> 7", None) == 0.0
+    part = build_reward({"name": "format", "pattern": r"\d", "full": False})
+    assert [score(part, text) for text in ("a7b", "ab")] == [1.0, 0.0]
+
+
+# --- sums and callables ---------------------------------------------------------------------------
+
+
+def test_sum_adds_weighted_terms():
+    spec = {
+        "sum": [
+            {"reward": "math", "weight": 0.9},
+            {"reward": {"name": "format", "pattern": ".*!"}, "weight": -0.5},
+            {"reward": {"name": "test_rewards:length", "scale": 10}, "weight": 0.01},
+            {"reward": {"sum": [{"reward": "exact"}]}},
+        ]
+    }
+    reward = build_reward(spec)
+    values = reward(["7", "7!", "8"], [example()] * 3)
+    assert values == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.2, 0.1])
+    assert reward.counts() == {"timeouts": 0, "crashes": 0}
+    reward.close()
+
+
+def test_callables_by_row_by_batch_and_as_a_class():
+    assert score(build_reward("test_rewards:length"), "abc") == 3.0
+    batch = build_reward({"name": "test_rewards:batch_length", "batch": True})
+    assert batch(["a", "bb"], [example()] * 2) == [1.0, 2.0]
+    assert batch([], []) == []
+    assert score(build_reward({"name": "test_rewards:Doubled", "factor": 3}), "ab") == 6.0
+    assert isinstance(build_reward("test_rewards:Doubled"), Reward)
+
+
+def test_numbers_of_other_kinds_become_floats():
+    value = score(build_reward("test_rewards:weird"), "numpy")
+    assert value == 2.0 and type(value) is float
+
+
+# --- rows that cannot be scored -------------------------------------------------------------------
+
+UNSCORABLE = {
+    "raises": ("test_rewards:length", "boom", "KeyError: 'no such key'"),
+    "raises in a batch": (
+        {"name": "test_rewards:batch_length", "batch": True},
+        "boom",
+        "KeyError: 'no such key'",
+    ),
+    "nan": ("test_rewards:weird", "nan", "expected a finite number, got nan"),
+    "infinite": ("test_rewards:weird", "inf", "expected a finite number, got -inf"),
+    "no number": ("test_rewards:weird", "none", "expected a number, got NoneType None"),
+    "text": ("test_rewards:weird", "text", "expected a number, got str '1'"),
+    "in a sum": ({"sum": [{"reward": "test_rewards:weird"}]}, "nan", "finite number, got nan"),
+}
+
+
+@pytest.mark.parametrize("case", UNSCORABLE.values(), ids=UNSCORABLE.keys())
+def test_a_row_without_a_score_stops_with_its_name_and_text(case):
+    spec, completion, message = case
+    with pytest.raises(RewardError, match=f"'row5': .*{message}; completion: '{completion}'") as e:
+        build_reward(spec)([completion], [example(i=5)])
+    assert (e.value.example_id, e.value.completion) == ("row5", completion)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["test_rewards:length", {"name": "test_rewards:batch_length", "batch": True}],
+    ids=["row by row", "batch"],
+)
+def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
+    reward = build_reward(spec, on_error="drop")
+    rows = [example(i=i) for i in range(4)]
+    with caplog.at_level(logging.WARNING, logger="gac.rewards.base"):
+        assert reward(["a", "boom", "ccc", "boom"], rows) == [1.0, None, 3.0, None]
+    assert reward.dropped == 2
+    [record] = caplog.records  # the first is shown, the rest counted
+    assert "row1" in record.message
+    mapping = {"sum": [{"reward": spec}], "on_error": "drop"}
+    assert build_reward(mapping)(["boom", "a"], rows[:2]) == [None, 1.0]
+
+
+def test_a_batch_function_must_return_one_number_per_row():
+    reward = build_reward({"name": "test_rewards:short_batch", "batch": True}, on_error="drop")
+    with pytest.raises(ValueError, match="returned 1 numbers for 3 rows"):
+        reward(["a", "b", "c"], [example()] * 3)
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="completions has 2 rows, examples has 1"):
+        build_reward("exact")(["a", "b"], [example()])
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+BAD_SPECS = {
+    "an unknown name": ("maths", "unknown reward 'maths'; did you mean 'math'?"),
+    "an unknown option": ({"name": "math", "time": 1}, "no option 'time'; did you mean 'timeout'?"),
+    "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
+    "no name": ({"weight": 1}, "a reward is a name"),
+    "neither": (3, "a reward is a name"),
+    "an empty sum": ({"sum": []}, "sum needs at least one term"),
+    "a bare term": ({"sum": ["math"]}, "a term of a sum is"),
+    "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "a term of a sum is"),
+    "an inner on_error": (
+        {"sum": [{"reward": {"name": "math", "on_error": "drop"}}]},
+        "on_error belongs to the outermost",
+    ),
+    "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
+    "a module that is not there": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
+    "a name that is not there": ("test_rewards:nothing", "test_rewards has no 'nothing'"),
+    "not callable": ("test_rewards:HANGS", "HANGS is not callable"),
+    "a broken pattern": ({"name": "format", "pattern": "("}, "is no regular expression"),
+    "a pattern without group": ({"name": "math", "answer_pattern": "x"}, "needs one group"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPECS.values(), ids=BAD_SPECS.keys())
+def test_bad_configurations_are_refused(case):
+    spec, message = case
+    with pytest.raises(ValueError) as error:
+        build_reward(json.loads(json.dumps(spec)))
+    assert message in str(error.value)
