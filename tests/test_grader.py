@@ -1,11 +1,11 @@
-"""The math reward against people's judgement, on real model answers and real worked solutions.
+"""The math reward against the data set's own verdicts, on real model answers and worked solutions.
 
-4,220 solutions that four models wrote for GSM8K test problems come with the data set's own verdict.
-The reward agrees with every one of them (4,220 of 4,220, math-verify 0.9), so there is no
-disagreement to list here; nine of these solutions break off without an answer line, and all nine
-are rightly refused. Of the 7,033 reference solutions of GSM8K, all are accepted for their own
-answer and none for that answer plus one. (Without the rule for `####`, eleven of the first 3,000
-are refused: math-verify then prefers earlier phrases such as "answered 200" or percentages.)
+4,220 solutions that four models wrote for GSM8K test problems are labelled right or wrong. The
+reward agrees with every label (4,220 of 4,220, math-verify 0.9), so there is no disagreement to
+list here; nine of these solutions have no answer line (most break off), and all nine are rightly
+refused. Of the 7,033 reference solutions of GSM8K, all are accepted for their own answer and none
+for that answer plus one. (Without the rule for `####`, eleven of the first 3,000 are refused:
+math-verify then prefers earlier phrases such as "answered 200", or percentages.)
 """
 
 from __future__ import annotations
