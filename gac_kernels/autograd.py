@@ -43,7 +43,8 @@ class FusedLoss(Function):
         moments: bool,
         out: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        terms = backend.row_loss(logits, tokens, spec, out)
+        ctx.unit = power_of_two(tokens.scale) if logits.dtype == torch.float16 else None
+        terms = backend.row_loss(logits, _in_units(tokens, ctx.unit), spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # whoever saved the logits must notice
@@ -102,10 +103,11 @@ class FusedLinearLoss(Function):
         chunk_bytes: int | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.unit = power_of_two(tokens.scale) if compute == torch.float16 else None
-        shares = tokens if ctx.unit is None else tokens._replace(scale=tokens.scale / ctx.unit)
         with torch.autocast(hidden.device.type, enabled=False):
             head = linear.Head(weight, bias, compute, chunk_bytes)
-            terms, sums = linear.fused_loss(hidden, head, shares, spec, backend, needs)
+            terms, sums = linear.fused_loss(
+                hidden, head, _in_units(tokens, ctx.unit), spec, backend, needs
+            )
         ctx.backend = backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # with a unit they are rounded once it is multiplied back
@@ -117,8 +119,7 @@ class FusedLinearLoss(Function):
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
             return (None,) * 10
-        factor = d_loss if ctx.unit is None else d_loss * ctx.unit
-        return (*_cast(_scaled(ctx, factor), ctx.dtypes), *(None,) * 7)
+        return (*_cast(_scaled(ctx, d_loss), ctx.dtypes), *(None,) * 7)
 
 
 class LinearLogprobs(Function):
@@ -175,9 +176,15 @@ def _outputs(
     return (*scalars, terms.logps, terms.entropy, *flat)
 
 
-def _scaled(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """The saved gradients times `factor` (0-d), in their own storage."""
+def _in_units(tokens: Tokens, unit: Tensor | None) -> Tokens:
+    """The tokens whose gradients come out divided by `unit`."""
+    return tokens if unit is None else tokens._replace(scale=tokens.scale / unit)
+
+
+def _scaled(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    """The saved gradients times the upstream one (0-d), in their own storage."""
     grads = ctx.saved_tensors
+    factor = d_loss if ctx.unit is None else d_loss * ctx.unit
     if factor.device.type != "cpu" or factor != 1:
         for grad in grads:
             if grad is not None:

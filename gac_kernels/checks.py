@@ -19,9 +19,10 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
     tensor(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {value.dtype}: use float32, bfloat16 or float16")
+    width = "V" if name == "logits" else "H"
     if value.dim() not in (2, 3):
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}: use [B, T, {name[0].upper()}] or packed [N, .]"
+            f"{name} has shape {tuple(value.shape)}: use [B, T, {width}] or packed [N, {width}]"
         )
     if value.shape[-1] == 0:
         raise ValueError(f"{name} has shape {tuple(value.shape)}: the last dimension is empty")

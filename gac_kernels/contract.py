@@ -125,8 +125,8 @@ class TokenMoments:
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> TokenMoments:
         """The neutral element of `+`."""
-        empty = {"dtype": torch.float64, "device": device}
-        return cls(torch.zeros(7, **empty), torch.zeros(0, **empty), torch.zeros(6, **empty))
+        sizes = (7, 0, 6)
+        return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in sizes))
 
     def __add__(self, other: TokenMoments) -> TokenMoments:
         return TokenMoments(
@@ -170,8 +170,10 @@ class TokenMoments:
         sft = kept.var(correction=0).item() if len(kept) else math.nan
         if n == 0:
             return Signals(sft, math.nan, math.nan)
-        has_s, has_r = ss / n > 1e-12, rr / n > 1e-12  # a constant coefficient has z = 0
-        rho = sr / math.sqrt(ss * rr) if has_s and has_r else 0.0
+        # a constant coefficient has z = 0; "not <=" so that nan stays nan
+        has_s, has_r = not ss / n <= 1e-12, not rr / n <= 1e-12
+        rho = sr / math.sqrt(ss) / math.sqrt(rr) if has_s and has_r else 0.0
+        rho = min(max(rho, -1.0), 1.0)  # rounding
         return Signals(sft, aa / n, has_s + has_r - 2.0 * rho)
 
     @property

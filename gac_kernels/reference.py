@@ -7,6 +7,7 @@ computed in float32, float32 in float32, float64 in float64.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ def token_logprobs(
     finite = z.masked_fill(z == -math.inf, 0)  # a masked word adds 0 log 0 = 0 to the entropy
     entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
     blank = torch.zeros(targets.numel(), dtype=z.dtype, device=z.device)
-    return tuple(blank.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
+    logps, entropy = (blank.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
+    return logps, entropy
 
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
@@ -55,9 +57,11 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
         beyond = (a < 0) & (policy > ceiling)
         policy, clipped = torch.where(beyond, ceiling, policy), clipped | beyond
 
+    on_rollout = tokens.live & ~demo
     kl = torch.zeros_like(logps)
     if tokens.ref is not None:
-        d = tokens.ref - logps
+        # elsewhere exp(-logp) may overflow, and its gradient would be 0 * inf
+        d = torch.where(on_rollout, tokens.ref - logps, 0)
         kl = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1}[
             spec.kl_estimator
         ]()
@@ -65,7 +69,6 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
     if spec.kl_coef != 0:
         rollout = rollout + spec.kl_coef * kl
 
-    on_rollout = tokens.live & ~demo
     loss = torch.where(on_rollout, rollout, 0) + torch.where(
         tokens.live & demo, _demonstration(logps, a, spec), 0
     )
@@ -117,10 +120,11 @@ def fused_gac_loss(
     )  # fmt: skip
     logps, entropy = token_logprobs(logits, targets, temperature=spec.temperature)
     terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
-    loss, *parts, statistics = finish(tokens, terms, moments)
+    sums = finish(tokens, terms, moments)
     return LossOutput(
-        loss, *(x.detach() for x in parts), logps.detach(), entropy.detach(), statistics
-    )
+        sums.loss, sums.rollout_loss.detach(), sums.demo_loss.detach(), sums.kl, sums.clip_fraction,
+        logps.detach(), entropy.detach(), sums.moments,
+    )  # fmt: skip
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -131,7 +135,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def fused_linear_gac_loss(
-    hidden: Tensor, weight: Tensor, *args: Tensor, bias: Tensor | None = None, **keywords: object
+    hidden: Tensor, weight: Tensor, *args: Tensor, bias: Tensor | None = None, **keywords: Any
 ) -> LossOutput:
     """See `gac_kernels.fused_linear_gac_loss`; holds all [N, V] logits."""
     return fused_gac_loss(linear_logits(hidden, weight, bias), *args, **keywords)

@@ -38,8 +38,8 @@ class Tokens(NamedTuple):
 
     def select(self, index: Tensor) -> Tokens:
         """The tokens at `index` [M]: only the per-token fields are of use to row kernels."""
-        pick = lambda x: None if x is None else x.index_select(0, index)  # noqa: E731
-        return self._replace(**{name: pick(getattr(self, name)) for name in self._fields[:8]})
+        picked = [None if x is None else x.index_select(0, index) for x in self[:8]]
+        return Tokens(*picked, *self[8:])  # type: ignore[arg-type]
 
     def spread(self, x: Tensor) -> Tensor:
         """[S] -> [N]: each token gets its sequence's value."""
@@ -105,7 +105,8 @@ def plan(
         sides.append(_share(side, lengths, reduction, norm, spec.max_tokens, dtype))
     weight = torch.where(live, spread(torch.where(is_demo, sides[1], sides[0])), zero)
     mu = mu.to(device=device, dtype=dtype) if isinstance(mu, Tensor) else mu
-    scale = weight * torch.where(demo, mu, 1 - mu).to(dtype)
+    share = demo.to(dtype)
+    scale = weight * (share * mu + (1 - share) * (1 - mu))
     return Tokens(
         flat, live, demo, advantages, old, ref, weight, scale,
         sequence, offsets, lengths, is_demo, mu,
@@ -126,10 +127,11 @@ def _share(
         norm = torch.where(side, own[reduction], 0).sum()
     elif isinstance(norm, Tensor):
         norm = norm.to(lengths.device)
-    per_sequence = {"sequence": lengths, "token": 1, "constant": max_tokens}[reduction]
-    denominator = torch.as_tensor(per_sequence * norm, dtype=torch.float64, device=lengths.device)
-    share = torch.where(denominator > 0, 1 / denominator, 0)
-    return share.expand(lengths.shape).to(dtype)
+    per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
+    if reduction == "constant" and max_tokens is not None:
+        per_sequence = max_tokens
+    denominator = torch.ones_like(lengths, dtype=torch.float64) * per_sequence * norm
+    return torch.where(denominator == 0, 0, 1 / denominator).to(dtype)
 
 
 def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
@@ -177,8 +179,10 @@ def finish(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     totals = _totals(tokens, terms)
     kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
     out = terms.loss.dtype
-    scalars = [x.to(out) for x in (loss, rollout_loss, demo_loss, kl, clip_fraction)]
-    return Summary(*scalars, _moments(tokens, terms, totals) if moments else None)
+    return Summary(
+        loss.to(out), rollout_loss.to(out), demo_loss.to(out), kl.to(out), clip_fraction.to(out),
+        _moments(tokens, terms, totals) if moments else None,
+    )  # fmt: skip
 
 
 def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
