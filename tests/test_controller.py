@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -334,3 +336,9 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, message: st
     with pytest.raises(ValueError) as error:
         controller.load_state_dict(controller.state_dict() | damage)
     assert message in str(error.value) and controller.state == before
+
+
+def test_the_numbers_of_the_documentation_are_computed() -> None:
+    page = Path(__file__).resolve().parents[1] / "docs" / "controller.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted >= 10 and result.failed == 0
