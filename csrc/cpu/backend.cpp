@@ -1,0 +1,266 @@
+// The CPU implementation of the native operators: rows in parallel, each one finished in cache.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "../token_math.h"
+#include "rows.h"
+
+namespace gac {
+namespace {
+
+using at::Tensor;
+using Spec = TokenSpec<double>;
+
+constexpr int64_t kIgnore = -100;
+constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
+constexpr int64_t kGrain = 1 << 15;          // logits that are worth a thread
+constexpr int64_t kStreamBytes = 32 << 20;   // a larger result would not stay in the caches anyway
+
+Dtype dtype_of(const char* name, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Dtype::float32;
+    case at::kBFloat16: return Dtype::bfloat16;
+    case at::kHalf: return Dtype::float16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " has dtype ", t.scalar_type(),
+                       ": use float32, bfloat16 or float16");
+  }
+}
+
+// [B, T, V] as N = B T rows of any stride.
+struct Rows {
+  Dtype dtype;
+  char* data;
+  int64_t count, width, per_batch, item;
+  int64_t batch_stride, row_stride;
+
+  Rows(const char* name, const Tensor& t)
+      : dtype(dtype_of(name, t)), data(static_cast<char*>(t.data_ptr())), item(t.element_size()) {
+    TORCH_CHECK_VALUE(t.dim() == 3, name, " has shape ", t.sizes(), ": expected [B, T, V]");
+    TORCH_CHECK_VALUE(t.stride(2) == 1 || t.size(2) <= 1, name, " has strides ", t.strides(),
+                      ": the last dimension must be contiguous");
+    count = t.size(0) * t.size(1);
+    width = t.size(2);
+    per_batch = t.size(1);
+    batch_stride = t.stride(0) * item;
+    row_stride = t.stride(1) * item;
+  }
+
+  char* operator[](int64_t i) const {
+    return data + i / per_batch * batch_stride + i % per_batch * row_stride;
+  }
+};
+
+float get(Dtype dtype, const void* row, int64_t i) {
+  switch (dtype) {
+    case Dtype::bfloat16: return static_cast<const at::BFloat16*>(row)[i];
+    case Dtype::float16: return static_cast<const at::Half*>(row)[i];
+    default: return static_cast<const float*>(row)[i];
+  }
+}
+
+void set(Dtype dtype, void* row, int64_t i, float value) {
+  switch (dtype) {
+    case Dtype::bfloat16: static_cast<at::BFloat16*>(row)[i] = value; break;
+    case Dtype::float16: static_cast<at::Half*>(row)[i] = value; break;
+    default: static_cast<float*>(row)[i] = value;
+  }
+}
+
+// A [N] input, contiguous.
+template <class T>
+struct Column {
+  Tensor held;
+  const T* data = nullptr;
+
+  Column(const char* name, const std::optional<Tensor>& t, int64_t count) {
+    if (!t) return;
+    TORCH_CHECK_TYPE(t->scalar_type() == c10::CppTypeToScalarType<T>::value, name, " has dtype ",
+                     t->scalar_type(), ": expected ", c10::CppTypeToScalarType<T>::value);
+    TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == count, name, " has shape ", t->sizes(),
+                      ": expected [", count, "]");
+    held = t->contiguous();
+    data = held.const_data_ptr<T>();
+  }
+  explicit operator bool() const { return data != nullptr; }
+  T operator[](int64_t i) const { return data[i]; }
+};
+
+// A [N] float32 result; what is not written is 0.
+struct Result {
+  Tensor tensor;
+  float* data;
+  explicit Result(int64_t count)
+      : tensor(at::zeros({count}, at::kFloat)), data(tensor.mutable_data_ptr<float>()) {}
+};
+
+// One row's distribution and the one token that matters, in nats.
+struct Statistics {
+  RowSums sums;
+  double log_sum, lse, entropy, logp;
+};
+
+// The working state of one thread: reads a row, then may write its gradient.
+class Worker {
+ public:
+  Worker(const Rows& logits, double temperature, const Rows* out)
+      : kernels_(row_kernels()), logits_(logits), out_(out), temperature_(temperature),
+        slope_(static_cast<float>(kLog2e / temperature)) {
+    if (!out) return;
+    memory_ = c10::GetCPUAllocator()->allocate(kernels_.scratch(logits.width) * sizeof(float));
+    scratch_ = static_cast<float*>(memory_.get());
+    stream_ = out->data != logits.data && out->count * out->width * out->item > kStreamBytes;
+  }
+
+  Statistics read(int64_t i, int64_t target) const {
+    const void* row = logits_[i];
+    const RowSums s = kernels_.sums(logits_.dtype, row, logits_.width, slope_, scratch_);
+    const double log_sum = std::log(s.sum);
+    const bool known = target >= 0 && target < logits_.width;  // never read out of bounds
+    const double x = known ? get(logits_.dtype, row, target) : std::nan("");
+    return {s, log_sum, s.base * kLn2 + log_sum, log_sum - kLn2 * s.dot / s.sum,
+            (x * slope_ - s.base) * kLn2 - log_sum};
+  }
+
+  void write_zero(int64_t i) const {
+    if (out_) std::memset((*out_)[i], 0, out_->width * out_->item);
+  }
+
+  // The gradient of d_logp logp + d_entropy entropy, right after `read` of the same row.
+  void write(int64_t i, int64_t target, const Statistics& s, double d_logp,
+             double d_entropy) const {
+    if (!out_) return;
+    if (d_logp == 0 && d_entropy == 0) return write_zero(i);
+    const double per_power = 1 / (temperature_ * s.sums.sum);
+    const RowGradient g{(-d_logp - d_entropy * (s.entropy - s.log_sum)) * per_power,
+                        -d_entropy * kLn2 * per_power};
+    char* to = (*out_)[i];
+    kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, slope_, s.sums,
+                      g, scratch_, stream_);
+    if (target < 0 || target >= logits_.width) return;
+    // 1 - p without cancelling; a target of probability 0 adds 0 log 0 = 0 to the entropy.
+    const double p = std::exp(s.logp);
+    const double pull = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
+    set(out_->dtype, to, target,
+        static_cast<float>((-d_logp * std::expm1(s.logp) - pull) / temperature_));
+  }
+
+ private:
+  const RowKernels& kernels_;
+  const Rows& logits_;
+  const Rows* out_;
+  double temperature_;
+  float slope_;
+  c10::DataPtr memory_;
+  float* scratch_ = nullptr;
+  bool stream_ = false;
+};
+
+// Calls f(worker, i, target) for every row with a loss; the other rows get a zero gradient.
+template <class F>
+void each_row(const Rows& logits, const Column<int64_t>& targets, double temperature,
+              const Rows* out, const F& f) {
+  if (logits.count == 0) return;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, logits.width));
+  at::parallel_for(0, logits.count, grain, [&](int64_t begin, int64_t end) {
+    const Worker worker(logits, temperature, out);
+    for (int64_t i = begin; i < end; ++i) {
+      if (targets[i] == kIgnore)
+        worker.write_zero(i);
+      else
+        f(worker, i, targets[i]);
+    }
+  });
+}
+
+std::optional<Rows> output(const std::optional<Tensor>& out, const Tensor& logits) {
+  if (!out) return std::nullopt;
+  TORCH_CHECK_VALUE(out->sizes() == logits.sizes(), "out has shape ", out->sizes(),
+                    ": expected that of logits, ", logits.sizes());
+  return Rows("out", *out);
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_stats(const Tensor& logits, const Tensor& targets,
+                                             double temperature) {
+  const Rows rows("logits", logits);
+  const Column<int64_t> y("targets", targets, rows.count);
+  const Result logps(rows.count), entropy(rows.count), lse(rows.count);
+  each_row(rows, y, temperature, nullptr, [&](const Worker& worker, int64_t i, int64_t target) {
+    const Statistics s = worker.read(i, target);
+    logps.data[i] = static_cast<float>(s.logp);
+    entropy.data[i] = static_cast<float>(s.entropy);
+    lse.data[i] = static_cast<float>(s.lse);
+  });
+  return {logps.tensor, entropy.tensor, lse.tensor};
+}
+
+void row_grads(const Tensor& logits, const Tensor& targets, const Tensor& d_logps,
+               const Tensor& d_entropy, double temperature, const Tensor& out) {
+  const Rows rows("logits", logits);
+  const Column<int64_t> y("targets", targets, rows.count);
+  const Column<float> dl("d_logps", d_logps, rows.count), dh("d_entropy", d_entropy, rows.count);
+  const auto to = output(out, logits);
+  each_row(rows, y, temperature, &*to, [&](const Worker& worker, int64_t i, int64_t target) {
+    if (dl[i] == 0 && dh[i] == 0) return worker.write_zero(i);
+    worker.write(i, target, worker.read(i, target), dl[i], dh[i]);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
+    const Tensor& logits, const Tensor& targets, const Tensor& demo, const Tensor& advantages,
+    const std::optional<Tensor>& old, const std::optional<Tensor>& ref, const Tensor& scale,
+    double ratio_low, double ratio_high, double dual_clip, double kl_coef, int64_t kl_estimator,
+    double entropy_coef, int64_t demo_weight, double demo_shape, double temperature,
+    const std::optional<Tensor>& out) {
+  const Rows rows("logits", logits);
+  const int64_t n = rows.count;
+  const Column<int64_t> y("targets", targets, n);
+  const Column<bool> is_demo("demo", demo, n);
+  const Column<float> a("advantages", advantages, n), old_logp("old", old, n),
+      ref_logp("ref", ref, n), share("scale", scale, n);
+  const Spec spec{ratio_low, ratio_high, dual_clip, kl_coef, static_cast<KlEstimator>(kl_estimator),
+                  entropy_coef, static_cast<DemoWeight>(demo_weight), demo_shape};
+  const auto to = output(out, logits);
+  const Result logps(n), entropy(n), loss(n), kl(n), clipped(n);
+  each_row(rows, y, temperature, to ? &*to : nullptr,
+           [&](const Worker& worker, int64_t i, int64_t target) {
+    const Statistics s = worker.read(i, target);
+    logps.data[i] = static_cast<float>(s.logp);
+    entropy.data[i] = static_cast<float>(s.entropy);
+    const double logp = logps.data[i];  // as the caller stores it: a ratio to it is exactly 1
+    const TokenLoss<double> token =
+        is_demo[i] ? demo_loss<double>(logp, a[i], spec)
+                   : rollout_loss<double>(logp, s.entropy, a[i], old_logp ? old_logp[i] : logp,
+                                          bool(ref_logp), ref_logp ? ref_logp[i] : 0, spec);
+    loss.data[i] = static_cast<float>(token.loss);
+    kl.data[i] = static_cast<float>(token.kl);
+    clipped.data[i] = token.clipped;
+    worker.write(i, target, s, share[i] * token.d_logp, share[i] * token.d_entropy);
+  });
+  return {logps.tensor, entropy.tensor, loss.tensor, kl.tensor, clipped.tensor};
+}
+
+std::string cpu_capability() { return row_kernels().name; }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(gac_native, CPU, m) {
+  m.impl("row_stats", row_stats);
+  m.impl("row_grads", row_grads);
+  m.impl("row_loss", row_loss);
+}
+
+TORCH_LIBRARY_IMPL(gac_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_capability", cpu_capability);
+}
+
+}  // namespace gac

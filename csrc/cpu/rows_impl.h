@@ -1,0 +1,181 @@
+// The row kernels, for the instruction set that GAC_ISA names. Included by one file per set.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "rows.h"
+#include "vec.h"
+
+namespace gac::GAC_ISA {
+namespace {
+
+constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, a quarter of the L1
+constexpr int kUnroll = 2;        // with 16 registers, more would spill
+constexpr int64_t kStep = kUnroll * kLanes;
+constexpr double kLn2 = 0.693147180559945309417;
+
+int64_t blocks(int64_t width) { return (width + kBlock - 1) / kBlock; }
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The powers of every block, then the anchor of each block.
+int64_t scratch_size(int64_t width) { return blocks(width) * (kBlock + 1); }
+
+// Where t is measured from. A fused multiply-add rounds x slope - anchor once; without it the
+// product of a large logit would lose its last digits, so the anchor is a logit there.
+#if defined(__FMA__)
+float anchor_at(float top, float slope) {
+  const float anchor = top * slope;
+  return anchor < -FLT_MAX ? -FLT_MAX : anchor;  // finite: -inf minus it stays -inf
+}
+double base_of(float anchor, float) { return anchor; }
+inline Floats offset(Floats x, Floats slope, Floats anchor) { return x * slope - anchor; }
+#else
+float anchor_at(float top, float) { return top; }
+double base_of(float anchor, float slope) { return double(anchor) * slope; }
+inline Floats offset(Floats x, Floats slope, Floats anchor) { return (x - anchor) * slope; }
+#endif
+
+inline Floats exponent(Floats x, Floats slope, Floats anchor) {
+  return max(splat(-127.0f), offset(x, slope, anchor));  // -inf gets the power 0, not nan
+}
+
+double add_lanes(const Floats (&parts)[kUnroll]) {
+  float lanes[kStep];
+  std::memcpy(lanes, parts, sizeof(lanes));
+  double total = 0;
+  for (float lane : lanes) total += lane;
+  return total;
+}
+
+template <class In>
+float largest(const In* row, int64_t count) {
+  Floats top[kUnroll];
+  for (Floats& t : top) t = splat(-FLT_MAX);
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep)
+    for (int u = 0; u < kUnroll; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
+  for (; i < count; i += kLanes) top[0] = max(load_some(row + i, count - i), top[0]);
+  float lanes[kStep], result = -FLT_MAX;
+  std::memcpy(lanes, top, sizeof(lanes));
+  for (float lane : lanes) result = lane > result ? lane : result;
+  return result;
+}
+
+// Adds one block to `all`, whose anchor is set, and fetches the block that follows into the L1.
+template <bool kKeep, class In>
+void accumulate(const In* row, int64_t count, float slope, float* powers, RowSums& all) {
+  const Floats slopes = splat(slope), anchor = splat(all.anchor);
+  Floats sums[kUnroll] = {}, dots[kUnroll] = {};
+  const auto add = [&](int u, int64_t i, Floats x) __attribute__((always_inline)) {
+    const Floats t = exponent(x, slopes, anchor);
+    const Floats power = exp2(t);
+    sums[u] += power;
+    dots[u] += power * t;
+    if constexpr (kKeep) store(powers + i, power);
+  };
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    for (int64_t byte = 0; byte < int64_t(kStep * sizeof(In)); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(row + i + kBlock) + byte);
+    for (int u = 0; u < kUnroll; ++u) add(u, i + u * kLanes, load(row + i + u * kLanes));
+  }
+  for (; i < count; i += kLanes) add(0, i, load_some(row + i, count - i));
+  all.sum += add_lanes(sums);
+  all.dot += add_lanes(dots);
+}
+
+template <bool kKeep, class In>
+RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
+  float* anchors = scratch + blocks(width) * kBlock;
+  RowSums all{0, 0, 0, 0};
+  for (int64_t begin = 0; begin < width; begin += kBlock) {
+    const int64_t count = least(kBlock, width - begin);
+    const float anchor = anchor_at(largest(row + begin, count), slope);
+    if (begin == 0 || anchor > all.anchor) {
+      const double base = base_of(anchor, slope);
+      if (all.sum != 0) {  // what was summed so far is told from the new base
+        const double shift = all.base - base, factor = std::exp(shift * kLn2);
+        all.dot = (all.dot + all.sum * shift) * factor;
+        all.sum *= factor;
+      }
+      all.base = base;
+      all.anchor = anchor;
+    }
+    if constexpr (kKeep) anchors[begin / kBlock] = all.anchor;
+    accumulate<kKeep>(row + begin, count, slope, scratch + begin, all);
+  }
+  // A nan logit is sure to be seen in `dot` only; a row of -inf has no distribution either.
+  if (all.dot != all.dot || all.sum == 0) all.sum = NAN;
+  return all;
+}
+
+template <bool kEntropy, bool kStream, class In, class Out>
+void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums& sums,
+              RowGradient g, const float* scratch) {
+  const float* anchors = scratch + blocks(width) * kBlock;
+  const Floats slopes = splat(slope), anchor = splat(sums.anchor);
+  for (int64_t begin = 0; begin < width; begin += kBlock) {
+    const double from = base_of(anchors[begin / kBlock], slope);
+    const double factor = std::exp((from - sums.base) * kLn2);
+    const Floats constant = splat(g.constant * factor), linear = splat(g.linear * factor);
+    const auto value = [&](int64_t i, Floats x) __attribute__((always_inline)) {
+      Floats weight = constant;
+      if constexpr (kEntropy) weight += linear * exponent(x, slopes, anchor);
+      return weight * load(scratch + i);
+    };
+    const int64_t end = least(width, begin + kBlock);
+    int64_t i = begin;
+    if constexpr (kStream) {
+      const int64_t head = least(end - i, to_alignment(out + i));
+      if (head) store_some(out + i, value(i, load_some(row + i, head)), head);
+      for (i += head; i + kLanes <= end; i += kLanes) stream(out + i, value(i, load(row + i)));
+    } else {
+      for (; i + kLanes <= end; i += kLanes) store(out + i, value(i, load(row + i)));
+    }
+    if (i < end) store_some(out + i, value(i, load_some(row + i, end - i)), end - i);
+  }
+  if constexpr (kStream) finish_streams();
+}
+
+template <class F>
+auto with_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::bfloat16: return f(BFloat16{});
+    case Dtype::float16: return f(Float16{});
+    default: return f(float{});
+  }
+}
+
+RowSums any_sums(Dtype dtype, const void* row, int64_t width, float slope, float* scratch) {
+  return with_dtype(dtype, [=](auto in) {
+    const auto* from = static_cast<const decltype(in)*>(row);
+    return scratch ? sums<true>(from, width, slope, scratch)
+                   : sums<false>(from, width, slope, scratch);
+  });
+}
+
+void any_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* out, int64_t width,
+                  float slope, const RowSums& sums, RowGradient g, const float* scratch,
+                  bool to_memory) {
+  with_dtype(in_dtype, [&](auto in) {
+    with_dtype(out_dtype, [&](auto result) {
+      const auto* from = static_cast<const decltype(in)*>(row);
+      auto* to = static_cast<decltype(result)*>(out);
+      if constexpr (sizeof(result) == sizeof(float)) {
+        if (to_memory && g.linear == 0)
+          return gradient<false, true>(from, to, width, slope, sums, g, scratch);
+        if (to_memory) return gradient<true, true>(from, to, width, slope, sums, g, scratch);
+      }
+      if (g.linear == 0)
+        return gradient<false, false>(from, to, width, slope, sums, g, scratch);
+      return gradient<true, false>(from, to, width, slope, sums, g, scratch);
+    });
+  });
+}
+
+}  // namespace
+
+extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, any_sums, any_gradient};
+
+}  // namespace gac::GAC_ISA

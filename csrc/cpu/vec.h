@@ -1,0 +1,173 @@
+// Vectors of floats as wide as the instruction set of this translation unit, and 2^t on them.
+//
+// Compiler vectors rather than ATen's: these files are compiled for newer processors than the one
+// that may run them, and an inline function of a shared header, compiled here, could be the copy
+// that the linker keeps for the whole library. Nothing outside this namespace is instantiated.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define GAC_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define GAC_VECTOR_BYTES 32
+#else
+#define GAC_VECTOR_BYTES 16
+#endif
+
+namespace gac::GAC_ISA {
+namespace {
+
+constexpr int kLanes = GAC_VECTOR_BYTES / 4;
+
+typedef float Floats __attribute__((vector_size(GAC_VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(GAC_VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(GAC_VECTOR_BYTES / 2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class V, class T>
+inline V read(const T* from) {
+  static_assert(sizeof(V) == sizeof(T) * kLanes);
+  V v;
+  std::memcpy(&v, from, sizeof(V));  // an unaligned load
+  return v;
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+// The second operand where either is nan, like the instruction: nan logits survive in `b`.
+inline Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Floats load(const float* from) { return read<Floats>(from); }
+
+inline Floats load(const BFloat16* from) {
+  return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+}
+
+inline Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)read<Halves>(from));
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)read<Halves>(from));
+#else
+  const Words h = __builtin_convertvector(read<Halves>(from), Words);
+  const Words sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
+  const Floats value = (Floats)magnitude * 0x1p112f;  // moves the exponent; right for subnormals
+  const Words special = magnitude | 0x7f800000;
+  return (Floats)(sign | ((Words)(magnitude >= (0x7c00u << 13)) & special) |
+                  (~(Words)(magnitude >= (0x7c00u << 13)) & (Words)value));
+#endif
+}
+
+inline Floats narrow(Floats v, float) { return v; }
+
+// Round to nearest even; nan stays nan.
+inline Halves narrow(Floats v, BFloat16) {
+  const Words bits = (Words)v, is_nan = (Words)(v != v);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), Halves);
+}
+
+inline Halves narrow(Floats v, Float16) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (Halves)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Words bits = (Words)v, sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  // Subnormals: adding 0.5 shifts the value's last bits out, rounded by the adder itself.
+  const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3f000000;
+  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Words is_small = (Words)(magnitude < (113u << 23));
+  const Words is_large = (Words)(magnitude >= 0x477ff000);  // rounds to 65536 or beyond
+  const Words is_nan = (Words)(magnitude > 0x7f800000);
+  const Words finite = (is_small & small) | (~is_small & normal);
+  const Words half = (is_large & 0x7c00) | (~is_large & finite) | (is_nan & 0x200);
+  return __builtin_convertvector(sign | half, Halves);
+#endif
+}
+
+template <class T>
+inline void store(T* to, Floats v) {
+  const auto narrowed = narrow(v, T{});
+  std::memcpy(to, &narrowed, sizeof(narrowed));
+}
+
+// The first `count` of a vector, at most all of it; -inf in the other lanes: they weigh nothing.
+template <class T>
+inline Floats load_some(const T* from, int64_t count) {
+  T padded[kLanes];
+  store(padded, splat(-__builtin_inff()));
+  std::memcpy(padded, from, (count < kLanes ? count : kLanes) * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+inline void store_some(T* to, Floats v, int64_t count) {
+  T padded[kLanes];
+  store(padded, v);
+  std::memcpy(to, padded, count * sizeof(T));
+}
+
+// Past the caches, for a buffer that nobody reads soon: the old content is not fetched first.
+// `to` must be aligned to the vector.
+inline void stream(float* to, Floats v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(to, (__m256)v);
+#elif defined(__x86_64__)
+  _mm_stream_ps(to, (__m128)v);
+#else
+  store(to, v);
+#endif
+}
+
+// Elements until `to` is aligned.
+inline int64_t to_alignment(const float* to) {
+  const auto past = reinterpret_cast<uintptr_t>(to) % sizeof(Floats);
+  return past ? int64_t(sizeof(Floats) - past) / int64_t(sizeof(float)) : 0;
+}
+
+// Streamed stores are not ordered with others: do it before another thread is told.
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// 2^t for t in [-127, 127]: relative error below 2e-7 above -126, exactly 0 at -127. A nan in t may
+// come out as another number, because the exponent is added to the bits: check t itself.
+inline Floats exp2(Floats t) {
+  const Floats shift = splat(0x1.8p23f);  // adding it leaves round(t) in the low bits
+  const Floats shifted = t + shift;
+  const Floats f = t - (shifted - shift);  // exact, in [-1/2, 1/2]
+  Floats q = splat(0x1.5bba14p-10f);       // minimax polynomial of (2^f - 1) / f
+  q = q * f + 0x1.3cea88p-7f;
+  q = q * f + 0x1.c6b752p-5f;
+  q = q * f + 0x1.ebf9bcp-3f;
+  q = q * f + 0x1.62e42ap-1f;
+  return (Floats)((Words)(q * f + 1.0f) + ((Words)shifted << 23));
+}
+
+}  // namespace
+}  // namespace gac::GAC_ISA

@@ -1,0 +1,106 @@
+// The loss of one token and its derivatives, in closed form, for host and device code alike.
+// Mirrors `token_terms` in gac_kernels/reference.py, where autograd makes the derivatives.
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define GAC_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define GAC_HOST_DEVICE inline
+#endif
+
+namespace gac {
+
+// In the order of KL_ESTIMATORS and of DemoWeight in gac_kernels/contract.py.
+enum class KlEstimator { k1, k2, k3 };
+enum class DemoWeight { one, p, phi, shaped, trust };
+
+// What LossSpec says about one token; an absent bound is an infinity.
+template <class Real>
+struct TokenSpec {
+  Real ratio_low;   // 1 - clip_low
+  Real ratio_high;  // 1 + clip_high
+  Real dual_clip;
+  Real kl_coef;
+  KlEstimator kl_estimator;
+  Real entropy_coef;
+  DemoWeight demo_weight;
+  Real demo_shape;
+};
+
+template <class Real>
+struct TokenLoss {
+  Real loss = 0;
+  Real kl = 0;          // the estimator, without its coefficient
+  bool clipped = false;  // the clip removed the gradient
+  Real d_logp = 0;      // derivatives of `loss`
+  Real d_entropy = 0;
+};
+
+template <class Real>
+GAC_HOST_DEVICE void add_kl(Real logp, Real ref, const TokenSpec<Real>& spec,
+                            TokenLoss<Real>& token) {
+  const Real d = ref - logp;
+  Real slope;
+  switch (spec.kl_estimator) {
+    case KlEstimator::k1: token.kl = -d; slope = 1; break;
+    case KlEstimator::k2: token.kl = d * d / 2; slope = -d; break;
+    default: token.kl = std::expm1(d) - d; slope = -std::expm1(d);
+  }
+  if (spec.kl_coef != 0) {
+    token.loss += spec.kl_coef * token.kl;
+    token.d_logp += spec.kl_coef * slope;
+  }
+}
+
+// `old` is the sampling policy's log-probability, `logp` itself on-policy. No reference: has_ref
+// is false and `ref` is not used.
+template <class Real>
+GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advantage, Real old,
+                                             bool has_ref, Real ref, const TokenSpec<Real>& spec) {
+  TokenLoss<Real> token;
+  const Real gap = logp - old;
+  const bool overflows = gap > 80;  // the ratio stops there, and so does its gradient
+  const Real ratio = std::exp(overflows ? Real(80) : gap);
+  Real inside = ratio < spec.ratio_low ? spec.ratio_low : ratio;
+  inside = inside > spec.ratio_high ? spec.ratio_high : inside;
+  const Real free = ratio * advantage, bound = inside * advantage;
+  token.clipped = free > bound;
+  token.loss = -(token.clipped ? bound : free);
+  const Real ceiling = -spec.dual_clip * advantage;
+  if (advantage < 0 && token.loss > ceiling) {
+    token.loss = ceiling;
+    token.clipped = true;
+  }
+  token.d_logp = token.clipped || overflows ? Real(0) : -free;
+  token.loss -= spec.entropy_coef * entropy;
+  token.d_entropy = -spec.entropy_coef;
+  if (has_ref) add_kl(logp, ref, spec, token);
+  return token;
+}
+
+template <class Real>
+GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const TokenSpec<Real>& spec) {
+  TokenLoss<Real> token;
+  const Real p = std::exp(logp), c = spec.demo_shape;
+  Real weight = 1;
+  switch (spec.demo_weight) {
+    case DemoWeight::one: break;
+    case DemoWeight::p: weight = p; break;
+    case DemoWeight::phi: weight = -p * std::expm1(logp); break;  // p (1 - p) without cancelling
+    case DemoWeight::shaped:
+      token.loss = -advantage * p / (p + c);
+      token.d_logp = token.loss * (c / (p + c));
+      return token;
+    case DemoWeight::trust:
+      token.loss = -p / (p < c ? c : p);
+      token.d_logp = token.loss;
+      return token;
+  }
+  token.loss = -weight * logp;
+  token.d_logp = -weight;
+  return token;
+}
+
+}  // namespace gac

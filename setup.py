@@ -1,0 +1,61 @@
+"""Builds the native extension; everything else is in pyproject.toml.
+
+GAC_EXT=auto (default) builds it where torch and a compiler are found and says so where not,
+1 fails loudly, 0 skips it. Without it the other backends do the work.
+"""
+
+import os
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+MODE = os.environ.get("GAC_EXT", "auto")
+if MODE not in ("auto", "0", "1"):
+    raise SystemExit(f"GAC_EXT={MODE!r}: use auto, 0 or 1")
+
+SOURCES = ["csrc/ops.cpp", "csrc/cpu/backend.cpp", "csrc/cpu/dispatch.cpp"]
+ROWS = {"default": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx512f", "-mfma"]}
+# -ffast-math is absent on purpose: at link time it would set flush-to-zero for the whole process.
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+
+
+class BuildNative(build_ext):
+    """One shared library of operators; the row kernels once per instruction set."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"  # torch loads it, Python never imports it
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            if MODE == "1":
+                raise
+            print(f"gac: the native CPU kernels were not built ({error}); GAC_EXT=1 makes it fatal")
+
+    def build_extension(self, ext: Extension) -> None:
+        from torch.utils import cpp_extension
+
+        x86 = platform.machine() in ("x86_64", "AMD64")
+        ext.include_dirs += cpp_extension.include_paths()
+        ext.library_dirs += cpp_extension.library_paths()
+        for name, flags in ROWS.items():
+            if x86 or not flags:
+                ext.extra_objects += self.compiler.compile(
+                    [f"csrc/cpu/rows_{name}.cpp"], self.build_temp, extra_postargs=FLAGS + flags
+                )
+        super().build_extension(ext)
+
+
+NATIVE = Extension(
+    "gac_kernels._native",
+    SOURCES,
+    depends=[str(path) for path in Path("csrc").rglob("*.[ch]*")],
+    libraries=["c10", "torch_cpu"],
+    extra_compile_args=[*FLAGS, "-fopenmp"],
+    extra_link_args=["-fopenmp"],
+    language="c++",
+)
+setup(ext_modules=[] if MODE == "0" else [NATIVE], cmdclass={"build_ext": BuildNative})
