@@ -27,14 +27,13 @@ class Rollouts:
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
 
-    def place_old(self, rows: Sequence[Row], targets: Tensor) -> Tensor | None:
-        """`old_logps` of these rows where `targets` [B, T] has their tokens; None: on-policy."""
-        if not self.old_logps or not rows:
-            return None
-        out = torch.zeros(targets.shape)
-        for b, row in enumerate(rows):
-            out[b, max(row.start, 1) - 1 : len(row.ids) - 1] = self.old_logps[row.index]
-        return out.to(targets.device)
+
+def place(logps: Sequence[Tensor], rows: Sequence[Row], targets: Tensor) -> Tensor:
+    """[B, T]: each row's response log-probs where `targets` has its response tokens."""
+    out = torch.zeros(targets.shape)
+    for b, (row, values) in enumerate(zip(rows, logps, strict=True)):
+        out[b, max(row.start, 1) - 1 : len(row.ids) - 1] = values
+    return out.to(targets.device)
 
 
 class Sampler:

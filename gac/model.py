@@ -115,7 +115,9 @@ def load_model(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
     if config.random_init:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **keywords)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config.path), **keywords
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
     attach_head(model)

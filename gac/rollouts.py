@@ -51,9 +51,7 @@ class RolloutConfig:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
         if self.advantages not in ADVANTAGES:
-            raise ValueError(
-                f"advantages={self.advantages!r}: use one of {', '.join(ADVANTAGES)}"
-            )
+            raise ValueError(f"advantages={self.advantages!r}: use one of {', '.join(ADVANTAGES)}")
 
 
 @torch.no_grad()

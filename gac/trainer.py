@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from gac_kernels import Signals, TokenMoments
+from gac_kernels import Signals
 
 from . import checkpoint
-from .batch import Row, collate, denominators, norms, split
+from .batch import Row, denominators, norms
 from .config import dump, save
 from .data import Order, load_demos, load_prompts
 from .evaluate import evaluate
 from .experience import Rollouts, Sampler
+from .gradients import Gradients, Measured, over_ranks
 from .logbook import Logbook
 from .methods import Mix, Observation
 from .model import export, load_model, load_tokenizer
@@ -69,6 +69,11 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.sampler = Sampler(config.rollouts, self.tokenizer, build_reward(config.reward))
         self.rollouts: Rollouts | None = None
+        self.gradients = Gradients(
+            self.accelerator, self.model, self.reference, self.spec,
+            temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
+            pad_token=self.tokenizer.pad_token_id,
+        )  # fmt: skip
         self.step, self.state, self.seen = 0, self.method.init(), Observation(0)
         self.stop_signal: int | None = None
         self._prepare_folder(resume)
@@ -100,10 +105,15 @@ class Trainer:
 
     def _prepare_folder(self, resume: bool) -> None:
         self.checkpoints = self.out / "checkpoints"
-        self.metrics, self.evals = Logbook(self.out / "metrics.jsonl"), Logbook(self.out / "eval.jsonl")
+        self.metrics, self.evals = (
+            Logbook(self.out / "metrics.jsonl"),
+            Logbook(self.out / "eval.jsonl"),
+        )
         found = checkpoint.complete(self.checkpoints)
         if found and not resume:
-            raise ValueError(f"out={str(self.out)!r} already holds a run: resume it, or choose another")
+            raise ValueError(
+                f"out={str(self.out)!r} already holds a run: resume it, or choose another"
+            )
         if found:
             self._restore(found[-1])
         if self.accelerator.is_main_process:
@@ -177,22 +187,18 @@ class Trainer:
         self.state, mix = self.method.mix(self.state, self.seen)
         torch.manual_seed(_mix_seed(config.seed, step, self.accelerator.process_index))
         rows = self._rollout_rows() + self._demo_rows()
-        counts = self._global(denominators(rows))
-        scaled = [n / self.accelerator.num_processes for n in norms(counts, self.spec)]
+        counts = over_ranks(self.accelerator, denominators(rows))
+        ranks = self.accelerator.num_processes
+        scaled = tuple(n / ranks for n in norms(counts, self.spec))
         measure = self.method.wants_signals(step)
         kl = self.needs_kl or measure or _hits(step, config.monitor_kl_every)
 
-        live = [r for r in rows if not self._silent(r, mix)]
-        dead = [r for r in rows if self._silent(r, mix)]
-        total, losses = TokenMoments.zeros(self.accelerator.device), []
-        for part, micro, final in self._schedule(dead, live):
-            out = self._forward(micro, mix, scaled, kl, grad=part == "live", sync=final)
-            total = total + out.moments
-            losses.append(torch.stack([out.rollout_loss, out.demo_loss]))
+        old = self.rollouts.old_logps if self.rollouts else ()
+        found = self.gradients(
+            rows, mix, scaled, kl=kl and self.method.uses_rollouts, old_logps=old
+        )
         norm = self._update()
-        total = total.all_reduce()
-        losses = self.accelerator.reduce(torch.stack(losses).sum(0).double(), "mean")
-        return self._observe(total, losses, norm, mix, counts, rows, measure, kl)
+        return self._observe(found, norm, mix, counts, rows, measure, kl)
 
     def _rollout_rows(self) -> list[Row]:
         if not self.method.uses_rollouts:
@@ -204,10 +210,7 @@ class Trainer:
             examples = [self.prompts[i] for i in mine]
             self.rollouts = self.sampler(accelerator.unwrap_model(self.model), examples)
             if settings.reuse > 1:
-                self.rollouts.old_logps = [
-                    logps for micro in split(self.rollouts.rows, self.config.micro_batch)
-                    for logps in self._row_logprobs(micro)
-                ]  # fmt: skip
+                self.rollouts.old_logps = self.gradients.row_logprobs(self.rollouts.rows)
         return self.rollouts.rows
 
     def _demo_rows(self) -> list[Row]:
@@ -217,76 +220,6 @@ class Trainer:
         mine = taken[self.accelerator.process_index :: self.accelerator.num_processes]
         examples = [self.demos[i] for i in mine]
         return [Row(e.prompt + e.demo, len(e.prompt), True) for e in examples]
-
-    def _silent(self, row: Row, mix: Mix) -> bool:
-        """Whether the row's gradient is known to be zero, so that it costs no backward."""
-        if row.is_demo:
-            return mix.mu == 0
-        still = row.advantage == 0 and self.spec.kl_coef == 0 and self.spec.entropy_coef == 0
-        return mix.mu == 1 or still
-
-    def _schedule(self, dead: list[Row], live: list[Row]) -> list[tuple[str, list[Row], bool]]:
-        """Micro-batches of one kind each: those without gradient first, so that no forward runs
-        between the last backward and the update. Every rank gets the same number of each."""
-        plan = []
-        for name, rows in (("dead", dead), ("live", live)):
-            micro = [
-                list(part)
-                for kind in (False, True)
-                for part in split([r for r in rows if r.is_demo == kind], self.config.micro_batch)
-            ]
-            most = int(self._global([len(micro)], "max")[0])
-            micro += [[] for _ in range(most - len(micro))]
-            plan += [(name, part, i == most - 1) for i, part in enumerate(micro)]
-        return plan
-
-    def _forward(
-        self, rows: list[Row], mix: Mix, scaled: list[float], kl: bool, *, grad: bool, sync: bool
-    ) -> Any:
-        batch = collate(rows, self.tokenizer.pad_token_id, self.accelerator.device)
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        demo = bool(rows) and rows[0].is_demo
-        spec = dataclasses.replace(
-            self.spec, temperature=1.0 if demo else self.config.rollouts.temperature
-        )
-        ref = None
-        if kl and self.method.uses_rollouts:
-            ref = torch.zeros(batch.targets.shape, device=batch.targets.device)
-            if not demo:
-                ref = self._reference_logprobs(inputs, batch.targets, spec.temperature)
-        old = None if self.rollouts is None or demo else self.rollouts.place_old(rows, batch.targets)
-
-        def request(head: Any) -> Any:
-            return head.loss(
-                batch.targets, batch.advantages, batch.is_demo, mu=mix.mu, old_logps=old,
-                ref_logps=ref, spec=spec, rollout_norm=scaled[0], demo_norm=scaled[1],
-            )  # fmt: skip
-
-        if not grad:
-            with torch.no_grad():
-                return self.model(**inputs, request=request)
-        with torch.enable_grad() if sync else self.accelerator.no_sync(self.model):
-            out = self.model(**inputs, request=request)
-            self.accelerator.backward(out.loss * mix.scale)
-        return out
-
-    @torch.no_grad()
-    def _reference_logprobs(self, inputs: dict[str, Tensor], targets: Tensor, t: float) -> Tensor:
-        request = lambda head: head.logprobs(targets, t)[0]  # noqa: E731
-        if self.reference is not None:
-            return self.reference(**inputs, request=request)
-        with self.accelerator.unwrap_model(self.model).disable_adapter():
-            return self.model(**inputs, request=request)
-
-    @torch.no_grad()
-    def _row_logprobs(self, rows: list[Row]) -> list[Tensor]:
-        """The policy's log-probs of each row's response tokens, on the CPU."""
-        batch = collate(rows, self.tokenizer.pad_token_id, self.accelerator.device)
-        logps = self.model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask,
-            request=lambda head: head.logprobs(batch.targets, self.config.rollouts.temperature)[0],
-        ).cpu()  # fmt: skip
-        return [logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone() for b, r in enumerate(rows)]
 
     def _update(self) -> float:
         """Clip, step, clear. Returns the gradient norm; a non-finite gradient is not applied."""
@@ -305,15 +238,20 @@ class Trainer:
         return norm
 
     def _observe(
-        self, total: TokenMoments, losses: Tensor, norm: float, mix: Mix, counts: list[float],
-        rows: list[Row], measure: bool, kl: bool,
+        self, found: Measured, norm: float, mix: Mix, counts: list[float], rows: list[Row],
+        measure: bool, kl: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """The metrics of the step; also what the method sees before the next one."""
+        total = found.moments.all_reduce()
+        losses = torch.stack([found.rollout_loss, found.demo_loss]).double()
+        losses = self.accelerator.reduce(losses, "mean")
         signals = total.signals(self.method.trim)
         rollout_loss, demo_loss = losses.tolist()
         scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
         rewards = self.rollouts.rewards if self.rollouts and self.method.uses_rollouts else []
-        n, mean, square = self._global([len(rewards), sum(rewards), sum(r * r for r in rewards)])
+        n, mean, square = over_ranks(
+            self.accelerator, [len(rewards), sum(rewards), sum(r * r for r in rewards)]
+        )
         row: dict[str, Any] = {
             "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
             "kl": scalars[0] if kl and n else None, **signals._asdict(),
@@ -321,7 +259,7 @@ class Trainer:
             "reward_mean": mean / n if n else None, "entropy": scalars[1],
             "clip_fraction": scalars[2],
             "response_length": counts[1] / counts[0] if counts[0] else None,
-            "grad_norm": norm, "tokens": int(self._global([sum(len(r.ids) for r in rows)])[0]),
+            "grad_norm": norm, "tokens": int(over_ranks(self.accelerator, [sum(len(r.ids) for r in rows)])[0]),
             "lr": self.optimizer.param_groups[0]["lr"],
             **self.method.report(self.state),
         }  # fmt: skip
@@ -352,20 +290,14 @@ class Trainer:
                          self.config.eval, self.config.seed)  # fmt: skip
         if self.accelerator.is_main_process:
             self.evals.append({"step": self.step, **found})
-            if found.get("accuracy", 0.0) > checkpoint.read_best(self.checkpoints).get("accuracy", -1.0):
+            if found.get("accuracy", 0.0) > checkpoint.read_best(self.checkpoints).get(
+                "accuracy", -1.0
+            ):
                 checkpoint.write_best(self.checkpoints, self.step, found["accuracy"])
 
     def _export(self) -> None:
         if self.accelerator.is_main_process:
             export(self.accelerator.unwrap_model(self.model), self.tokenizer, self.out / "model")
-
-    def _global(self, values: list[float], how: str = "sum") -> list[float]:
-        """Sum or maximum of each value over the ranks."""
-        if self.accelerator.num_processes == 1:
-            return [float(v) for v in values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        everyone = self.accelerator.gather(mine[None])
-        return (everyone.amax(0) if how == "max" else everyone.sum(0)).tolist()
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     def select(self, index: Tensor) -> Tokens:
         """The tokens at `index` [M]: only the per-token fields are of use to row kernels."""
         picked = [None if x is None else x.index_select(0, index) for x in self[:8]]
-        return Tokens(*picked, *self[8:])  # type: ignore[arg-type]
+        return Tokens(*picked, *self[8:])  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
         """[S] -> [N]: each token gets its sequence's value."""

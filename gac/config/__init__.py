@@ -8,11 +8,12 @@ from gac.config.build import choose, load
 from gac.config.dump import dump, save
 from gac.config.help import describe, field_docs
 from gac.config.types import Choice, ConfigError
-from gac.config.yaml_text import parse_yaml, to_yaml
+from gac.config.yaml_text import YamlError, parse_yaml, to_yaml
 
 __all__ = [
     "Choice",
     "ConfigError",
+    "YamlError",
     "choose",
     "describe",
     "dump",

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from gac.config import load, save
 from gac.report import results_table, write_report
 from gac.train_config import TrainConfig

@@ -84,7 +84,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rows(rng: random.Random, ops: Sequence[str], forget: dict[str, float] | None = None) -> list[dict[str, Any]]:
+def rows(
+    rng: random.Random, ops: Sequence[str], forget: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
     """One row per entry of `ops`; with `forget`, the solution forgets carries at that rate."""
     out = []
     for i, op in enumerate(ops):
@@ -113,4 +115,6 @@ def write_task(folder: Path, seed: int) -> None:
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 100))
     words = tokenizer()
     words.save_pretrained(folder / "init")
-    model_config(len(words), words.pad_token_id, words.eos_token_id).save_pretrained(folder / "init")
+    model_config(len(words), words.pad_token_id, words.eos_token_id).save_pretrained(
+        folder / "init"
+    )

@@ -12,14 +12,16 @@ from pathlib import Path
 from gac.config import to_yaml
 from gac.report.groups import Group, differences
 from gac.report.plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
+from gac.report.statistics import mean_sd
 from gac.report.style import CSS
 from gac.report.table import (
+    ACCURACY,
+    Column,
     Context,
-    cells,
-    known_columns,
-    percent,
+    Table,
     progress,
-    split_cells,
+    summarise,
+    tables,
     write_cell,
 )
 from gac.report.words import HOW_TO_READ, SYMBOLS, definitions
@@ -50,24 +52,25 @@ def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path])
 
 def headline(groups: Sequence[Group], context: Context) -> str:
     """The result in one or two sentences, with its uncertainty; whoever is ahead."""
-    rows = cells(groups, context)
-    scored = [(row["final"], group) for row, group in zip(rows, groups, strict=True)]
+    runs = [[summarise(run, context)["final"] for run in group.runs] for group in groups]
+    scored = [(mean_sd(values), group) for values, group in zip(runs, groups, strict=True)]
     scored = [item for item in scored if math.isfinite(item[0][0])]
     scored.sort(key=lambda item: -item[0][0])
     if not scored:
         return "None of these runs has been evaluated yet."
     (best, sd), leader = scored[0]
-    words = f"Highest final accuracy: {leader.label} with {write_cell((best, sd), percent)} %"
     if len(scored) == 1:
-        return words.replace("Highest final", "Final").replace(f"{leader.label} with ", "") + "."
+        return f"Final accuracy: {write_cell((best, sd), ACCURACY[0])} %."
     (second, second_sd), runner_up = scored[1]
-    gap = 100 * (best - second)
-    words += f", {gap:.1f} points above {runner_up.label} ({percent(second)} %). "
+    words = (
+        f"Highest final accuracy: {leader.label} with {write_cell((best, sd), ACCURACY[0])} %, "
+        f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
+    )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):
         return words + "Without several seeds for both, a small gap is not evidence."
-    noise = 100 * math.hypot(sd, second_sd)
-    verdict = "more than" if gap > noise else "within"
-    return words + f"That is {verdict} the spread over seeds (sd of the difference {noise:.1f})."
+    noise = math.hypot(sd, second_sd)
+    verdict = "more than" if best - second > noise else "within"
+    return words + f"That is {verdict} the spread over seeds: the two sd add to {100 * noise:.1f}."
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -107,40 +110,45 @@ def _section(title: str, content: str) -> str:
 
 
 def _results(groups: Sequence[Group], context: Context) -> str:
-    rows = cells(groups, context)
-    columns = known_columns(rows)
-    splits, split_rows = split_cells(groups)
-    heads = ["", "seeds", "steps", *(c.title for c in columns), *(f"{s} %" for s in splits)]
-    highest = {
-        key: max((row[key][0] for row in rows if math.isfinite(row[key][0])), default=math.nan)
-        for key in ("final", "best")
-    }
+    blocks = "".join(_table(table, groups) for table in tables(groups, context))
+    repeated = any(len(group.runs) > 1 for group in groups)
+    note = "± is the standard deviation over seeds. " if repeated else ""
+    return f"{blocks}<p class='note'>{note}Each column is defined at the end of the page.</p>"
+
+
+def _table(table: Table, groups: Sequence[Group]) -> str:
+    heads = [table.title, "seeds", "steps", *(column.title for column in table.columns)]
+    head = "".join(f"<th scope='col'>{escape(text)}</th>" for text in heads)
     lines = []
-    for index, (group, row, by_split) in enumerate(zip(groups, rows, split_rows, strict=True)):
-        numbers = [
-            _cell(row[c.key], c.write, len(groups) > 1 and row[c.key][0] == highest.get(c.key))
-            for c in columns
-        ]
-        numbers += [_cell(cell, percent, False) for cell in by_split]
+    for index, (group, row) in enumerate(zip(groups, table.cells, strict=True)):
         name = f"<th scope='row'>{_swatch(index)}{escape(group.label)}</th>"
         plain = f"<td>{len(group.runs)}</td><td>{escape(progress(group))}</td>"
+        numbers = [
+            _cell(cell, column, is_best=len(groups) > 1 and _is_best(table, i, cell))
+            for i, (cell, column) in enumerate(zip(row, table.columns, strict=True))
+        ]
         lines.append(f"<tr>{name}{plain}{''.join(numbers)}</tr>")
-    head = "".join(f"<th scope='col'>{escape(text)}</th>" for text in heads)
-    note = "Per-split columns are final accuracies. " if splits else ""
-    if any(len(group.runs) > 1 for group in groups):
-        note += "± is the standard deviation over seeds. "
     return (
         f"<div class='scroll'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
-        f"<p class='note'>{note}Every column is defined under “How to read this page”.</p>"
     )
 
 
-def _cell(cell: tuple[float, float], write, best: bool) -> str:
-    text = escape(write_cell(cell, write))
-    mean, plus_minus, sd = text.partition(" ± ")
+def _is_best(table: Table, index: int, cell: tuple[float, float]) -> bool:
+    """Whether a cell has the highest accuracy of its column; other columns have no simple best."""
+    if not table.columns[index].key.startswith(("final", "best", "accuracy/")):
+        return False
+    return cell[0] == max((row[index][0] for row in table.cells), key=_known_first)
+
+
+def _known_first(value: float) -> float:
+    return value if math.isfinite(value) else -math.inf
+
+
+def _cell(cell: tuple[float, float], column: Column, is_best: bool) -> str:
+    mean, plus_minus, sd = write_cell(cell, column).partition(" ± ")
     spread = f" <span class='sd'>± {sd}</span>" if plus_minus else ""
-    return f"<td{' class=best' if best else ''}>{mean}{spread}</td>"
+    return f"<td{' class=best' if is_best else ''}>{mean}{spread}</td>"
 
 
 def _swatch(index: int) -> str:
@@ -155,9 +163,10 @@ def _swatch(index: int) -> str:
 
 def _panels(panels: Sequence[Panel], plots: Mapping[str, Path]) -> str:
     shown = [_figure(panel, plots[panel.key]) for panel in panels if panel.key in plots]
+    three = " three" if len(shown) == 3 else ""
     missing = [panel.title for panel in panels if panel.key not in plots]
     note = f"<p class='note'>Not recorded: {escape(', '.join(missing))}.</p>" if missing else ""
-    return (f"<div class='panels'>{''.join(shown)}</div>" if shown else "") + note
+    return (f"<div class='panels{three}'>{''.join(shown)}</div>" if shown else "") + note
 
 
 def _figure(panel: Panel, image: Path) -> str:
@@ -171,7 +180,7 @@ def _figure(panel: Panel, image: Path) -> str:
 def _how_to_read(context: Context) -> str:
     paragraphs = "".join(f"<p>{escape(text)}</p>" for text in HOW_TO_READ)
     return (
-        f"{paragraphs}<div class='columns'><div><h3>Symbols</h3>{_list(SYMBOLS)}</div>"
+        f"{paragraphs}<div class='two'><div><h3>Symbols</h3>{_list(SYMBOLS)}</div>"
         f"<div><h3>Numbers of the table</h3>{_list(definitions(context))}</div></div>"
     )
 

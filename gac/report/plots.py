@@ -209,15 +209,14 @@ def _line(axes: Any, label: str, curves: Sequence, index: int, marks: int = 7) -
 
 
 def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
-    """Show all of the smoothed lines and the middle 98 % of the raw values."""
-    raw = [curve for group in groups for curve in _curves(group, panel)]
-    raw = [curve for curve in raw if len(curve[0])]
-    if not raw:
+    """Show all of the smoothed lines and the middle 98 % of the raw traces that are drawn."""
+    curves = [_curves(group, panel) for group in groups]
+    lines = [values for curve in curves for _, values in _smoothed(curve)]
+    raw = [values for curve in curves if len(curve) == 1 for _, values in curve]
+    if not lines:
         return
-    values = np.concatenate([v for _, v in raw])
-    lines = np.concatenate([v for _, v in _smoothed(raw)])
-    low = min(np.quantile(values, 0.01), lines.min())
-    high = max(np.quantile(values, 0.99), lines.max())
+    ends = [np.concatenate(lines)] + [np.quantile(values, (0.01, 0.99)) for values in raw]
+    low, high = min(end.min() for end in ends), max(end.max() for end in ends)
     room = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
     axes.set_ylim(low - room, high + room)
 
@@ -235,8 +234,8 @@ def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> list:
 
 
 def smoothing_span(rows: int) -> float:
-    """Rows that a smoothed line averages over: a twentieth of the run."""
-    return max(1.0, rows / 20)
+    """Rows that a smoothed line averages over: a twelfth of the run."""
+    return max(1.0, rows / 12)
 
 
 def _legend(figure: Any, axes: Any, columns: int, groups: Sequence[Group] | None = None) -> None:

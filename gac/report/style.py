@@ -34,8 +34,11 @@ figure img { width: 100%; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: .9rem; line-height: 1.45; margin-top: .3rem; }
 dt { font-weight: 600; margin-top: .55rem; }
 dd { margin: 0 0 0 1.2rem; }
-.columns { columns: 2 430px; column-gap: 2.6rem; }
-.columns > * { break-inside: avoid; }
+.three { grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); }
+.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr));
+  gap: 0 2.6rem; }
+.scroll + .scroll { margin-top: 1.6rem; }
+h3 { font-size: 1.02rem; margin: 1.2rem 0 0; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; }
 code, pre { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
@@ -46,6 +49,7 @@ pre { background: var(--tint); padding: .9rem 1.1rem; overflow-x: auto; line-hei
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
   .panels { grid-template-columns: 1fr 1fr; gap: 5mm; }
+  .three { grid-template-columns: 1fr 1fr 1fr; }
   figure, tr, dt, dd { break-inside: avoid; }
   h2 { break-after: avoid; margin-top: 8mm; }
   table { font-size: 7.6pt; } th, td { padding: 1.2mm 1.4mm; } thead th { min-width: 0; }

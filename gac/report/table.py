@@ -1,8 +1,10 @@
-"""The results table: one row per group, mean and standard deviation over its seeds."""
+"""The results tables: one row per group, mean and standard deviation over its seeds."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from gac.report.groups import Group, group_runs
 from gac.report.reading import Columns, Run, shared_setting
@@ -29,43 +31,37 @@ class Context:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of the table."""
+    """One quantity of a table."""
 
     key: str
     title: str
-    write: Callable[[float], str]
+    scale: float = 1.0
+    """Factor from the number to what is shown: 100 for a percentage."""
+    decimals: int | None = None
+    """Digits after the point; None: three significant digits of the mean."""
 
 
-def percent(value: float) -> str:
-    """A share as a percentage with one decimal, without the sign."""
-    return f"{100 * value:.1f}"
-
-
-def _count(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
-    return f"{value:.0f}"
-
-
-def _significant(value: float) -> str:
-    """Three significant digits without an exponent where a person would not use one."""
-    if value == 0:
-        return "0"
-    digits = 2 - math.floor(math.log10(abs(value)))
-    return f"{value:.{max(0, digits)}f}" if -3 <= digits <= 6 else f"{value:.2e}"
-
-
-COLUMNS = (
-    Column("final", "final acc. %", percent),
-    Column("best", "best acc. %", percent),
-    Column("kl_area", "KL area", _significant),
-    Column("kl_excess", "KL area above target", _significant),
-    Column("mu_events", "large μ changes %", percent),
-    Column("length_variance", "length variance", _significant),
-    Column("tokens", "tokens", _count),
-    Column("minutes", "minutes", _significant),
+ACCURACY = (
+    Column("final", "final accuracy %", 100, 1),
+    Column("best", "best accuracy %", 100, 1),
 )
+STABILITY = (
+    Column("kl_area", "KL area"),
+    Column("kl_excess", "KL area above target"),
+    Column("mu_events", "large μ changes %", 100, 1),
+    Column("length_variance", "length variance"),
+    Column("tokens", "tokens (thousands)", 1e-3, 0),
+    Column("minutes", "minutes"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One block of results: cells[group][column] is (mean, sd)."""
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[tuple[float, float]]]
 
 
 def context_of(runs: Sequence[Run]) -> Context:
@@ -76,7 +72,10 @@ def context_of(runs: Sequence[Run]) -> Context:
 
 
 def summarise(run: Run, context: Context) -> dict[str, float]:
-    """Column key -> number of one run, nan where the run did not record what it needs."""
+    """Column key -> number of one run, nan where the run did not record what it needs.
+
+    Besides the columns' own keys, `accuracy/<split>` is the final accuracy on each split.
+    """
     metrics, evals = run.metrics, run.evals
     steps = metrics["step"]
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
@@ -91,66 +90,69 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
         "length_variance": variance(field(metrics, "response_length")),
         "tokens": total(field(metrics, "tokens")),
         "minutes": total(field(metrics, "seconds")) / 60,
+    } | {
+        name: final_and_best(evals["step"], evals[name])[0]
+        for name in map("accuracy/{}".format, run.splits)
     }
 
 
-def field(columns: Columns, name: str):
+def field(columns: Columns, name: str) -> np.ndarray:
     """A column, or one of nan when no row has it."""
-    return columns[name] if name in columns else columns["step"] * math.nan
+    return columns[name] if name in columns else np.full(len(columns["step"]), math.nan)
 
 
-def cells(groups: Sequence[Group], context: Context) -> list[dict[str, tuple[float, float]]]:
-    """Per group: column key -> (mean, sd) over its runs."""
-    rows = []
-    for group in groups:
-        runs = [summarise(run, context) for run in group.runs]
-        rows.append({c.key: mean_sd([run[c.key] for run in runs]) for c in COLUMNS})
-    return rows
+def tables(groups: Sequence[Group], context: Context) -> list[Table]:
+    """Accuracy, per split too, then stability and cost, without columns that hold no number."""
+    summaries = [[summarise(run, context) for run in group.runs] for group in groups]
+    splits = list(dict.fromkeys(split for group in groups for split in group.splits))
+    by_split = tuple(Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in splits)
+    blocks = (("Accuracy", ACCURACY + by_split), ("Stability and cost", STABILITY))
+    result = []
+    for title, columns in blocks:
+        known = [
+            column
+            for column in columns
+            if any(math.isfinite(run.get(column.key, math.nan)) for s in summaries for run in s)
+        ]
+        rows = [
+            [mean_sd([run.get(column.key, math.nan) for run in runs]) for column in known]
+            for runs in summaries
+        ]
+        if known:
+            result.append(Table(title, known, rows))
+    return result
 
 
-def split_cells(groups: Sequence[Group]) -> tuple[list[str], list[list[tuple[float, float]]]]:
-    """(split names, per group the (mean, sd) of the final accuracy on each split)."""
-    names = list(dict.fromkeys(split for group in groups for split in group.splits))
-
-    def final(run: Run, split: str) -> float:
-        return final_and_best(run.evals["step"], field(run.evals, f"accuracy/{split}"))[0]
-
-    return names, [
-        [mean_sd([final(run, split) for run in group.runs]) for split in names] for group in groups
-    ]
-
-
-def known_columns(rows: Sequence[Mapping[str, tuple[float, float]]]) -> list[Column]:
-    """The columns in which at least one row has a number."""
-    return [c for c in COLUMNS if any(math.isfinite(row[c.key][0]) for row in rows)]
-
-
-def write_cell(cell: tuple[float, float], write: Callable[[float], str]) -> str:
-    """`mean ± sd`, the mean alone for a single seed, a dash for nothing."""
-    mean, sd = cell
+def write_cell(cell: tuple[float, float], column: Column) -> str:
+    """`mean ± sd` to the same digit, the mean alone for a single seed, a dash for nothing."""
+    mean, sd = cell[0] * column.scale, cell[1] * column.scale
     if not math.isfinite(mean):
         return "–"
-    return f"{write(mean)} ± {write(sd)}" if math.isfinite(sd) else write(mean)
+    decimals = column.decimals
+    if decimals is None:
+        decimals = min(6, max(0, 2 - math.floor(math.log10(abs(mean))))) if mean else 0
+    text = f"{mean:,.{decimals}f}"
+    return f"{text} ± {sd:,.{decimals}f}" if math.isfinite(sd) else text
 
 
 def progress(group: Group) -> str:
     """Steps done, and of how many when a run of the group has not got there."""
     done = [run.steps_done for run in group.runs]
-    text = str(done[0]) if len(set(done)) == 1 else f"{min(done)}–{max(done)}"
+    text = str(done[0]) if len(set(done)) == 1 else f"{min(done)} to {max(done)}"
     behind = [r for r in group.runs if r.steps_planned and r.steps_done < r.steps_planned]
     return f"{text} of {behind[0].steps_planned}" if behind else text
 
 
 def results_table(runs: Sequence[Run]) -> str:
-    """The table as aligned plain text for a terminal, final accuracy per split included."""
+    """The tables as aligned plain text for a terminal."""
     groups = group_runs(runs)
-    rows = cells(groups, context_of(runs))
-    columns = known_columns(rows)
-    splits, split_rows = split_cells(groups)
-    lines = [["run", "seeds", "steps", *(c.title for c in columns), *(f"{s} %" for s in splits)]]
-    for group, row, by_split in zip(groups, rows, split_rows, strict=True):
-        numbers = [write_cell(row[c.key], c.write) for c in columns]
-        numbers += [write_cell(cell, percent) for cell in by_split]
+    return "\n\n".join(_aligned(table, groups) for table in tables(groups, context_of(runs)))
+
+
+def _aligned(table: Table, groups: Sequence[Group]) -> str:
+    lines = [[table.title, "seeds", "steps", *(column.title for column in table.columns)]]
+    for group, row in zip(groups, table.cells, strict=True):
+        numbers = [write_cell(c, column) for c, column in zip(row, table.columns, strict=True)]
         lines.append([group.label, str(len(group.runs)), progress(group), *numbers])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
