@@ -57,7 +57,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept, beside the best one."""
     mixed_precision: str = "no"
-    """"bf16": float32 weights, bfloat16 arithmetic, through accelerate; "no": the weights' dtype."""
+    """"bf16": bfloat16 arithmetic on float32 weights, by accelerate; "no": the weights' dtype."""
     trackers: tuple[str, ...] = ()
     """accelerate's trackers, e.g. [tensorboard, wandb]."""
     export: bool = True

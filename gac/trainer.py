@@ -259,7 +259,7 @@ class Trainer:
             "reward_mean": mean / n if n else None, "entropy": scalars[1],
             "clip_fraction": scalars[2],
             "response_length": counts[1] / counts[0] if counts[0] else None,
-            "grad_norm": norm, "tokens": int(over_ranks(self.accelerator, [sum(len(r.ids) for r in rows)])[0]),
+            "grad_norm": norm, "tokens": int(tokens),
             "lr": self.optimizer.param_groups[0]["lr"],
             **self.method.report(self.state),
         }  # fmt: skip

@@ -37,8 +37,10 @@ def prompt(a: int, b: int, op: str) -> str:
     return op + "".join(x + y for x, y in columns) + "="
 
 
-def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """Result digit and mark of each column; each carry or borrow is forgotten with a probability."""
+def response(
+    a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None
+) -> str:
+    """Result digit and mark of each column; with `rng`, each carry is forgotten at that rate."""
     out, carry = [], 0
     for _ in range(DIGITS):
         x, y = a % 10, b % 10
@@ -75,7 +77,8 @@ def model_config(vocabulary: int, pad: int, eos: int) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=vocabulary, hidden_size=96, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True, initializer_range=0.1, pad_token_id=pad, eos_token_id=eos, bos_token_id=None,
+        tie_word_embeddings=True, initializer_range=0.1, pad_token_id=pad, eos_token_id=eos,
+        bos_token_id=None,
     )  # fmt: skip
 
 
