@@ -249,9 +249,9 @@ class Trainer:
         rollout_loss, demo_loss = losses.tolist()
         scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
         rewards = self.rollouts.rewards if self.rollouts and self.method.uses_rollouts else []
-        n, mean, square = over_ranks(
-            self.accelerator, [len(rewards), sum(rewards), sum(r * r for r in rewards)]
-        )
+        squares = sum(r * r for r in rewards)
+        sums = [len(rewards), sum(rewards), squares, sum(len(r.ids) for r in rows)]
+        n, mean, square, tokens = over_ranks(self.accelerator, sums)
         row: dict[str, Any] = {
             "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
             "kl": scalars[0] if kl and n else None, **signals._asdict(),
