@@ -1,0 +1,53 @@
+# The one list of commands.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.done
+# Threads that spin while they wait for work make two processes on two cores many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: setup ext demo test test-gpu bench bench-gpu kernel-report lint types check study clean
+
+setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
+
+$(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $(shell find csrc -type f)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	# torch first, by its exact version: a range would take the newest build with gigabytes of CUDA
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -r requirements/lock.txt
+	# second opinions for tests and benches; without their dependencies, which would move our pins
+	$(BIN)/python -m pip install -q --no-deps -r requirements/peers.txt
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $(STAMP)
+
+ext: setup  ## build the native kernels again, loudly
+	GAC_EXT=1 $(BIN)/python setup.py -q build_ext --inplace
+
+demo: setup  ## train a tiny model by four methods and compare them
+	$(BIN)/gac demo
+
+test: setup  ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu:  ## the tests that need a GPU, with the python at hand
+	$(PYTHON) -m pytest -m gpu tests
+
+bench: setup  ## kernels against peers on the CPU
+	$(BIN)/python -m pytest bench -m "not gpu" --benchmark-disable-gc
+
+bench-gpu:  ## kernels against peers on the GPU at hand; writes bench/results/
+	$(PYTHON) -m pytest bench -m gpu
+
+kernel-report: setup  ## compile every kernel for sm_80, sm_90, sm_100; registers, spills, shared memory
+	$(BIN)/python -m gac_kernels.inspect
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types test  ## what CI runs
+
+clean:
+	rm -rf build .venv *.egg-info gac_kernels/*.so
