@@ -11,6 +11,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -139,7 +141,7 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - began
-    sass = compiled.asm["sass"]
+    sass = _disassemble(compiled.asm["cubin"])
     return Report(
         launch.kernel.__name__,
         configuration.name,
@@ -149,10 +151,20 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
             r"(\d+) bytes stack frame",
         )),
         compiled.metadata.shared,
-        len(re.findall(r"^\s*(?:@!?U?P\w+ )?[A-Z][A-Z0-9_.]+.*;", sass, re.MULTILINE)),
+        len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/.*;", sass, re.MULTILINE)),
         len(re.findall(r"(?:LDG|STG)\.E\S*\.128", sass)),
         seconds,
     )  # fmt: skip
+
+
+def _disassemble(cubin: bytes) -> str:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:

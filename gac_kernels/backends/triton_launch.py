@@ -14,27 +14,30 @@ from .triton_rows import grads_kernel, loss_kernel, scale_kernel, stats_kernel
 
 
 class Tiling(NamedTuple):
-    """How a program covers its row: tiles of `lanes` x `width` words by `warps` warps."""
+    """How a program covers its row: tiles of `lanes` x `width` words, `stages` in flight."""
 
     lanes: int
     width: int
     warps: int
+    stages: int
 
 
 def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
     """The tile for rows of `vocab` words.
 
-    A lane's words fill one 16-byte load. Large rows take 4 such loads per thread and 16 warps: two
-    programs of that size per multiprocessor keep 64 KiB in flight, which covers the latency of
-    HBM3, and few enough rows are open at a time that the gradient's second read finds part of its
-    row in the L2 cache. Small rows need fewer warps, or most lanes would idle on the last tile.
+    A lane's words fill one 16-byte load. Large rows take 4 such loads per thread and 16 warps:
+    two programs per multiprocessor then keep more than 64 KiB in flight, which covers the latency
+    of HBM3, and so few rows are open at a time that the gradient's second read finds part of its
+    row in the L2 cache. Small rows take fewer warps, or most lanes would idle on the last tile.
+    A table and no autotuning: another tile adds in another order, and tuning runs would
+    overwrite logits that share their storage with the gradient.
     """
     width = 16 // dtype.itemsize
     if vocab >= 65536:
-        return Tiling(2048, width, 16)
+        return Tiling(2048, width, 16, 3)
     if vocab >= 8192:
-        return Tiling(1024, width, 8)
-    return Tiling(128, width, 4)
+        return Tiling(1024, width, 8, 3)
+    return Tiling(128, width, 4, 3)
 
 
 class Launch(NamedTuple):
@@ -66,9 +69,10 @@ def stats_launch(
         "results": results,
         "N": targets.numel(),
         **_geometry(logits),
-        **_temperature(temperature),
+        "k": _bits(temperature),
         "L": tile.lanes,
         "R": tile.width,
+        "STAGES": tile.stages,
     }
     return Launch(stats_kernel, targets.numel(), arguments, tile.warps)
 
@@ -96,10 +100,11 @@ def grads_launch(
         **_geometry(logits),
         "out_stride_b": out.stride(0),
         "out_stride_t": out.stride(1),
-        **_temperature(temperature),
-        "temperature": temperature,
+        "k": _bits(temperature),
+        "inverse_temperature": 1 / temperature,
         "FORWARD": _narrower_alias(logits, out),
         "BLOCK": tile.lanes * tile.width,
+        "STAGES": tile.stages,
     }
     return Launch(grads_kernel, targets.numel(), arguments, tile.warps)
 
@@ -123,7 +128,8 @@ def loss_launch(
         **_geometry(logits),
         "out_stride_b": 0 if out is None else out.stride(0),
         "out_stride_t": 0 if out is None else out.stride(1),
-        **_temperature(spec.temperature),
+        "k": _bits(spec.temperature),
+        "inverse_temperature": 1 / spec.temperature,
         "low": -math.inf if spec.clip_low is None else 1 - spec.clip_low,
         "high": math.inf if spec.clip_high is None else 1 + spec.clip_high,
         "dual_clip": spec.dual_clip or 0.0,
@@ -137,6 +143,7 @@ def loss_launch(
         "FORWARD": out is not None and _narrower_alias(logits, out),
         "L": tile.lanes,
         "R": tile.width,
+        "STAGES": tile.stages,
     }
     return Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
 
@@ -202,8 +209,9 @@ def _geometry(rows: Tensor) -> dict[str, int]:
     }
 
 
-def _temperature(temperature: float) -> dict[str, float]:
-    return {"k": math.log2(math.e) / temperature, "inverse_temperature": 1 / temperature}
+def _bits(temperature: float) -> float:
+    """The factor that makes exponents of 2 of logits."""
+    return math.log2(math.e) / temperature
 
 
 def _narrower_alias(logits: Tensor, out: Tensor) -> bool:

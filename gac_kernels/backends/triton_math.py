@@ -15,15 +15,15 @@ MAX_LOG_RATIO = tl.constexpr(80.0)  # exp overflows at 88
 
 @triton.jit
 def absorb(top, mass, moment, x, k):
-    """Add a tile x [L, R] to the lanes' maximum, sum 2^d and sum d 2^d, d = (x - top) k.
+    """Add a tile x [L, R] to the lanes' maximum of x k, sum 2^d and sum d 2^d, d = x k - top.
 
     A nan or +inf in x makes `mass` nan for good; -inf adds nothing, even before the first number.
     """
-    peak = tl.maximum(top, tl.max(x, 1))
+    peak = tl.maximum(top, tl.max(x, 1) * k)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
-    shift = tl.maximum((top - anchor) * k, FLOOR)
+    shift = tl.maximum(top - anchor, FLOOR)
     decay = tl.exp2(shift)
-    d = (x - anchor[:, None]) * k
+    d = x * k - anchor[:, None]  # one rounding: k is the same constant everywhere, so no bias
     p = tl.exp2(d)
     moment = (moment + shift * mass) * decay + tl.sum(p * tl.maximum(d, FLOOR), 1)
     mass = mass * decay + tl.sum(p, 1)
@@ -31,82 +31,101 @@ def absorb(top, mass, moment, x, k):
 
 
 @triton.jit
-def gather(top, mass, moment, k):
+def gather(top, mass, moment):
     """The lanes' [L] sums as those of the whole row."""
     peak = tl.max(top, 0)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
-    shift = tl.maximum((top - anchor) * k, FLOOR)
+    shift = tl.maximum(top - anchor, FLOOR)
     decay = tl.exp2(shift)
     return peak, tl.sum(mass * decay, 0), tl.sum((moment + shift * mass) * decay, 0)
 
 
 @triton.jit
-def read_row(row, V, k, L: tl.constexpr, R: tl.constexpr):
-    """One read of a row: its maximum, sum 2^d and sum d 2^d."""
+def read_row(row, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+    """One read of a row: the maximum of x k, sum 2^d and sum d 2^d."""
     top = tl.full([L], float("-inf"), tl.float32)
     mass = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
     words = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
-    for start in range(0, V, L * R):
-        inside = start + words < V
-        x = tl.load(
-            row + start + words, mask=inside, other=float("-inf"), eviction_policy="evict_last"
-        )
+    whole = V // (L * R) * (L * R)  # only the last tile pays for a mask
+    for start in tl.range(0, whole, L * R, num_stages=STAGES):
+        x = tl.load(row + start + words, eviction_policy="evict_last")
         top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
-    return gather(top, mass, moment, k)
+    if whole < V:
+        x = tl.load(row + whole + words, mask=whole + words < V, other=float("-inf"))
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
+    return gather(top, mass, moment)
 
 
 @triton.jit
-def row_values(row, y, V, k, inverse_temperature, L: tl.constexpr, R: tl.constexpr):
-    """logp of word y, entropy and logsumexp in nats, then maximum and log2 of the mass.
+def row_values(row, y, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+    """logp of word y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus rest.
 
     y outside [0, V) reads nothing and gives nan.
     """
-    top, mass, moment = read_row(row, V, k, L, R)
+    top, mass, moment = read_row(row, V, k, L, R, STAGES)
     x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
-    log_mass = tl.log(mass)
-    logp = (x - top) * inverse_temperature - log_mass
-    entropy = log_mass - moment / mass * LN2
-    return logp, entropy, top * inverse_temperature + log_mass, top, log_mass / LN2
+    bits = tl.log2(mass)
+    logp = (x * k - top - bits) * LN2
+    entropy = (bits - moment / mass) * LN2
+    return logp, entropy, (top + bits) * LN2, top, bits
+
+
+@triton.jit
+def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr):
+    """d_logp (hit - p) - d_entropy p (log p + H) for a tile x of logits."""
+    d = x.to(tl.float32) * k - top - bits
+    p = tl.exp2(d)
+    gradient = tl.where(hit, d_logp, 0.0) - d_logp * p
+    if HAS_ENTROPY:
+        gradient -= d_entropy * p * (tl.maximum(d, FLOOR) * LN2 + entropy)
+    return gradient
+
+
+@triton.jit
+def gradient_tail(
+    row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
+    HAS_ENTROPY: tl.constexpr, FORWARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last, incomplete tile of a row."""
+    words = V // BLOCK * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + words, mask=words < V, other=0.0)
+    if FORWARD:
+        tl.debug_barrier()
+    gradient = gradient_tile(
+        x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+    )  # fmt: skip
+    tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
 
 
 @triton.jit
 def write_gradient(
-    row,
-    out,
-    y,
-    V,
-    anchor,  # p = 2^((x - anchor) k - offset)
-    offset,
-    entropy,
-    d_logp,
-    d_entropy,
-    k,
-    inverse_temperature,
-    HAS_ENTROPY: tl.constexpr,
-    FORWARD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out [V] = (d_logp (onehot - p) - d_entropy p (log p + H)) / temperature.
+    row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
+    HAS_ENTROPY: tl.constexpr, FORWARD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
 
     Backwards, since what was read last is still in the cache. FORWARD is for `out` of a narrower
     type inside the row's own storage: there a tile is read by all before any thread writes.
     """
-    tiles = tl.cdiv(V, BLOCK)
-    for tile in range(tiles):
-        start = (tile if FORWARD else tiles - 1 - tile) * BLOCK
-        words = start + tl.arange(0, BLOCK)
-        inside = words < V
-        x = tl.load(row + words, mask=inside, other=0.0, eviction_policy="evict_first")
+    if not FORWARD:
+        gradient_tail(
+            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
+        )
+    tiles = V // BLOCK
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        words = (tile if FORWARD else tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + words, eviction_policy="evict_first")
         if FORWARD:
             tl.debug_barrier()
-        d = (x.to(tl.float32) - anchor) * k - offset
-        p = tl.exp2(d)
-        gradient = tl.where(words == y, d_logp, 0.0) - d_logp * p
-        if HAS_ENTROPY:
-            gradient -= d_entropy * p * (tl.maximum(d, FLOOR) * LN2 + entropy)
-        gradient = (gradient * inverse_temperature).to(out.dtype.element_ty)
-        tl.store(out + words, gradient, mask=inside, eviction_policy="evict_first")
+        gradient = gradient_tile(
+            x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+        )
+        tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+    if FORWARD:
+        gradient_tail(
+            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
+        )
 
 
 @triton.jit

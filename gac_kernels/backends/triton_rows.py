@@ -36,9 +36,9 @@ def stats_kernel(
     stride_b: tl.int64,
     stride_t: tl.int64,
     k,
-    inverse_temperature,
     L: tl.constexpr,
     R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -47,7 +47,7 @@ def stats_kernel(
     lse = 0.0
     if y != NO_LOSS:
         row = _row(logits, n, T, stride_b, stride_t)
-        logp, entropy, lse, _, _ = row_values(row, y, V, k, inverse_temperature, L, R)
+        logp, entropy, lse, _, _ = row_values(row, y, V, k, L, R, STAGES)
     tl.store(results + n, logp)
     tl.store(results + N + n, entropy)
     tl.store(results + 2 * N + n, lse)
@@ -69,10 +69,10 @@ def grads_kernel(
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
     k,
-    temperature,
     inverse_temperature,
     FORWARD: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -81,11 +81,12 @@ def grads_kernel(
     into = _row(out, n, T, out_stride_b, out_stride_t)
     if (y != NO_LOSS) & ((d_logp != 0) | (d_h != 0)):
         row = _row(logits, n, T, stride_b, stride_t)
-        anchor = tl.load(lse + n) * temperature
-        h = tl.load(entropy + n)
+        nats = tl.load(lse + n)
+        top = nats * LOG2E
+        rest = tl.fma(nats, LOG2E, -top)  # what the product lost
         write_gradient(
-            row, into, y, V, anchor, 0.0, h, d_logp, d_h, k, inverse_temperature,
-            True, FORWARD, BLOCK,
+            row, into, y, V, top, rest, k, d_logp * inverse_temperature, d_h * inverse_temperature,
+            tl.load(entropy + n), True, FORWARD, BLOCK, STAGES,
         )  # fmt: skip
     else:
         write_zeros(into, V, BLOCK)
@@ -124,6 +125,7 @@ def loss_kernel(
     FORWARD: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -135,10 +137,10 @@ def loss_kernel(
     d_logp = 0.0
     d_entropy = 0.0
     top = 0.0
-    log2_mass = 0.0
+    bits = 0.0
     row = _row(logits, n, T, stride_b, stride_t)
     if y != NO_LOSS:
-        logp, entropy, _, top, log2_mass = row_values(row, y, V, k, inverse_temperature, L, R)
+        logp, entropy, _, top, bits = row_values(row, y, V, k, L, R, STAGES)
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
             loss, d_logp = demonstration_term(logp, advantage, demo_shape, DEMO)
@@ -168,8 +170,8 @@ def loss_kernel(
         into = _row(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
             write_gradient(
-                row, into, y, V, top, log2_mass, entropy, d_logp, d_entropy, k,
-                inverse_temperature, HAS_ENTROPY, FORWARD, L * R,
+                row, into, y, V, top, bits, k, d_logp * inverse_temperature,
+                d_entropy * inverse_temperature, entropy, HAS_ENTROPY, FORWARD, L * R, STAGES,
             )  # fmt: skip
         else:
             write_zeros(into, V, L * R)
