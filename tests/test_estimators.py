@@ -70,8 +70,13 @@ def test_unbiased_optimum_is_the_biased_one_without_biases() -> None:
     )
 
 
+def test_printed_equation_5_by_hand() -> None:
+    found = mu_star_biased_paper(0.25, 2.0, 1.0, 1.0, 0.5, bias_dot_gradient=0.2, bias_gap_sq=0.4)
+    assert found == pytest.approx(1.2 / 3.4, abs=1e-15)
+
+
 def test_printed_equation_5_is_exact_only_without_overlap_of_bias_and_difference() -> None:
-    b_r, gap = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.0, -0.4, 0.8])
+    b_r, gap = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.0, -0.4, 0.2])
     rl_gap, gap_sq = b_r.dot(gap).item(), gap.dot(gap).item()
     printed = mu_star_biased_paper(
         0.6, 2.0, 0.3, 0.5, bias_dot_gradient=-rl_gap, bias_gap_sq=gap_sq
