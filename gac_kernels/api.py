@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference
+from . import backends, checks, ops, reference
 from .autograd import FusedLinearLoss, FusedLoss, LinearLogprobs, TokenLogprobs, loss_output
 from .contract import LossOutput, LossSpec
 from .linear import Needs
@@ -47,6 +47,7 @@ def fused_gac_loss(
         rollout_norm, demo_norm: global count that divides the term; None = this batch's own.
         moments: False skips the statistics.
         overwrite: the gradient may take the logits' own storage; they are gone after the call.
+            No effect under torch.compile, which plans its own memory.
         backend: "auto", "reference", "triton" or "native".
 
     Raises TypeError or ValueError naming the argument, RuntimeError for a backend that cannot run.
@@ -57,6 +58,12 @@ def fused_gac_loss(
         logits, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
         rollout_norm, demo_norm,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return ops.fused_loss(
+            logits, None, None, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens,
+            rollout_norm, demo_norm, spec=spec, moments=moments, backend=backend,
+            compute=logits.dtype,
+        )  # fmt: skip
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1], cu_seqlens)
     if chosen.__name__.endswith(".reference"):
@@ -93,6 +100,8 @@ def token_logprobs(
     """
     checks.rows("logits", logits, targets)
     checks.temperature(temperature)
+    if torch.compiler.is_compiling():
+        return ops.token_logprobs(logits, None, None, targets, temperature, backend, logits.dtype)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1])
     if chosen.__name__.endswith(".reference"):
@@ -143,6 +152,12 @@ def fused_linear_gac_loss(
         hidden, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
         rollout_norm, demo_norm,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return ops.fused_loss(
+            hidden, weight, bias, targets, advantages, is_demo, mu, old_logps, ref_logps,
+            cu_seqlens, rollout_norm, demo_norm, spec=spec, moments=moments, backend=backend,
+            compute=compute, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
     exact = reference.arithmetic(compute)
     chosen = backends.choose(backend, hidden.device, exact)
     checks.values(targets, weight.shape[0], cu_seqlens)
@@ -185,6 +200,10 @@ def linear_token_logprobs(
     """
     compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
     checks.temperature(temperature)
+    if torch.compiler.is_compiling():
+        return ops.token_logprobs(
+            hidden, weight, bias, targets, temperature, backend, compute, chunk_bytes
+        )
     chosen = backends.choose(backend, hidden.device, reference.arithmetic(compute))
     checks.values(targets, weight.shape[0])
     logps, entropy = LinearLogprobs.apply(

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .tokens import Tokens, TokenTerms, finish, power_of_two
+from .tokens import Tokens, TokenTerms, finish, in_units
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
@@ -43,8 +43,8 @@ class FusedLoss(Function):
         moments: bool,
         out: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit = power_of_two(tokens.scale) if logits.dtype == torch.float16 else None
-        terms = backend.row_loss(logits, _in_units(tokens, ctx.unit), spec, out)
+        ctx.unit, shares = in_units(tokens, logits.dtype)
+        terms = backend.row_loss(logits, shares, spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # whoever saved the logits must notice
@@ -102,12 +102,10 @@ class FusedLinearLoss(Function):
         compute: torch.dtype,
         chunk_bytes: int | None,
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit = power_of_two(tokens.scale) if compute == torch.float16 else None
+        ctx.unit, shares = in_units(tokens, compute)
         with torch.autocast(hidden.device.type, enabled=False):
             head = linear.Head(weight, bias, compute, chunk_bytes)
-            terms, sums = linear.fused_loss(
-                hidden, head, _in_units(tokens, ctx.unit), spec, backend, needs
-            )
+            terms, sums = linear.fused_loss(hidden, head, shares, spec, backend, needs)
         ctx.backend = backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # with a unit they are rounded once it is multiplied back
@@ -174,11 +172,6 @@ def _outputs(
     ctx.mark_non_differentiable(*detached)
     ctx.set_materialize_grads(False)
     return (*scalars, terms.logps, terms.entropy, *flat)
-
-
-def _in_units(tokens: Tokens, unit: Tensor | None) -> Tokens:
-    """The tokens whose gradients come out divided by `unit`."""
-    return tokens if unit is None else tokens._replace(scale=tokens.scale / unit)
 
 
 def _scaled(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:

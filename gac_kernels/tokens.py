@@ -146,14 +146,18 @@ def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
     return ~tokens.live | (tokens.scale == 0) | silent
 
 
-def power_of_two(scale: Tensor) -> Tensor:
-    """0-d: the power of two next above the largest |scale|, 1 for none.
+def in_units(tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor | None, Tokens]:
+    """The tokens to make gradients of `dtype` with, and the factor that those still lack.
 
-    float16 cannot hold gradients of a token mean over many tokens: they are kept divided by this.
+    float16 cannot hold the gradients of a mean over many tokens: they are made divided by the
+    power of two next above the largest scale. Every other dtype has the range: None.
     """
-    largest = torch.nn.functional.pad(scale.abs(), (0, 1)).max()
-    power = torch.exp2(torch.frexp(largest).exponent.to(scale.dtype))
-    return torch.where((largest > 0) & largest.isfinite(), power, 1)
+    if dtype != torch.float16:
+        return None, tokens
+    largest = torch.nn.functional.pad(tokens.scale.abs(), (0, 1)).max()
+    power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
+    unit = torch.where((largest > 0) & largest.isfinite(), power, 1)
+    return unit, tokens._replace(scale=tokens.scale / unit)
 
 
 class Summary(NamedTuple):
