@@ -12,6 +12,7 @@ from pathlib import Path
 from gac.config import to_yaml
 from gac.report.groups import Group, differences
 from gac.report.plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
+from gac.report.reading import Run
 from gac.report.statistics import mean_sd
 from gac.report.style import CSS
 from gac.report.table import (
@@ -70,7 +71,9 @@ def headline(groups: Sequence[Group], context: Context) -> str:
         return words + "Without several seeds for both, a small gap is not evidence."
     noise = math.hypot(sd, second_sd)
     verdict = "more than" if best - second > noise else "within"
-    return words + f"That is {verdict} the spread over seeds: the two sd add to {100 * noise:.1f}."
+    return (
+        words + f"That is {verdict} the spread over seeds: both sd together are {100 * noise:.1f}."
+    )
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -83,16 +86,21 @@ def _title(groups: Sequence[Group]) -> str:
 def _facts(groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     seeds = sorted({seed for group in groups for seed in group.seeds})
-    models = dict.fromkeys(str(run.config["model"]) for run in runs if run.config.get("model"))
+    models = dict.fromkeys(filter(None, map(_model, runs)))
     written = [f.stat().st_mtime for r in runs for f in r.path.glob("*.jsonl")]
     facts = [("Runs", str(len(runs))), ("Seeds", ", ".join(map(str, seeds)) or "not recorded")]
-    if len(models) == 1 and len(next(iter(models))) <= 80:
+    if len(models) == 1:
         facts.append(("Model", next(iter(models))))
     if written:
         facts.append(("Last trained", f"{datetime.fromtimestamp(max(written)):%Y-%m-%d %H:%M}"))
     facts.append(("Page written", f"{datetime.now():%Y-%m-%d %H:%M}, {_versions()}"))
     items = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in facts)
     return f"<ul class='facts'>{items}</ul>"
+
+
+def _model(run: Run) -> str:
+    model = run.config.get("model")
+    return str((model.get("path") if isinstance(model, Mapping) else model) or "")
 
 
 def _versions() -> str:

@@ -21,7 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
-SIZE, DPI = (5.6, 3.7), 160  # inches; dots per inch
+SIZE, SMALL, DPI = (5.6, 3.7), (4.6, 3.5), 160  # inches, inches (three in a row), dots per inch
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
@@ -90,8 +90,8 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     words = "Share of held-out problems that are solved, at each evaluation."
     panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
-    for split in splits:
-        key = "accuracy_" + "".join(c if c.isalnum() else "_" for c in split)
+    for number, split in enumerate(splits, 1):  # numbered: `+` and `*` must not share a file
+        key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
         words = f"The same for the problems of “{split}” alone."
         title = f"Held-out accuracy: {split}"
         panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", words, "accuracy"))
@@ -130,7 +130,8 @@ def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
 def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    size = SMALL if panel.kind == "accuracy" else SIZE
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = figure.subplots()
     _draw_panel(axes, panel, groups)
     _legend(figure, axes, columns=4)

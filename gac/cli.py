@@ -1,0 +1,218 @@
+"""The command line: `gac train | eval | report | methods | demo`.
+
+Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
+0 done, 2 a mistake in the command or the configuration (one line says which), 130 interrupted.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+OK, USAGE, INTERRUPTED = 0, 2, 130
+
+EXAMPLES = """\
+examples:
+  gac demo                                        train and compare methods on a tiny task
+  gac train examples/gsm8k.yaml --set steps=200   train, changing one key of the file
+  gac report runs/demo                            a page about the runs below a folder
+  gac methods gac                                 what a method does and its hyperparameters
+"""
+SET_HELP = "one configuration key, e.g. optim.lr=1e-5 or method=grpo; may be repeated, last wins"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help goes on with text that is only made when it is asked for."""
+
+    more: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + (f"\n{self.more()}\n" if self.more else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; argv: without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["demo"]:  # it has a parser of its own
+            return _demo(arguments[1:])
+        options = make_parser().parse_args(arguments)
+        return options.run(options)
+    except KeyboardInterrupt as stop:
+        detail = f": {stop}" if str(stop) else ""
+        print(f"gac: interrupted{detail}; the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `gac methods | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except _mistakes() as error:
+        print(f"gac: {error}", file=sys.stderr)
+        return USAGE
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = Parser(
+        prog="gac",
+        description="Hybrid SFT + RL post-training with an adaptive mixing weight.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_report(commands)
+    _add_methods(commands)
+    commands.add_parser(
+        "demo", help="train a tiny model by several methods and compare them", add_help=False
+    )
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model as a configuration file says",
+        description="Train, writing everything to the run directory `out`. A run that was "
+        "interrupted goes on from its last checkpoint when the command is given again.",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see the keys below")
+    _add_set(train)
+    train.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on from the last checkpoint in `out`, if there is one (default: yes)",
+    )
+    train.more = lambda: _keys("gac.train_config", "TrainConfig")
+    train.set_defaults(run=_train)
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure a model's accuracy on held-out prompts",
+        description="Generate, score by the reward, print the accuracies as one JSON object.",
+    )
+    evaluate.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="optional; keys below"
+    )
+    _add_set(evaluate)
+    evaluate.more = lambda: _keys("gac.evaluate", "EvalConfig")
+    evaluate.set_defaults(run=_eval)
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page with plots and tables about one or more runs",
+        description="Write report.html (one file, opens without a network) and plots/*.png, and "
+        "print the tables. Runs that differ only by their seed are shown as one; unfinished runs "
+        "are welcome.",
+    )
+    report.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a folder of runs"
+    )
+    report.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to (default: the folder common to the runs)"
+    )
+    report.set_defaults(run=_report)
+
+
+def _add_methods(commands: argparse._SubParsersAction) -> None:
+    methods = commands.add_parser(
+        "methods",
+        help="list the methods, or explain one",
+        description="List the methods; with a name, what it does and its hyperparameters.",
+    )
+    methods.add_argument("name", nargs="?", metavar="NAME", help="one method")
+    methods.set_defaults(run=_methods)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    # extend, so that both `--set a=1 b=2` and `--set a=1 --set b=2` work
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    from gac.config import load
+    from gac.train_config import TrainConfig
+
+    config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
+    _show_log()
+    from gac.trainer import train
+
+    run = train(config, resume=options.resume)
+    print(f"The run: {run}\nNext: gac report {run}")
+    return OK
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from gac.config import load
+    from gac.evaluate import EvalConfig, evaluate_model
+
+    config = load(EvalConfig, options.config or {}, options.set)
+    _show_log()
+    print(json.dumps(evaluate_model(config), indent=2))
+    return OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from gac.report import find_runs, results_table, write_report
+
+    runs = find_runs(options.runs)
+    out = options.out or Path(os.path.commonpath([run.resolve() for run in runs]))
+    page = write_report(runs, out)
+    print(f"{results_table(runs)}\n\nThe page: {page}")
+    return OK
+
+
+def _methods(options: argparse.Namespace) -> int:
+    from gac.config import choose, describe
+    from gac.methods import METHODS
+    from gac.methods.table import methods_table
+
+    if options.name is None:
+        print(methods_table())
+        return OK
+    method = type(choose(METHODS, options.name))
+    print(f"{options.name}: {' '.join((method.__doc__ or '').split())}\n")
+    print(describe(method, "method") or "It has no hyperparameters.")
+    return OK
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from gac.demo import main as demo
+
+    return demo(arguments)
+
+
+def _keys(module: str, name: str) -> str:
+    """The help of a configuration class."""
+    from importlib import import_module
+
+    from gac.config import describe
+
+    return f"configuration keys:\n\n{describe(getattr(import_module(module), name))}"
+
+
+def _show_log() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Errors that are the user's to mend, so that one line serves better than a traceback."""
+    from gac.config import ConfigError
+    from gac.data_source import DataError
+
+    return ConfigError, DataError, FileNotFoundError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""The report: every statistic on values computed by hand, reading after a kill, the whole page."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gac.report import find_runs, results_table, write_report
+from gac.report.groups import differences, group_runs
+from gac.report.page import headline
+from gac.report.reading import read_columns, read_run, shared_setting
+from gac.report.statistics import (
+    band,
+    final_and_best,
+    kl_area,
+    large_mu_events,
+    mean_sd,
+    smooth,
+    total,
+    variance,
+)
+from gac.report.table import Column, context_of, summarise, write_cell
+
+STEPS = 40
+
+
+def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **settings) -> Path:
+    """A run whose numbers are simple functions of the step."""
+    path.mkdir(parents=True)
+    config = {"out": str(path), "seed": seed, "steps": planned, "method": {"name": method}}
+    (path / "config.yaml").write_text(json.dumps(config | settings))  # JSON is YAML
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row = {
+                "step": step, "mu": 0.01 * step, "mu_star": None, "prior": 0.5, "alpha": None,
+                "kl": 0.1 * step, "sft_variance": math.nan, "rl_variance": 0.5,
+                "disagreement": 2.0, "rollout_loss": 0.1 * (-1) ** step, "demo_loss": 1.0,
+                "reward_mean": step / 100, "entropy": 1.0, "response_length": 9 + step % 2,
+                "grad_norm": 1.0, "tokens": 1000, "seconds": 0.6,
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    with (path / "eval.jsonl").open("w") as file:
+        for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10)):
+            row = {"step": step, "accuracy": accuracy, "accuracy/+": 1.0, "accuracy/-": 0.0}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+# ---- statistics
+
+
+def arrays(*rows):
+    return [np.array(row, dtype=float) for row in rows]
+
+
+def test_kl_area_is_the_trapezoid_over_steps():
+    # 10 (0 + 2) / 2 + 20 (2 + 1) / 2
+    assert kl_area(*arrays([0, 10, 30], [0, 2, 1])) == pytest.approx(40)
+
+
+def test_kl_area_bridges_steps_without_a_kl():
+    assert kl_area(*arrays([0, 5, 10], [0, math.nan, 2])) == pytest.approx(10)
+
+
+def test_kl_area_above_a_floor_takes_crossings_exactly():
+    # from 0 to 2 over 10 steps the line is above 1 for 5 steps: a triangle of 5 * 1 / 2;
+    # then 10 steps a height of 1 above the floor
+    assert kl_area(*arrays([0, 10, 20], [0, 2, 2]), floor=1) == pytest.approx(2.5 + 10)
+    assert kl_area(*arrays([0, 10], [0, 0.5]), floor=1) == 0
+    assert kl_area(*arrays([0, 10], [1, 1]), floor=1) == 0
+    assert kl_area(*arrays([0, 10], [3, 2]), floor=1) == pytest.approx(15)
+
+
+def test_kl_area_without_any_kl_is_unknown_not_zero():
+    assert math.isnan(kl_area(*arrays([0, 1], [math.nan, math.nan])))
+
+
+def test_large_mu_events_counts_windows_not_steps():
+    steps = np.arange(1, 32)
+    mu = np.where(steps <= 11, 0.5, 0.5 + 0.01 * (steps - 11))  # flat, then +0.1 per window
+    assert large_mu_events(steps, mu, window=10) == (2, 3)
+    assert large_mu_events(steps, mu, window=10, threshold=0.2) == (0, 3)
+
+
+def test_a_change_of_exactly_the_threshold_is_not_large():
+    steps = np.arange(21)
+    assert large_mu_events(steps, 0.3 + 0.002 * steps, window=10) == (0, 2)
+    assert large_mu_events(steps, 0.3 - 0.0021 * steps, window=10) == (2, 2)
+
+
+def test_large_mu_events_skips_windows_with_a_missing_end():
+    steps, mu = arrays([0, 5, 10, 20], [0.1, 0.9, math.nan, 0.5])
+    assert large_mu_events(steps, mu, window=10) == (0, 0)
+    assert large_mu_events(steps, mu, window=5) == (1, 1)
+    assert large_mu_events(*arrays([], []), window=5) == (0, 0)
+
+
+def test_smooth_weighs_the_past_without_bias_to_the_start():
+    # span 3 -> decay 1/2: 1, (0.5 + 2) / 1.5, (0.25 + 1 + 3) / 1.75
+    assert smooth(np.array([1.0, 2.0, 3.0]), 3) == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
+    assert smooth(np.full(5, 7.0), 4) == pytest.approx(np.full(5, 7.0))
+    assert smooth(np.array([1.0, 5.0]), 1) == pytest.approx([1, 5])
+
+
+def test_band_is_taken_over_the_steps_that_all_seeds_have():
+    long, short = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
+    steps, mean, low, high = band([tuple(long), tuple(short)])
+    assert steps.tolist() == [0, 10, 20]
+    assert mean.tolist() == [1, 2.5, 4]  # the second curve is 4 at step 10
+    assert low.tolist() == [0, 1, 2]
+    assert high.tolist() == [2, 4, 6]
+    assert len(band([])[0]) == 0
+
+
+def test_final_best_mean_variance_and_total_ignore_what_is_unknown():
+    nan = math.nan
+    assert final_and_best(*arrays([1, 2, 3, 4], [0.1, 0.9, 0.9, nan])) == (0.9, 0.9, 2)
+    assert np.isnan(final_and_best(*arrays([1], [nan]))).all()
+    assert mean_sd([1, 3, nan]) == (2, pytest.approx(math.sqrt(2)))
+    assert np.isnan(mean_sd([5.0])[1]) and mean_sd([5.0])[0] == 5
+    assert variance(np.array([1, 3, nan])) == 1
+    assert total(np.array([1, 3, nan])) == 4
+    assert math.isnan(total(np.array([nan])))
+
+
+def test_a_cell_shows_mean_and_sd_to_the_same_digit():
+    assert write_cell((0.8333, 0.0211), Column("x", "x", 100, 1)) == "83.3 ± 2.1"
+    assert write_cell((0.8333, math.nan), Column("x", "x", 100, 1)) == "83.3"
+    assert write_cell((57.62, 0.749), Column("x", "x")) == "57.6 ± 0.7"
+    assert write_cell((0.01234, 0.001), Column("x", "x")) == "0.0123 ± 0.0010"
+    assert write_cell((1234567.0, math.nan), Column("x", "x")) == "1,234,567"
+    assert write_cell((0.0, 0.0), Column("x", "x")) == "0 ± 0"
+    assert write_cell((math.nan, math.nan), Column("x", "x")) == "–"
+
+
+# ---- reading
+
+
+def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "mu": 0.5, "kl": NaN, "name": "x"}\n'
+        "\n"
+        '{"step": 2, "mu": null, "entropy": 1}\n'
+        '{"no step": 3}\n'
+        '{"step": 3, "mu": 0.'
+    )
+    columns, unreadable = read_columns(path)
+    assert unreadable == 2
+    assert set(columns) == {"step", "mu", "entropy"}  # fields without any number are left out
+    np.testing.assert_array_equal(columns["mu"], [0.5, math.nan])
+    np.testing.assert_array_equal(columns["entropy"], [math.nan, 1])
+
+
+def test_rows_of_a_resumed_run_replace_those_from_its_step_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
+    path.write_text("".join(json.dumps({"step": s, "mu": m}) + "\n" for s, m in rows))
+    columns, _ = read_columns(path)
+    assert columns["step"].tolist() == [1, 2, 3]
+    assert columns["mu"].tolist() == [0.1, 0.25, 0.35]
+
+
+def test_a_run_that_has_only_started_is_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    run = read_run(tmp_path)
+    assert (run.steps_done, run.steps_planned, run.seed, run.splits) == (0, None, None, [])
+    assert write_report([tmp_path], tmp_path / "out").is_file()
+
+
+def test_find_runs_takes_runs_and_folders_of_runs_once(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "deep" / "b")
+    assert find_runs([a, tmp_path]) == [a, b]
+    with pytest.raises(FileNotFoundError, match=r"nothing: no run here \(no metrics\.jsonl"):
+        find_runs([tmp_path / "nothing"])
+
+
+# ---- grouping
+
+
+def grouped(*paths):
+    return group_runs([read_run(path) for path in paths])
+
+
+def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
+    paths = [
+        write_run(tmp_path / f"gac-{s}", seed=s, data=f"task/seed{s}/demos.jsonl") for s in (0, 1)
+    ]
+    other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
+    groups = grouped(paths[0], other, paths[1])
+    assert [(group.label, group.seeds) for group in groups] == [("gac", [0, 1]), ("grpo", [0])]
+
+
+def test_another_setting_makes_another_group_and_tells_the_labels_apart(tmp_path):
+    groups = grouped(
+        write_run(tmp_path / "a", seed=0, optim={"lr": 1e-3}),
+        write_run(tmp_path / "b", seed=1, optim={"lr": 1e-4}),
+    )
+    assert [group.label for group in groups] == ["gac (lr=0.001)", "gac (lr=0.0001)"]
+    assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
+
+
+def test_the_name_of_a_run_is_its_label_without_its_seed(tmp_path):
+    paths = [write_run(tmp_path / str(s), seed=s, name=f"mine seed{s}") for s in (1, 2)]
+    assert [group.label for group in grouped(*paths)] == ["mine"]
+
+
+def test_runs_without_a_configuration_stay_apart(tmp_path):
+    paths = [write_run(tmp_path / name) for name in ("a", "b")]
+    for path in paths:
+        (path / "config.yaml").unlink()
+    assert [group.label for group in grouped(*paths)] == ["a", "b"]
+
+
+# ---- summary
+
+
+def test_summary_of_a_run_by_hand(tmp_path):
+    run = read_run(write_run(tmp_path / "a", method="gac", controller={"update_every": 20}))
+    found = summarise(run, context_of([run]))
+    assert found["final"] == 0.5
+    assert found["best"] == 0.6
+    assert found["accuracy/+"] == 1.0
+    # a line from 0.1 to 4.0 over 39 steps
+    assert found["kl_area"] == pytest.approx(39 * 4.1 / 2)
+    assert math.isnan(found["kl_excess"])  # no target is configured
+    assert found["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
+    assert found["length_variance"] == pytest.approx(0.25)  # 9 and 10 in turn
+    assert found["tokens"] == 40_000
+    assert found["minutes"] == pytest.approx(0.4)
+
+
+def test_settings_count_for_the_page_only_if_the_runs_agree(tmp_path):
+    same = [read_run(write_run(tmp_path / "a", method="sft"))]
+    same.append(read_run(write_run(tmp_path / "b", controller={"kl_target": 0.02})))
+    assert shared_setting(same, "kl_target") == 0.02  # the run without one is measured alike
+    other = read_run(write_run(tmp_path / "c", controller={"kl_target": 0.5}))
+    assert shared_setting([*same, other], "kl_target") is None
+    assert context_of([*same, other]).kl_target is None
+
+
+def test_headline_names_who_is_ahead_and_whether_seeds_bear_it_out(tmp_path):
+    ahead = [write_run(tmp_path / f"a{s}", seed=s) for s in (0, 1)]  # 0.5, 0.6
+    behind = [write_run(tmp_path / f"b{s}", method="sft", seed=s) for s in (0, 1)]
+    for path in behind:
+        (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
+    groups = grouped(*behind, *ahead)
+    text = headline(groups, context_of([run for group in groups for run in group.runs]))
+    assert "gac with 55.0 ± 7.1 %, 5.0 points above sft (50.0 %)" in text
+    assert "within the spread over seeds" in text
+    single = grouped(behind[0], ahead[0])
+    assert "Without several seeds" in headline(single, context_of([]))
+
+
+# ---- the page
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: list[dict] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.links += [attributes[key] for key in ("src", "href") if key in attributes]
+        if tag == "img":
+            self.images.append(attributes)
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        write_run(root / f"gac-{seed}", seed=seed, controller={"kl_target": 0.5})
+    sft = write_run(root / "sft", method="sft", steps=25, note="<script>alert(1)</script>")
+    with (sft / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 26, "mu"')  # as a kill leaves it
+    return write_report([root], root / "out")
+
+
+def test_the_page_is_one_file_with_every_panel_inside(report):
+    page = Page(report.read_text())
+    assert page.open == []  # every tag is closed
+    assert [image["alt"].partition(" over")[0] for image in page.images] == [
+        "Held-out accuracy", "Held-out accuracy: +", "Held-out accuracy: -",
+        "(a) Rollout accuracy", "(b) Response length", "(c) Entropy", "(d) Policy loss",
+        "(e) Mixing weight μ", "(g) RL variance σᵣ²", "(h) Disagreement Δg̃²",
+    ]  # fmt: skip
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert not re.search(r"https?://|@import|url\(", report.read_text())
+
+
+def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
+    text = report.read_text()
+    assert "Not recorded: (f) SFT variance σₛ²." in text
+    assert "25 steps of 40: unfinished or still running; 1 unreadable line(s) skipped" in text
+    assert "the part of that area above the target of 0.5" in text
+    assert "μ changed by more than 0.02" in text
+    assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup
+
+
+def test_plots_are_png_files_beside_the_page(report):
+    names = {path.name for path in (report.parent / "plots").iterdir()}
+    assert {
+        "overview.png",
+        "accuracy.png",
+        "accuracy_1_+.png",
+        "accuracy_2_-.png",
+        "e_mu.png",
+    } <= names
+    assert all(name.endswith(".png") for name in names)
+    from matplotlib.image import imread
+
+    pixels = imread(report.parent / "plots" / "e_mu.png")[..., :3]
+    assert pixels.shape[1] > 700
+    blue = np.abs(pixels - np.array([0, 0x72, 0xB2]) / 255).max(-1) < 0.02
+    assert blue.sum() > 500  # the first group's line is there
+
+
+def test_the_terminal_table_is_aligned_and_holds_the_numbers(report):
+    text = results_table([report.parent.parent])
+    accuracy, stability = text.split("\n\n")
+    lines = accuracy.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert "gac" in lines[2] and "55.0 ± 7.1" in lines[2] and "65.0 ± 7.1" in lines[2]
+    assert "25 of 40" in lines[3]
+    assert "large μ changes %" in stability
+    assert "100.0 ± 0.0" in stability  # mu rises by 0.1 in every window of 10
