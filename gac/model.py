@@ -122,7 +122,9 @@ def load_model(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
     attach_head(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # the name changed within transformers 5
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
     if config.lora is not None:
         model = _add_lora(model, config.lora)

@@ -1,0 +1,92 @@
+"""The floor plan, held by a test: imports flow one way, files stay small, nothing personal is in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("gac_kernels", "gac", "bench", "tests")  # each may import those before it, and itself
+EXTERNAL = {  # what the kernels may import: they must run beside any trainer
+    "gac_kernels": {"torch", "triton"},
+}
+LIMIT = 400
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    found = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in found.stdout.splitlines()]
+    return [p for p in paths if p.suffix in suffixes and p.exists()]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of absolute imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_imports_flow_one_way():
+    wrong = []
+    for path in tracked(".py"):
+        layer = path.relative_to(ROOT).parts[0]
+        if layer not in LAYERS:
+            continue
+        later = set(LAYERS[LAYERS.index(layer) + 1 :])
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imported(path) & later]
+    assert not wrong
+
+
+def test_kernels_need_only_torch_and_triton():
+    import sys
+
+    wrong = []
+    for path in (ROOT / "gac_kernels").rglob("*.py"):
+        foreign = imported(path) - set(sys.stdlib_module_names) - {"gac_kernels"}
+        wrong += [f"{path.name} imports {n}" for n in foreign - EXTERNAL["gac_kernels"]]
+    assert not wrong
+
+
+def test_the_trainer_never_names_a_method():
+    from gac.methods import METHODS
+    from gac_kernels.contract import REDUCTIONS
+
+    for name in ("trainer.py", "gradients.py", "experience.py", "batch.py", "rollouts.py"):
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse((ROOT / "gac" / name).read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not strings & set(METHODS) - set(REDUCTIONS), name  # "constant" is both
+
+
+def test_files_stay_small():
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in tracked(".py", ".cpp", ".cu", ".h", ".cuh")
+        if (n := len(p.read_text().splitlines())) > LIMIT
+    }
+    assert not long
+
+
+def test_no_machine_paths():
+    places = ["/" + name + "/" for name in ("work", "farm", "root")]
+    wrong = [
+        f"{p.relative_to(ROOT)}: {place}"
+        for p in tracked(".py", ".md", ".toml", ".yaml", ".yml", ".cpp", ".h", ".cu", ".html", "")
+        for place in places
+        if place in p.read_text(errors="replace")
+    ]
+    assert not wrong

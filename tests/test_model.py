@@ -1,0 +1,105 @@
+"""The model adapter: the loss reaches hidden states and head on every family that we claim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gac.model import LoraConfig, _add_lora, attach_head, export
+from gac_kernels import reference
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def make(kind: str, **changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes))
+    return model.eval()
+
+
+def check(model, tolerance: float = 1e-5):
+    """The loss and every gradient through `request` equal those of the model's own logits."""
+    ids = torch.randint(3, 61, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    targets = torch.where(mask.bool(), ids, -100).roll(-1, 1)
+    targets[:, -1] = -100
+    batch = (targets, torch.tensor([1.0, -0.5, 0.0]), torch.tensor([False, False, True]))
+    out = model(input_ids=ids, attention_mask=mask, request=lambda head: head.loss(*batch))
+    out.loss.backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    wanted = reference.fused_gac_loss(logits, *batch)
+    wanted.loss.backward()
+    torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.logps, wanted.logps, rtol=1e-4, atol=1e-5)
+    theirs = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "gemma"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_of_known_families(kind, tied):
+    model = make(kind, tie_word_embeddings=tied)
+    assert attach_head(model)
+    check(model)
+
+
+def test_softcapped_head_falls_back_to_logits(caplog):
+    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=0.5)
+    assert not attach_head(model)
+    assert "takes its logits" in caplog.text
+    check(model)
+
+
+def test_scaled_head_falls_back_to_logits(caplog):
+    model = make("granite", logits_scaling=4.0)
+    assert not attach_head(model)
+    assert "takes its logits" in caplog.text
+    check(model)
+
+
+def test_generate_still_works_after_attach():
+    model = make("qwen2")
+    plain = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
+    attach_head(model)
+    after = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
+    assert torch.equal(plain, after)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = make("qwen2")
+    attach_head(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    check(model)
+
+
+def test_lora_trains_adapters_only():
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = make("qwen2")
+    attach_head(model)
+    model = _add_lora(model, LoraConfig(rank=2))
+    check(model)
+    names = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert names and all("lora" in n for n in names)
+
+
+def test_exported_folder_loads_and_agrees(tmp_path):
+    from gac.demo.task import tokenizer
+
+    model = make("qwen2", tie_word_embeddings=True)
+    attach_head(model)
+    export(model, tokenizer(), tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(model(input_ids=ids).logits, again(input_ids=ids).logits)
+    assert "request" in model.forward.__func__.__code__.co_varnames  # the patch is back in place

@@ -1,0 +1,207 @@
+"""The training loop: what it records, what it repeats, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from gac.batch import Row, collate, denominators, norms
+from gac.rollouts import generate, group_advantages
+from gac.trainer import Trainer, train
+from gac_kernels import LossSpec
+
+from .tiny import metrics, tiny_config, write_tiny
+
+CONTRACT = """step mu mu_star prior alpha kl sft_variance rl_variance disagreement rollout_loss
+demo_loss reward_mean entropy clip_fraction response_length grad_norm tokens seconds""".split()
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def gradients(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+
+
+def capture(trainer: Trainer) -> list[torch.Tensor]:
+    """The gradients of the trainer's next step."""
+    found: list[torch.Tensor] = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda *a, **k: (found.extend(gradients(trainer)), step(*a, **k))
+    trainer._train_step()
+    return found
+
+
+def test_run_directory_has_what_the_contract_says(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", export=True))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert set(CONTRACT) <= set(rows[0])
+    assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
+    last = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
+    assert {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length"} <= set(last)
+    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
+        "step-00000002", "step-00000004",
+    ]  # fmt: skip
+    assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
+    loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
+    whole = Trainer(tiny_config(task, tmp_path / "a", loss=loss))
+    parts = Trainer(tiny_config(task, tmp_path / "b", loss=loss, micro_batch=3))
+    one, many = capture(whole), capture(parts)
+    assert len(one) == len(many) > 0
+    for x, y in zip(one, many, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss"):
+        assert getattr(whole.seen, name) == pytest.approx(getattr(parts.seen, name), rel=1e-4)
+    assert whole.seen.signals == pytest.approx(parts.seen.signals, rel=1e-4)
+
+
+def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
+    """A reward that is the same for everyone leaves only the demonstrations' gradient."""
+    flat = tiny_config(task, tmp_path / "a", reward="tests.test_trainer:no_reward",
+                       method={"name": "constant", "mu": 0.5})  # fmt: skip
+    trainer = Trainer(flat)
+    seen = []
+    backward = trainer.accelerator.backward
+    trainer.accelerator.backward = lambda loss: (seen.append(loss.item()), backward(loss))
+    mixed = capture(trainer)
+    assert len(seen) == 1  # one micro-batch: the demonstrations
+    only = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
+    for x, y in zip(mixed, capture(only), strict=True):
+        torch.testing.assert_close(x, 0.5 * y, rtol=1e-4, atol=1e-7)
+
+
+def no_reward(completion: str, example: object) -> float:
+    return 0.0
+
+
+def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
+    config = tiny_config(task, tmp_path / "a", method={"name": "grpo"}, steps=4)
+    config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, reuse=2))
+    once = Trainer(tiny_config(task, tmp_path / "b", method={"name": "grpo"}))
+    twice = Trainer(config)
+    for x, y in zip(capture(once), capture(twice), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
+    first = twice.rollouts
+    twice.step += 1
+    capture(twice)
+    assert twice.rollouts is first and first.old_logps
+
+
+def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
+    config = tiny_config(task, tmp_path / "a", method={"name": "sft"})
+    hot = dataclasses.replace(config, out=str(tmp_path / "b"),
+                              rollouts=dataclasses.replace(config.rollouts, temperature=2.0))  # fmt: skip
+    for x, y in zip(capture(Trainer(config)), capture(Trainer(hot)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_interrupted_run_repeats_the_uninterrupted_one(task, tmp_path):
+    whole = train(tiny_config(task, tmp_path / "whole", steps=6))
+    config = tiny_config(task, tmp_path / "cut", steps=6)
+    trainer = Trainer(config)
+    trainer.stop_signal = 2  # as if Ctrl-C came during the first step
+    with pytest.raises(KeyboardInterrupt, match="step 1"):
+        trainer.run()
+    train(config)
+    assert metrics(tmp_path / "cut") == metrics(whole)
+
+
+def test_without_resume_a_used_folder_is_refused(task, tmp_path):
+    config = tiny_config(task, tmp_path / "run", steps=2)
+    train(config)
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(config, resume=False)
+
+
+def test_reward_error_names_the_row(task, tmp_path):
+    with pytest.raises(ValueError, match="nan"):
+        train(tiny_config(task, tmp_path / "run", reward="tests.test_trainer:nan_reward"))
+
+
+def test_dropped_rewards_are_left_out(task, tmp_path):
+    config = tiny_config(task, tmp_path / "run", steps=1, method={"name": "grpo"},
+                         reward={"name": "tests.test_trainer:half_reward", "on_error": "drop"})  # fmt: skip
+    trainer = Trainer(config)
+    trainer._train_step()
+    assert 0 < len(trainer.rollouts.rows) < 16
+    assert trainer.sampler.reward.dropped == 16 - len(trainer.rollouts.rows)
+
+
+def nan_reward(completion: str, example: object) -> float:
+    return math.nan
+
+
+def half_reward(completion: str, example: object) -> float:
+    return math.nan if completion[:1] in "01234" else float(len(completion))
+
+
+def test_mixed_precision_runs(task, tmp_path):
+    AcceleratorState._reset_state()  # accelerate fixes the precision once per process
+    try:
+        out = train(tiny_config(task, tmp_path / "run", steps=2, mixed_precision="bf16"))
+    finally:
+        AcceleratorState._reset_state()
+    assert all(math.isfinite(r["grad_norm"]) for r in metrics(out))
+
+
+def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    out = train(tiny_config(task, tmp_path / "run", steps=2, trackers=["tensorboard"]))
+    assert list(out.rglob("events.out.tfevents*"))
+
+
+def test_lora_run_uses_the_bare_model_as_reference(task, tmp_path):
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2}}
+    out = train(tiny_config(task, tmp_path / "run", model=model, steps=2))
+    assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6)  # adapters start at zero
+
+
+def test_collate_scores_response_tokens_only():
+    rows = [Row((5, 6, 7, 8), 2, False, 1.5), Row((5, 9), 1, True), Row((4, 4, 4), 3, False)]
+    batch = collate(rows, pad_token=0)
+    assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
+    assert denominators(rows) == [1, 2, 1, 1]
+    assert norms([3, 30, 2, 20], LossSpec()) == (3, 20)
+    assert collate([], 0).targets.tolist() == [[-100]]
+
+
+def test_group_advantages():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
+    centred = group_advantages(rewards.double(), "centered")
+    assert centred[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert centred[1].tolist() == [0.0] * 4  # exactly: these rows must cost nothing
+    assert centred[2, 0] == 0 and centred[2, 1:].sum().abs() < 1e-12
+    std = group_advantages(rewards.double(), "std")
+    assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
+
+
+def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
+    """A checkpoint may ship top_k or a repetition penalty: sampling with it is off-policy."""
+    trainer = Trainer(tiny_config(task, tmp_path / "run"))
+    model, prompts = trainer.model, [(4, 5, 6)] * 2
+    settings = {"max_new_tokens": 6, "temperature": 1.0, "samples": 8}
+    torch.manual_seed(0)
+    plain = generate(model, trainer.tokenizer, prompts, **settings)
+    spoiled = copy.deepcopy(model.generation_config)
+    spoiled.top_k, spoiled.repetition_penalty = 1, 5.0
+    model.generation_config = spoiled
+    torch.manual_seed(0)
+    assert generate(model, trainer.tokenizer, prompts, **settings) == plain
+    assert model.generation_config is spoiled
+    assert len(set(plain)) > 4

@@ -1,0 +1,56 @@
+"""A training run of milliseconds: a random Qwen2 with the demo's tokenizer and data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gac.config import load
+from gac.demo.task import model_config, rows, tokenizer, write_rows
+from gac.train_config import TrainConfig
+
+
+def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
+    """Model, tokenizer and data under `folder`; returns it."""
+    import random
+
+    rng = random.Random(0)
+    words = tokenizer()
+    words.save_pretrained(folder / "init")
+    config = model_config(len(words), words.pad_token_id, words.eos_token_id)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
+    config.layer_types = None
+    config.save_pretrained(folder / "init")
+    solved = dict.fromkeys("+-", 0.3)
+    write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * (prompts // 2), solved))
+    write_rows(folder / "demos.jsonl", rows(rng, ["-"] * demos, solved))
+    write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 4))
+    return folder
+
+
+def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
+    """A run of a few steps; keywords replace top-level keys of the configuration."""
+    return load(TrainConfig, {
+        "out": str(out),
+        "model": {"path": str(folder / "init"), "random_init": True},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "demos": str(folder / "demos.jsonl")},
+        "reward": "tests.tiny:digit_reward",
+        "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5},
+        "eval": {"data": {"prompts": str(folder / "eval.jsonl")}, "max_new_tokens": 5,
+                 "split_field": "op"},
+        "optim": {"lr": 1e-3, "warmup": 1, "clip": 0},
+        "steps": 4, "demo_batch": 4, "checkpoint_every": 2, "export": False,
+        **changes,
+    })  # fmt: skip
+
+
+def digit_reward(completion: str, example: Any) -> float:
+    """Share of characters that are digits: a random model earns some of it, not all."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, without what a clock measured."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
