@@ -1,0 +1,143 @@
+"""The command line as a user meets it: help, errors on one line, exit codes, a report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gac import cli
+from gac.config import load
+from gac.methods import METHODS
+from gac.train_config import TrainConfig
+
+ROOT = Path(cli.__file__).parents[1]
+
+
+def write_run(path: Path) -> Path:
+    path.mkdir(parents=True)
+    rows = [{"step": step, "mu": 0.5, "kl": 0.1, "reward_mean": 0.2} for step in range(1, 12)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "eval.jsonl").write_text('{"step": 11, "accuracy": 0.25}\n')
+    (path / "config.yaml").write_text("method: {name: constant}\nseed: 3\n")
+    return path
+
+
+def mistake(capsys, *arguments) -> str:
+    """The one line on stderr of a command that exits with 2."""
+    assert cli.main(arguments) == cli.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("gac: ")
+    return line
+
+
+def test_top_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("train", "eval", "report", "methods", "demo"):
+        assert f"\n    {command} " in text
+
+
+def test_help_does_not_wait_for_transformers():
+    code = "import sys; from gac.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('transformers' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_command_help_documents_every_configuration_key(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    keys = {"train": ["out: text = runs/gac", "optim.lr: float"], "eval": ["settings.samples: int"]}
+    for key in [*keys[command], "model.path: text"]:
+        assert f"\n{key}" in text
+    assert "--set KEY=VALUE" in text
+    undocumented = [
+        line
+        for line, following in zip(text.splitlines(), text.splitlines()[1:], strict=False)
+        if line[:1].isalpha() and " = " in line and not following.startswith("    ")
+    ]
+    assert undocumented == []
+
+
+def test_methods_lists_all_and_explains_one(capsys):
+    assert cli.main(["methods"]) == cli.OK
+    text = capsys.readouterr().out
+    for name, method in METHODS.items():
+        assert f"\n  {name} " in text
+        assert method.family in text
+    assert cli.main(["methods", "gac"]) == cli.OK
+    assert "method.ema_decay: float = 0.99\n    " in capsys.readouterr().out
+    assert "did you mean 'grpo'" in mistake(capsys, "methods", "grop")
+
+
+def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    assert cli.main(["report", str(one), str(two)]) == cli.OK
+    text = capsys.readouterr().out
+    assert "25.0" in text
+    assert str(tmp_path / "report.html") in text  # the folder common to both
+    assert (tmp_path / "plots" / "overview.png").is_file()
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "there")]) == cli.OK
+    assert (tmp_path / "there" / "report.html").is_file()
+
+
+def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys):
+    assert "no run here" in mistake(capsys, "report", str(tmp_path))
+    assert "cannot be read" in mistake(capsys, "train", str(tmp_path / "absent.yaml"))
+    config = tmp_path / "run.yaml"
+    config.write_text("stepps: 3\n")
+    line = mistake(capsys, "train", str(config))
+    assert "run.yaml: stepps: unknown key" in line and "did you mean 'steps'" in line
+    config.write_text("steps: 3\n")
+    assert "did you mean 'lr'" in mistake(capsys, "train", str(config), "--set", "optim.lrr=1")
+    assert "steps=0" in mistake(capsys, "train", str(config), "--set", "steps=0")
+    assert "did you mean 'model'" in mistake(capsys, "eval", "--set", "modle.path=x")
+
+
+def test_wrong_usage_exits_with_two(capsys):
+    for arguments in ([], ["trian"], ["train"], ["report"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == cli.USAGE
+        assert "usage: gac" in capsys.readouterr().err
+
+
+def test_set_takes_one_or_several_and_may_be_repeated(tmp_path):
+    options = cli.make_parser().parse_args(
+        ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]
+    )
+    assert options.set == ["steps=1", "seed=2", "method=grpo"]
+    assert options.resume is False
+    config = load(TrainConfig, {}, options.set)
+    assert (config.steps, config.seed, config.method) == (1, 2, METHODS["grpo"]())
+
+
+def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
+    # a pipe as the configuration: the command waits in it, where a real SIGINT reaches it
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    code = "import sys; from gac.cli import main; import gac.train_config\n"
+    code += "print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "train", str(pipe)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)  # it is waiting in the pipe by now
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    assert error == "gac: interrupted; the same command goes on from there\n"
