@@ -1,0 +1,56 @@
+"""The real input: examples/gsm8k.yaml on the real files, with a model small enough for a CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from gac.config import load
+from gac.train_config import TrainConfig
+from gac.trainer import train
+
+from .tiny import metrics
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.yaml"
+
+
+def write_model(folder: Path, rows: list[dict]) -> None:
+    """A byte-level BPE tokenizer trained on GSM8K's own text, and a random Qwen2 for it."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator((r["prompt"] + r["solution"] for r in rows), trainer)
+    words = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    words.save_pretrained(folder)
+    Qwen2Config(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
+    source = data_dir / "gsm8k_train.jsonl.gz"
+    monkeypatch.setenv("GAC_DATA", str(data_dir))
+    with gzip.open(source, "rt") as file:
+        rows = [json.loads(line) for _, line in zip(range(500), file, strict=False)]
+    write_model(tmp_path / "model", rows)
+    config = load(TrainConfig, EXAMPLE, [
+        f"out={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "model.random_init=true",
+        "model.dtype=float32", "steps=2", "rollouts.prompts=2", "rollouts.completions=2",
+        "rollouts.max_new_tokens=12", "demo_batch=4", "eval.data.limit=2", "eval.max_new_tokens=8",
+        "data.limit=200",
+    ])  # fmt: skip
+    out = train(config)
+    found = metrics(out)
+    assert len(found) == 2 and all(math.isfinite(r["grad_norm"]) for r in found)
+    assert found[0]["demo_loss"] > 0 and found[0]["sft_variance"] > 0
+    assert (out / "model" / "model.safetensors").exists()
