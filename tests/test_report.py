@@ -308,6 +308,7 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
     text = report.read_text()
     assert "Not recorded: (f) SFT variance σₛ²." in text
     assert "25 steps of 40: unfinished or still running; 1 unreadable line(s) skipped" in text
+    assert "Areas and sums of runs with fewer steps cover fewer steps" in text
     assert "the part of that area above the target of 0.5" in text
     assert "μ changed by more than 0.02" in text
     assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup

@@ -121,6 +121,9 @@ def _results(groups: Sequence[Group], context: Context) -> str:
     blocks = "".join(_table(table, groups) for table in tables(groups, context))
     repeated = any(len(group.runs) > 1 for group in groups)
     note = "± is the standard deviation over seeds. " if repeated else ""
+    lengths = {run.steps_done for group in groups for run in group.runs}
+    if len(lengths) > 1:
+        note += "Areas and sums of runs with fewer steps cover fewer steps. "
     return f"{blocks}<p class='note'>{note}Each column is defined at the end of the page.</p>"
 
 

@@ -173,7 +173,7 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
 def _metric(axes: Any, panel: Panel, group: Group, index: int) -> None:
     raw = _curves(group, panel)
     if len(raw) == 1:
-        axes.plot(*raw[0], color=look(index)["color"], alpha=0.22, linewidth=0.8)
+        axes.plot(*raw[0], color=look(index)["color"], alpha=0.18, linewidth=0.8)
     _line(axes, group.label, _smoothed(raw), index)
 
 

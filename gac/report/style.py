@@ -53,6 +53,6 @@ pre { background: var(--tint); padding: .9rem 1.1rem; overflow-x: auto; line-hei
   figure, tr, dt, dd { break-inside: avoid; }
   h2 { break-after: avoid; margin-top: 8mm; }
   table { font-size: 7.6pt; } th, td { padding: 1.2mm 1.4mm; } thead th { min-width: 0; }
-  details:not([open]) { display: none; }
+  .two { grid-template-columns: 1fr 1fr; }
 }
 """
