@@ -1,0 +1,183 @@
+"""Shared inputs of the loss tests: named cases, each with the reason why it is there.
+
+Legend: B padded rows, T row length, N tokens, V vocabulary, H hidden size, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, backends, reference
+
+H = 24  # hidden size; the logits are hidden @ weight.T + bias
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch and one specification."""
+
+    name: str
+    reason: str
+    spec: LossSpec = field(default_factory=LossSpec)
+    vocabulary: int = 101  # prime: no multiple of any vector or tile
+    lengths: tuple[int, ...] = (7, 3, 0, 5, 7, 1)  # tokens with a loss; 0 = an empty sequence
+    demos: tuple[int, ...] = (0, 1, 0, 0, 1, 1)
+    packed: bool = False
+    per_token: bool = False  # advantages per token
+    peak: float = 1.0  # factor of the logits: trained models are peaked
+    masked_words: int = 0  # words whose logit is -inf
+    mu: float = 0.4
+    old: float | None = None  # spread of the log-ratio; None = on-policy
+    ref: float | None = None  # spread of logp - ref
+
+
+@dataclass
+class Batch:
+    """Inputs of one case. hidden, weight and bias are leaves; `keywords` fit every call."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    targets: Tensor
+    advantages: Tensor
+    is_demo: Tensor
+    keywords: dict[str, Any]
+
+    def logits(self) -> Tensor:
+        """A leaf with the case's logits, in hidden's dtype."""
+        exact = reference.linear_logits(self.hidden, self.weight, self.bias).detach()
+        return exact.to(self.hidden.dtype).requires_grad_()
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """The same values as leaves of another dtype."""
+        leaves = [
+            x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)
+        ]
+        return Batch(*leaves, self.targets, self.advantages, self.is_demo, self.keywords)
+
+
+def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
+    """The case's batch; the same numbers for every dtype up to its rounding."""
+    g = torch.Generator().manual_seed(len(case.name))
+    sequences, width = len(case.lengths), max(case.lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    hidden, weight = normal(sequences, width, H), normal(case.vocabulary, H) * case.peak / H**0.5
+    bias = normal(case.vocabulary) / 2
+    bias[case.vocabulary - case.masked_words :] = -torch.inf
+    words = case.vocabulary - case.masked_words
+    targets = torch.randint(0, words, (sequences, width), generator=g)
+    targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(-1)  # a sure token
+    live = torch.arange(width) < torch.tensor(case.lengths)[:, None]
+    targets[~live] = -100
+    is_demo = torch.tensor(case.demos, dtype=torch.bool)
+    advantages = normal(*((sequences, width) if case.per_token else (sequences,))).float()
+    logps, _ = reference.linear_token_logprobs(
+        hidden, weight, targets, bias=bias, temperature=case.spec.temperature
+    )
+    past = [
+        None if spread is None else (logps + spread * normal(sequences, width)).float()
+        for spread in (case.old, case.ref)
+    ]
+    keywords: dict[str, Any] = {"mu": case.mu, "spec": case.spec}
+    if case.packed:  # half of the padding goes, so that masked tokens stay inside
+        kept = live | (torch.rand(live.shape, generator=g) < 0.5)
+        hidden, targets = hidden[kept], targets[kept]
+        past = [x if x is None else x[kept] for x in past]
+        advantages = advantages[kept] if case.per_token else advantages
+        ends = kept.sum(1).cumsum(0)
+        keywords["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+    keywords |= {"old_logps": past[0], "ref_logps": past[1]}
+    return Batch(hidden, weight, bias, targets, advantages, is_demo, keywords).to(dtype)
+
+
+CASES = [
+    Case("defaults", "what most callers run"),
+    Case("packed", "the packed layout, masked tokens inside", packed=True),
+    Case("clip", "both sides of the clip are met for both signs of A", old=0.4),
+    Case("no-clip", "None removes both sides", LossSpec(clip_low=None, clip_high=None), old=0.4),
+    Case("one-sided", "only one side clips", LossSpec(clip_low=None, clip_high=0.28), old=0.4),
+    Case("dual-clip", "large ratios with A < 0", LossSpec(dual_clip=1.5), old=1.0),
+    Case("k1", "the linear estimator", LossSpec(kl_coef=0.1, kl_estimator="k1"), ref=0.3),
+    Case("k2", "the quadratic one", LossSpec(kl_coef=0.1, kl_estimator="k2"), ref=0.3, old=0.2),
+    Case("k3", "the exponential one", LossSpec(kl_coef=0.1), ref=0.3, old=0.2, packed=True),
+    Case("kl-only-reported", "a reference without a coefficient", ref=0.3),
+    Case("entropy", "entropy has a gradient", LossSpec(entropy_coef=0.05, temperature=0.7)),
+    Case("one", "cross-entropy", LossSpec(demo_weight=DemoWeight.ONE)),
+    Case("p", "DFT", LossSpec(demo_weight=DemoWeight.P), peak=3.0),
+    Case("shaped", "reads A on demonstrations", LossSpec(demo_weight=DemoWeight.SHAPED)),
+    Case("trust", "both sides of max(p, c)", LossSpec(demo_weight=DemoWeight.TRUST), peak=3.0),
+    Case("constant", "norm from max_tokens", LossSpec(
+        rollout_reduction="constant", demo_reduction="constant", max_tokens=9)),
+    Case("swapped-reductions", "the other two", LossSpec(
+        rollout_reduction="token", demo_reduction="sequence")),
+    Case("per-token", "advantages per token", per_token=True, packed=True, old=0.3),
+    Case("masked-words", "-inf logits are a masked vocabulary", LossSpec(entropy_coef=0.05),
+         masked_words=30),
+    Case("peaked", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
+    Case("wide", "more words than one tile of any backend", vocabulary=9001, lengths=(2, 1, 2),
+         demos=(0, 1, 0)),
+    Case("tiny", "fewer words than one vector", vocabulary=3),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def available(name: str, dtype: torch.dtype = torch.float32) -> str:
+    """The backend's name; skips the test with the backend's own reason where it cannot run."""
+    if reason := backends.load(name).unavailable(torch.device("cpu"), dtype):
+        pytest.skip(f"{name}: {reason}")
+    return name
+
+
+def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
+    """|ours - truth| <= 2 |same dtype's reference - truth| + 8 float32 ulp of the largest truth.
+
+    Worst elements on both sides; `unit` adds that share of the largest truth for a store that
+    truncates. Prints the worst element of ours when it fails.
+    """
+    ours, same, truth = (x.detach().double() for x in (ours, same, truth))
+    assert ours.shape == truth.shape, f"{name}: shape {ours.shape} instead of {truth.shape}"
+    if truth.numel() == 0:
+        return
+    assert truth.isfinite().all() or name == "kl", f"{name}: the truth itself is not finite"
+    if truth.isnan().any():
+        assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: nan in other places"
+        return
+    error, allowed = (ours - truth).abs().reshape(-1), 2 * (same - truth).abs().max().item()
+    allowed += (unit + 8 * torch.finfo(torch.float32).eps) * max(truth.abs().max().item(), 1e-3)
+    worst = error.nan_to_num(nan=torch.inf).argmax()
+    assert error[worst] <= allowed, (
+        f"{name}: element {worst.item()} of {list(truth.shape)} is {ours.reshape(-1)[worst]:.9g}, "
+        f"truth {truth.reshape(-1)[worst]:.9g}, error {error[worst]:.3g} > {allowed:.3g}"
+    )
+
+
+def check_outputs(ours: Any, same: Any, truth: Any) -> None:
+    """Every field of a LossOutput, the moments by their sums."""
+    for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
+        check(name, *(getattr(out, name) for out in (ours, same, truth)))
+    nll = [torch.nan_to_num(out.moments.demo_nll) for out in (ours, same, truth)]
+    check("demo_nll", *nll)
+    check("rollouts", *(out.moments.rollouts for out in (ours, same, truth)))
+    totals = [torch.nan_to_num(out.moments.totals, nan=-1.0) for out in (ours, same, truth)]
+    check("totals", *totals)
+
+
+def check_grads(
+    names: Iterable[str],
+    ours: Iterable[Tensor],
+    same: Iterable[Tensor],
+    truth: Iterable[Tensor],
+    unit: float = 0.0,
+) -> None:
+    for name, *grads in zip(names, ours, same, truth, strict=True):
+        check(f"gradient of {name}", *grads, unit=unit)

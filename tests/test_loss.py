@@ -1,0 +1,233 @@
+"""The logits-level calls: every backend against the float64 reference, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gac_kernels import LossSpec, fused_gac_loss, reference, token_logprobs
+
+from .cases import BY_NAME, Case, available, build, check, check_grads, check_outputs, each_case
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+
+
+def loss_and_grad(call, logits, batch, **keywords):
+    out = call(logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords, **keywords)
+    # half-precision gradients are rounded before the factor: a power of two rounds no further
+    return out, torch.autograd.grad(out.loss * 4, logits)
+
+
+def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
+    available(backend, dtype)
+    batch = build(case, dtype)
+    logits = batch.logits()
+    exact = logits.detach().double().requires_grad_()
+    truth, d_truth = loss_and_grad(reference.fused_gac_loss, exact, batch)
+    same, d_same = loss_and_grad(reference.fused_gac_loss, logits, batch)
+    # a non-leaf, because a leaf that is overwritten could not be used again
+    out, d_ours = loss_and_grad(fused_gac_loss, logits * 1, batch, backend=backend, **keywords)
+    check_outputs(out, same, truth)
+    # the interpreter's conversion to bfloat16 truncates where the hardware's rounds
+    truncates = backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available()
+    unit = torch.finfo(dtype).eps / 2 if truncates else 0.0
+    check_grads(["logits"], d_ours, d_same, d_truth, unit)
+    assert d_ours[0].dtype == dtype
+    assert out.loss.dtype == out.logps.dtype == out.entropy.dtype == torch.float32
+    masked = batch.targets == -100
+    assert (out.logps[masked] == 0).all() and (out.entropy[masked] == 0).all()
+    assert (d_ours[0][masked] == 0).all()
+
+
+@each_backend
+@each_case
+def test_float32(case: Case, backend: str) -> None:
+    compare(case, torch.float32, backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["k2", "masked-words", "wide"])
+def test_half(name: str, dtype: torch.dtype, backend: str) -> None:
+    compare(BY_NAME[name], dtype, backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
+    """Any factor on the loss reaches the gradient, up to rounding."""
+    available(backend, dtype)
+    batch = build(BY_NAME["clip"], dtype)
+    args = batch.targets, batch.advantages, batch.is_demo
+
+    def grad(factor: float) -> torch.Tensor:
+        logits = batch.logits()
+        out = fused_gac_loss(logits, *args, **batch.keywords, backend=backend)
+        return torch.autograd.grad(out.loss * factor, logits)[0]
+
+    torch.testing.assert_close(grad(3.0), grad(1.0) * 3, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["entropy", "packed"])
+def test_overwrite_takes_the_logits_storage(name: str, backend: str) -> None:
+    compare(BY_NAME[name], torch.float32, backend, overwrite=True)
+    if backend != "reference":
+        batch = build(BY_NAME[name])
+        logits = batch.logits() * 1
+        _, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend, overwrite=True)
+        assert grad.data_ptr() == logits.data_ptr()
+
+
+@each_backend
+def test_strided_rows(backend: str) -> None:
+    """logits[:, :-1] of a longer buffer, the usual shift, whose other cells are nan."""
+    available(backend)
+    batch = build(BY_NAME["clip"])
+    logits = batch.logits()
+    buffer = torch.full((logits.shape[0], logits.shape[1] + 1, 130), torch.nan)
+    buffer[:, :-1, :101] = logits.detach()
+    view = buffer[:, :-1, :101].requires_grad_()
+    plain, (d_plain,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
+    out, (d_ours,) = loss_and_grad(fused_gac_loss, view, batch, backend=backend)
+    assert torch.equal(out.loss, plain.loss) and torch.equal(d_ours, d_plain)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["entropy", "packed", "masked-words"])
+def test_token_logprobs(name: str, backend: str) -> None:
+    """Both outputs have gradients; a row without upstream gradient has none."""
+    available(backend)
+    case = BY_NAME[name]
+    batch = build(case)
+    logits = batch.logits()
+    up = torch.randn(2, *batch.targets.shape)
+    up[:, 0] = 0
+
+    def run(call, x, **keywords):
+        outs = call(x, batch.targets, temperature=0.7, **keywords)
+        return outs, torch.autograd.grad(outs, x, list(up.to(outs[0].dtype)))
+
+    (truth, d_truth) = run(reference.token_logprobs, logits.detach().double().requires_grad_())
+    (same, d_same) = run(reference.token_logprobs, logits)
+    (ours, d_ours) = run(token_logprobs, logits, backend=backend)
+    for label, *values in zip(("logps", "entropy"), ours, same, truth, strict=True):
+        check(label, *values)
+    check_grads(["logits"], d_ours, d_same, d_truth)
+    assert (d_ours[0][0] == 0).all()
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_bad_logits_give_a_nan_loss(bad: float, backend: str) -> None:
+    available(backend)
+    batch = build(BY_NAME["defaults"])
+    logits = batch.logits().detach()
+    logits[0, 1, 50] = bad
+    for weight in (1.0, 0.0):  # with advantage 0 the row carries no gradient, but it is still read
+        batch.advantages[0] *= weight
+        out = fused_gac_loss(
+            logits, batch.targets, batch.advantages, batch.is_demo, backend=backend
+        )
+        assert out.loss.isnan()
+
+
+@each_backend
+def test_rows_without_a_loss_are_never_read(backend: str, poison: None) -> None:
+    available(backend)
+    batch = build(BY_NAME["entropy"])
+    clean = batch.logits()
+    dirty = clean.detach().clone()
+    dirty[batch.targets == -100] = torch.nan
+    dirty.requires_grad_()
+    a, (d_a,) = loss_and_grad(fused_gac_loss, clean, batch, backend=backend)
+    b, (d_b,) = loss_and_grad(fused_gac_loss, dirty, batch, backend=backend)
+    assert torch.equal(a.loss, b.loss) and torch.equal(d_a, d_b)
+    assert torch.equal(a.logps, b.logps) and torch.equal(a.entropy, b.entropy)
+    assert a.moments.signals() == b.moments.signals()
+
+
+@each_backend
+def test_repeats_bit_for_bit(backend: str) -> None:
+    available(backend)
+    batch = build(BY_NAME["wide"])
+    logits = batch.logits()
+    runs = [loss_and_grad(fused_gac_loss, logits, batch, backend=backend) for _ in range(2)]
+    assert torch.equal(runs[0][0].loss, runs[1][0].loss)
+    assert torch.equal(runs[0][1][0], runs[1][1][0])
+
+
+EDGES = {
+    "no sequences": ((0, 4), []),
+    "no tokens in a row": ((3, 0), [0, 1, 0]),
+    "all masked": ((3, 4), [0, 1, 0]),
+    "one token": ((1, 1), [0]),
+    "no rollouts": ((2, 3), [1, 1]),
+    "no demonstrations": ((2, 3), [0, 0]),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str, backend: str) -> None:
+    """A term without tokens is exactly 0; nothing to learn gives loss 0 and gradient 0."""
+    available(backend)
+    shape, demos = EDGES[name]
+    logits = torch.randn(*shape, 11, requires_grad=True)
+    targets = torch.randint(0, 11, shape)
+    if name == "all masked":
+        targets.fill_(-100)
+    advantages, is_demo = torch.ones(shape[0]), torch.tensor(demos, dtype=torch.bool)
+    out = fused_gac_loss(logits, targets, advantages, is_demo, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    tokens = (targets != -100).sum().item()
+    rollouts = tokens > 0 and not all(demos)
+    assert (out.rollout_loss != 0).item() is rollouts
+    assert (out.demo_loss != 0).item() is (tokens > 0 and any(demos))
+    assert out.loss.isfinite() and (grad.abs().sum() > 0).item() is (tokens > 0)
+    signals = out.moments.signals()
+    assert (signals.rl_variance == signals.rl_variance) is rollouts  # nan without rollouts
+    assert out.kl.isnan()
+
+
+@each_backend
+@pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
+def test_mu_at_its_ends_removes_a_term(mu: float | torch.Tensor, backend: str) -> None:
+    available(backend)
+    batch = build(BY_NAME["defaults"])
+    logits = batch.logits()
+    batch.keywords["mu"] = mu
+    out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
+    removed = ~batch.is_demo if mu == 1 else batch.is_demo
+    kept = out.demo_loss if mu == 1 else out.rollout_loss
+    assert torch.equal(out.loss, kept)
+    assert (grad[removed] == 0).all() and (grad[~removed].abs().sum() > 0).item()
+
+
+@each_backend
+def test_zero_advantages_teach_nothing(backend: str) -> None:
+    available(backend)
+    batch = build(Case("rollouts", "", demos=(0,) * 6))
+    logits = batch.logits()
+    batch.advantages.zero_()
+    out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
+    assert out.loss == 0 and (grad == 0).all()
+
+
+@each_backend
+def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
+    """Shares of 1 / 2^20 are below float16's range; the loss scale must still find them."""
+    available(backend, torch.float16)
+    logits = torch.randn(2, 3, 11, dtype=torch.float16, requires_grad=True)
+    targets, is_demo = torch.randint(0, 11, (2, 3)), torch.tensor([True, True])
+    spec = LossSpec(demo_weight="one")
+
+    def grad(call, x, **keywords):
+        out = call(x, targets, torch.ones(2), is_demo, mu=1.0, spec=spec, demo_norm=2.0**24,
+                   **keywords)  # fmt: skip
+        return torch.autograd.grad(out.loss * 2.0**24, x)[0]
+
+    truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())
+    ours = grad(fused_gac_loss, logits, backend=backend)
+    if backend != "reference":  # autograd rounds in the middle, as eager PyTorch does
+        torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
