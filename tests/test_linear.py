@@ -1,0 +1,354 @@
+"""The linear form: values, gradients, work and memory of the chunked head."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from gac_kernels import (
+    DemoWeight,
+    LossSpec,
+    fused_linear_gac_loss,
+    linear,
+    linear_token_logprobs,
+    reference,
+)
+
+from .cases import BY_NAME, Case, available, build, check, check_grads, check_outputs, each_case
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
+LEAVES = ["hidden", "weight", "bias"]
+
+
+class Work(TorchDispatchMode):
+    """Counts GEMMs, their multiplications, and the largest tensor that any operator allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemms: Counter[str] = Counter()
+        self.flops = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.gemms[name] += 1
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        new = not any(result.alias_info for result in func._schema.returns)  # no view, no out=
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and new:
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+def run(call, batch, **keywords):
+    leaves = batch.hidden, batch.weight, batch.bias
+    out = call(
+        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo,
+        bias=batch.bias, **batch.keywords, **keywords,
+    )  # fmt: skip
+    return out, torch.autograd.grad(out.loss * 4, leaves)
+
+
+def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
+    available(backend)
+    batch = build(case, dtype)
+    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    same, d_same = run(reference.fused_linear_gac_loss, batch)
+    # three rows a chunk, so that every case meets several chunks and a ragged last one
+    chunk = 3 * 4 * case.vocabulary
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
+    check_outputs(out, same, truth)
+    check_grads(LEAVES, d_ours, d_same, d_truth)
+    assert [g.dtype for g in d_ours] == [dtype] * 3
+
+
+@each_backend
+@each_case
+def test_float32(case: Case, backend: str) -> None:
+    compare(case, torch.float32, backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half(dtype: torch.dtype, backend: str) -> None:
+    compare(BY_NAME["k2"], dtype, backend)
+
+
+def test_float64_is_the_reference_itself() -> None:
+    batch = build(BY_NAME["k3"], torch.float64)
+    truth, d_truth = run(reference.fused_linear_gac_loss, batch)
+    out, d_ours = run(fused_linear_gac_loss, batch)
+    assert out.loss.dtype == torch.float64
+    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(d_ours, d_truth, rtol=1e-10, atol=1e-12)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["entropy", "packed"])
+def test_token_logprobs(name: str, backend: str) -> None:
+    available(backend)
+    batch = build(BY_NAME[name])
+    up = torch.randn(2, *batch.targets.shape)
+    up[:, 1] = 0
+
+    def run(call, x, **keywords):
+        outs = call(x.hidden, x.weight, x.targets, bias=x.bias, temperature=0.7, **keywords)
+        leaves = x.hidden, x.weight, x.bias
+        return outs, torch.autograd.grad(outs, leaves, list(up.to(outs[0].dtype)))
+
+    truth, d_truth = run(reference.linear_token_logprobs, batch.to(torch.float64))
+    same, d_same = run(reference.linear_token_logprobs, batch)
+    ours, d_ours = run(linear_token_logprobs, batch, backend=backend, chunk_bytes=1500)
+    for label, *values in zip(("logps", "entropy"), ours, same, truth, strict=True):
+        check(label, *values)
+    check_grads(LEAVES, d_ours, d_same, d_truth)
+
+
+def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
+    """The work of one call and its backward on [4, 8] tokens, H = 24, V = 101."""
+    batch = build(Case("work", "", lengths=lengths, demos=demos))
+    batch.hidden.requires_grad_(needs[0])
+    batch.weight.requires_grad_(needs[1])
+    with Work() as work:
+        out = fused_linear_gac_loss(
+            batch.hidden, batch.weight, batch.targets, torch.tensor(advantages), batch.is_demo,
+            **keywords,
+        )  # fmt: skip
+        if out.loss.requires_grad:
+            out.loss.backward()
+    return work, batch
+
+
+NHV = 8 * 24 * 101  # one row of the batch, one multiplication and one addition each: 2 NHV
+
+
+@pytest.mark.parametrize(
+    ("keywords", "units"),
+    [
+        ({"advantages": [1.0, 1, 1, 1]}, 4 * 6),
+        ({"advantages": [1.0, 1, 0, 0]}, 2 * 6 + 2 * 2),
+        ({"advantages": [0.0, 0, 0, 0]}, 4 * 2),
+        ({"advantages": [0.0, 0, 0, 0], "spec": LossSpec(entropy_coef=0.1)}, 4 * 6),
+        ({"advantages": [1.0, 1, 1, 1], "lengths": (8, 0, 8, 0)}, 2 * 6),
+        ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 0.0}, 3 * 6 + 2),
+        ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 1.0}, 6 + 3 * 2),
+        ({"advantages": [0.0, 0, 0, 0], "demos": (1, 1, 1, 1),
+          "spec": LossSpec(demo_weight=DemoWeight.SHAPED)}, 4 * 2),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (True, False)}, 4 * 4),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (False, True)}, 4 * 4),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (False, False)}, 4 * 2),
+    ],
+    ids=["all-live", "half-zero-advantage", "zero-advantages", "entropy-keeps-them", "masked",
+         "mu-0", "mu-1", "shaped-zero-advantage", "frozen-weight", "frozen-hidden", "no-gradient"],
+)  # fmt: skip
+def test_flops(keywords: dict, units: int) -> None:
+    """6 N H V for rows with a gradient, 2 for the other live ones, 0 for masked ones."""
+    work, _ = work_of(**keywords)
+    assert work.flops == units * NHV
+
+
+def test_zero_advantages_give_zero_gradients() -> None:
+    _, batch = work_of([0.0, 0, 0, 0])
+    assert batch.hidden.grad.abs().sum() == 0 and batch.weight.grad.abs().sum() == 0
+
+
+def test_no_grad_runs_the_forward_alone() -> None:
+    with torch.no_grad():
+        work, _ = work_of([1.0, 1, 1, 1])
+    assert work.flops == 4 * 2 * NHV
+
+
+def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
+    batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
+    with Work() as work:
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        logps[:1].sum().backward()
+    assert work.flops == (4 * 2 + 6) * NHV
+
+
+def test_frozen_weight_gets_no_buffer() -> None:
+    work, batch = work_of([1.0, 1, 1, 1], needs=(True, False), chunk_bytes=101 * 4)
+    assert work.largest < batch.weight.numel()
+
+
+@pytest.mark.parametrize("call", ["loss", "logprobs"])
+def test_memory_is_flat_in_tokens(call: str) -> None:
+    """With 64 rows a chunk, no operator makes a tensor larger than [64, V] for N = 256 and 1024."""
+    largest = []
+    for tokens in (256, 1024):
+        hidden = torch.randn(1, tokens, 2, requires_grad=True)
+        weight = torch.randn(503, 2, requires_grad=True)
+        targets = torch.randint(0, 503, (1, tokens))
+        with Work() as work:
+            if call == "loss":
+                args = targets, torch.ones(1), torch.tensor([False])
+                out = fused_linear_gac_loss(hidden, weight, *args, chunk_bytes=64 * 503 * 4).loss
+            else:
+                out = linear_token_logprobs(hidden, weight, targets, chunk_bytes=64 * 503 * 4)[0]
+            out.sum().backward()
+        largest.append(work.largest)
+    assert largest == [64 * 503, 64 * 503]
+
+
+def test_chunks_fill_the_budget_evenly() -> None:
+    weight = torch.empty(1000, 8)
+    head = linear.Head(weight, None, torch.float32, chunk_bytes=1_100_000)
+    assert head.rows == 256  # 275 rows fit: down to a multiple of the GEMM tile
+    sizes = [span.stop - span.start for span in head.spans(10, 10 + 520)]
+    assert sum(sizes) == 520 and sizes == [173, 173, 174]
+    assert linear.Head(weight, None, torch.float32, chunk_bytes=1).rows == 1
+
+
+@pytest.mark.parametrize("name", ["defaults", "entropy"])
+def test_chunk_size_changes_nothing_but_rounding(name: str) -> None:
+    batch = build(BY_NAME[name])
+    whole, d_whole = run(fused_linear_gac_loss, batch)
+    parts, d_parts = run(fused_linear_gac_loss, batch, chunk_bytes=1)
+    torch.testing.assert_close(parts.loss, whole.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(d_parts, d_whole, rtol=1e-4, atol=2e-6)
+
+
+@each_backend
+def test_rows_without_a_loss_are_never_read(
+    backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a CUDA graph capture, where no count may be read and all rows are multiplied."""
+    available(backend)
+    batch = build(BY_NAME["packed"])
+    clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
+    dirty = batch.hidden.detach().clone()
+    dirty[batch.targets == -100] = torch.nan
+    batch.hidden = dirty.requires_grad_()
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    assert torch.equal(out.loss, clean.loss)
+    assert all(torch.equal(a, b) for a, b in zip(d_ours, d_clean, strict=True))
+    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(d_ours, d_clean, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_nan_hidden_gives_a_nan_loss(advantage: float) -> None:
+    batch = build(BY_NAME["defaults"])
+    with torch.no_grad():
+        batch.hidden[0, 2, 3] = torch.nan
+    batch.advantages[0] = advantage
+    assert run(fused_linear_gac_loss, batch)[0].loss.isnan()
+
+
+def test_repeats_bit_for_bit() -> None:
+    batch = build(BY_NAME["wide"])
+    (a, d_a), (b, d_b) = (run(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2))
+    assert torch.equal(a.loss, b.loss)
+    assert all(torch.equal(x, y) for x, y in zip(d_a, d_b, strict=True))
+
+
+def test_half_weight_gradient_is_summed_in_float32() -> None:
+    """Adding 4096 chunks of 2^-9 to 1 in bfloat16 would stay at 1; the true sum is 9."""
+    hidden = torch.ones(1, 4097, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    advantages = torch.full((1, 4097), -(2.0**-8))
+    advantages[0, 0] = -2.0
+    out = fused_linear_gac_loss(
+        hidden, weight, torch.zeros(1, 4097, dtype=torch.int64), advantages, torch.tensor([False]),
+        mu=0.0, rollout_norm=1.0, spec=LossSpec(rollout_reduction="token"), chunk_bytes=1,
+    )  # fmt: skip
+    out.loss.backward()
+    assert weight.grad.tolist() == [[9.0], [-9.0]]
+
+
+def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
+    """Shares of 2^-24 are below float16's range; a loss scale of 2^24 brings them back."""
+    batch = build(BY_NAME["one"], torch.float16)
+    batch.keywords |= {"demo_norm": 2.0**24, "mu": 1.0}
+    leaves = batch.hidden, batch.weight
+
+    def grads(call, x):
+        out = call(x.hidden, x.weight, x.targets, x.advantages, x.is_demo, **x.keywords)
+        return torch.autograd.grad(out.loss * 2.0**24, (x.hidden, x.weight))
+
+    truth = grads(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    for ours, exact, leaf in zip(grads(fused_linear_gac_loss, batch), truth, leaves, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=1e-3)
+        assert ours.dtype == leaf.dtype and exact.abs().max() > 0.1
+
+
+def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
+    """As F.linear under autocast; the float32 weight's gradient is never rounded to bfloat16."""
+    batch = build(BY_NAME["entropy"])
+    with torch.autocast("cpu", torch.bfloat16):
+        out, d_ours = run(fused_linear_gac_loss, batch)
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    rounded = batch.to(torch.bfloat16).to(torch.float32)
+    expected, d_expected = run(fused_linear_gac_loss, rounded)
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(a, b) for a, b in zip(d_ours, d_expected, strict=True))
+    weight_grad = d_ours[1]
+    assert weight_grad.dtype == torch.float32
+    assert not torch.equal(weight_grad, weight_grad.bfloat16().float())
+    exact = linear_token_logprobs(rounded.hidden, rounded.weight, batch.targets)[0]
+    assert torch.equal(logps, exact)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+
+    def forward(hidden):
+        return fused_linear_gac_loss(hidden, batch.weight, *args, **batch.keywords).loss
+
+    plain = torch.autograd.grad(forward(batch.hidden), (batch.hidden, batch.weight))
+    checkpoint(forward, batch.hidden, use_reentrant=use_reentrant).backward()
+    assert torch.equal(batch.hidden.grad, plain[0]) and torch.equal(batch.weight.grad, plain[1])
+
+
+def test_inference_mode() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    plain = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+    with torch.inference_mode():
+        out = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    assert torch.equal(out.loss, plain.loss) and not out.loss.requires_grad
+    assert torch.equal(logps, linear_token_logprobs(batch.hidden, batch.weight, batch.targets)[0])
+
+
+def test_second_backward_is_torch_own_error() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    (loss * 2).backward(retain_graph=True)  # scales the gradients where they lie
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss * 2).backward()
+
+
+def test_double_backward_is_refused() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(loss, batch.hidden, create_graph=True)
+    logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(logps.sum(), batch.hidden, create_graph=True)
+
+
+def test_tensors_in_the_output_are_seen_by_pytree() -> None:
+    """FSDP's hooks walk the output with pytree: a dataclass would hide the loss from them."""
+    batch = build(BY_NAME["entropy"])
+    out = fused_linear_gac_loss(
+        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
+    )
+    assert any(leaf is out.loss for leaf in torch.utils._pytree.tree_leaves(out))
