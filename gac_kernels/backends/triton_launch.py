@@ -25,18 +25,22 @@ class Tiling(NamedTuple):
 def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
     """The tile for rows of `vocab` words.
 
-    A lane's words fill one 16-byte load. Large rows take 4 such loads per thread and 16 warps:
-    two programs per multiprocessor then keep more than 64 KiB in flight, which covers the latency
-    of HBM3, and so few rows are open at a time that the gradient's second read finds part of its
-    row in the L2 cache. Small rows take fewer warps, or most lanes would idle on the last tile.
+    A lane's words fill one 16-byte load and a thread has two lanes: with four, some compilers run
+    out of the 64 registers that let two programs of 16 warps share a multiprocessor. The stages of
+    large rows hold 80 KiB, so that only two programs fit (on sm_80 and sm_90): enough in flight to
+    cover the latency of HBM, and few enough open rows that the gradient's second read finds
+    part of its row in the L2 cache. Small rows take fewer warps, or most lanes would idle.
+    Rows of odd length start anywhere and are loaded word by word, which takes more registers.
     A table and no autotuning: another tile adds in another order, and tuning runs would
     overwrite logits that share their storage with the gradient.
     """
     width = 16 // dtype.itemsize
+    if vocab % 16 and vocab >= 8192:
+        return Tiling(256, width, 8, 3)
     if vocab >= 65536:
-        return Tiling(2048, width, 16, 3)
+        return Tiling(1024, width, 16, 6)
     if vocab >= 8192:
-        return Tiling(1024, width, 8, 3)
+        return Tiling(512, width, 8, 4)
     return Tiling(128, width, 4, 3)
 
 

@@ -23,7 +23,7 @@ def absorb(top, mass, moment, x, k):
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shift = tl.maximum(top - anchor, FLOOR)
     decay = tl.exp2(shift)
-    d = x * k - anchor[:, None]  # one rounding: k is the same constant everywhere, so no bias
+    d = tl.fma(x, k, -anchor[:, None])  # one rounding, after the large terms have cancelled
     p = tl.exp2(d)
     moment = (moment + shift * mass) * decay + tl.sum(p * tl.maximum(d, FLOOR), 1)
     mass = mass * decay + tl.sum(p, 1)
@@ -41,15 +41,21 @@ def gather(top, mass, moment):
 
 
 @triton.jit
-def read_row(row, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
-    """One read of a row: the maximum of x k, sum 2^d and sum d 2^d."""
+def read_row(
+    row, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+):
+    """One read of a row: the maximum of x k, sum 2^d and sum d 2^d.
+
+    AGAIN: the row will be read a second time, so the cache should hold on to it.
+    """
+    EVICT: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     top = tl.full([L], float("-inf"), tl.float32)
     mass = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
     words = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
     whole = V // (L * R) * (L * R)  # only the last tile pays for a mask
     for start in tl.range(0, whole, L * R, num_stages=STAGES):
-        x = tl.load(row + start + words, eviction_policy="evict_last")
+        x = tl.load(row + start + words, eviction_policy=EVICT)
         top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
     if whole < V:
         x = tl.load(row + whole + words, mask=whole + words < V, other=float("-inf"))
@@ -58,15 +64,17 @@ def read_row(row, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def row_values(row, y, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+def row_values(
+    row, y, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+):
     """logp of word y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus rest.
 
     y outside [0, V) reads nothing and gives nan.
     """
-    top, mass, moment = read_row(row, V, k, L, R, STAGES)
+    top, mass, moment = read_row(row, V, k, AGAIN, L, R, STAGES)
     x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
     bits = tl.log2(mass)
-    logp = (x * k - top - bits) * LN2
+    logp = (tl.fma(x, k, -top) - bits) * LN2
     entropy = (bits - moment / mass) * LN2
     return logp, entropy, (top + bits) * LN2, top, bits
 
@@ -74,7 +82,7 @@ def row_values(row, y, V, k, L: tl.constexpr, R: tl.constexpr, STAGES: tl.conste
 @triton.jit
 def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr):
     """d_logp (hit - p) - d_entropy p (log p + H) for a tile x of logits."""
-    d = x.to(tl.float32) * k - top - bits
+    d = tl.fma(x.to(tl.float32), k, -top) - bits
     p = tl.exp2(d)
     gradient = tl.where(hit, d_logp, 0.0) - d_logp * p
     if HAS_ENTROPY:

@@ -47,7 +47,7 @@ def stats_kernel(
     lse = 0.0
     if y != NO_LOSS:
         row = _row(logits, n, T, stride_b, stride_t)
-        logp, entropy, lse, _, _ = row_values(row, y, V, k, L, R, STAGES)
+        logp, entropy, lse, _, _ = row_values(row, y, V, k, False, L, R, STAGES)
     tl.store(results + n, logp)
     tl.store(results + N + n, entropy)
     tl.store(results + 2 * N + n, lse)
@@ -140,7 +140,7 @@ def loss_kernel(
     bits = 0.0
     row = _row(logits, n, T, stride_b, stride_t)
     if y != NO_LOSS:
-        logp, entropy, _, top, bits = row_values(row, y, V, k, L, R, STAGES)
+        logp, entropy, _, top, bits = row_values(row, y, V, k, out is not None, L, R, STAGES)
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
             loss, d_logp = demonstration_term(logp, advantage, demo_shape, DEMO)

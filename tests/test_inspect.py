@@ -1,0 +1,69 @@
+"""Every shipped kernel compiles for a GPU that is not here, and nothing spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+_CODE = """
+import json
+from gac_kernels import inspect
+architectures = [80, 90, 100]
+reports = []
+for i, configuration in enumerate(inspect.triton_configurations()):
+    reports.append(inspect.compile_triton(configuration, architectures[i % 3])._asdict())
+print(json.dumps(reports))
+"""
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Compiling needs a process in which Triton does not interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    """Each configuration on one of the three architectures, in turn: all of them take minutes."""
+    done = _run("-c", _CODE)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
+    assert {r["arch"] for r in reports} == {"sm_80", "sm_90", "sm_100"}
+    assert {r["kernel"] for r in reports} == {
+        "stats_kernel", "grads_kernel", "loss_kernel", "scale_kernel",
+    }  # fmt: skip
+    for report in reports:
+        assert report["spill_stores"] == report["spill_loads"] == report["stack"] == 0, report
+        assert 0 < report["registers"] <= 128 and report["instructions"] > 100, report
+
+
+@pytest.mark.slow
+def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        aligned = "50257" not in report["config"]
+        assert (report["wide_accesses"] > 0) == aligned, report
+
+
+@pytest.mark.slow
+def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
+    """The shared memory of the tiles in flight fits twice into that of sm_80, 163 KiB."""
+    for report in reports:
+        assert 2 * (report["shared"] + 1024) <= 163 * 1024, report
+
+
+def test_interpreted_kernels_are_refused() -> None:
+    done = _run("-m", "gac_kernels.inspect", "--arch", "90", TRITON_INTERPRET="1")
+    assert done.returncode != 0 and "TRITON_INTERPRET" in done.stderr
