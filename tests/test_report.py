@@ -12,6 +12,7 @@ import pytest
 from gac.report import find_runs, results_table, write_report
 from gac.report.groups import differences, group_runs
 from gac.report.page import headline
+from gac.report.plots import smoothing_span
 from gac.report.reading import read_columns, read_run, shared_setting
 from gac.report.statistics import (
     band,
@@ -104,6 +105,13 @@ def test_smooth_weighs_the_past_without_bias_to_the_start():
     assert smooth(np.array([1.0, 2.0, 3.0]), 3) == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
     assert smooth(np.full(5, 7.0), 4) == pytest.approx(np.full(5, 7.0))
     assert smooth(np.array([1.0, 5.0]), 1) == pytest.approx([1, 5])
+
+
+def test_one_span_smooths_all_runs_of_a_page(tmp_path):
+    groups = grouped(
+        write_run(tmp_path / "a", steps=24), write_run(tmp_path / "b", method="sft", steps=36)
+    )
+    assert smoothing_span(groups) == 3
 
 
 def test_band_is_taken_over_the_steps_that_all_seeds_have():
@@ -202,6 +210,14 @@ def test_another_setting_makes_another_group_and_tells_the_labels_apart(tmp_path
     )
     assert [group.label for group in groups] == ["gac (lr=0.001)", "gac (lr=0.0001)"]
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
+
+
+def test_settings_too_long_for_a_label_give_way_to_the_folder(tmp_path):
+    groups = grouped(
+        write_run(tmp_path / "first", model={"path": "/models/" + "a" * 40}),
+        write_run(tmp_path / "second", model={"path": "/models/" + "b" * 40}),
+    )
+    assert [group.label for group in groups] == ["gac (first)", "gac (second)"]
 
 
 def test_the_name_of_a_run_is_its_label_without_its_seed(tmp_path):

@@ -77,5 +77,6 @@ def _distinct(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]
         for key, row in differences(groups).items()
         if row[mine] is not None and key != "name"
     ]
-    words = settings[:2] or [members[index][0].path.resolve().name]
+    brief = [text for text in settings if len(text) <= 24]  # a path would drown the label
+    words = brief[:2] or [members[index][0].path.resolve().name]
     return f"{labels[index]} ({', '.join(words)})"

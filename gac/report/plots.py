@@ -71,7 +71,8 @@ TRAINING = (
     Panel("c_entropy", "(c) Entropy", "nats per token", "entropy",
           "Mean entropy of the policy's next-token distribution. Near 0 it no longer explores."),
     Panel("d_policy_loss", "(d) Policy loss", "loss", "rollout_loss",
-          "The policy-gradient term alone. Its level means little; its swings show unrest."),
+          "The policy-gradient term alone. Its swings show unrest, its level says little: with one "
+          "update per rollout and centred advantages it is 0 up to rounding."),
 )  # fmt: skip
 MIXING = (
     Panel("e_mu", "(e) Mixing weight μ", "share of the SFT term", "mu",
@@ -134,7 +135,7 @@ def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = figure.subplots()
     _draw_panel(axes, panel, groups)
-    _legend(figure, axes, columns=4)
+    _legend(figure, axes)
     return _write(figure, out / f"{panel.key}.png")
 
 
@@ -149,14 +150,15 @@ def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path)
         _draw_panel(axes, panel, groups)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    _legend(figure, grid[0], columns=8, groups=groups)
+    _legend(figure, grid[0], groups)
     return _write(figure, path)
 
 
 def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     draw: dict[str, Callable] = {"metric": _metric, "mu": _mu, "accuracy": _accuracy}
+    span = smoothing_span(groups)
     for index, group in enumerate(groups):
-        draw[panel.kind](axes, panel, group, index)
+        draw[panel.kind](axes, panel, group, index, span)
     axes.set_title(panel.title)
     axes.set_ylabel(panel.axis)
     axes.set_xlabel("optimiser step")
@@ -165,19 +167,19 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     if panel.kind in ("mu", "accuracy"):
         axes.set_ylim(-0.03, 1.03)
     else:
-        _fit_height(axes, panel, groups)
+        _fit_height(axes, panel, groups, span)
     if panel.kind == "accuracy":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
 
 
-def _metric(axes: Any, panel: Panel, group: Group, index: int) -> None:
+def _metric(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
     raw = _curves(group, panel)
     if len(raw) == 1:
         axes.plot(*raw[0], color=look(index)["color"], alpha=0.18, linewidth=0.8)
-    _line(axes, group.label, _smoothed(raw), index)
+    _line(axes, group.label, _smoothed(raw, span), index)
 
 
-def _mu(axes: Any, panel: Panel, group: Group, index: int) -> None:
+def _mu(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
     colour = look(index)["color"]
     for column in ("prior", "mu_star"):
         curves = _curves(group, panel, column)
@@ -189,7 +191,7 @@ def _mu(axes: Any, panel: Panel, group: Group, index: int) -> None:
     _line(axes, group.label, _curves(group, panel), index)
 
 
-def _accuracy(axes: Any, panel: Panel, group: Group, index: int) -> None:
+def _accuracy(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
     _line(axes, group.label, _curves(group, panel), index, marks=24)
 
 
@@ -209,10 +211,10 @@ def _line(axes: Any, label: str, curves: Sequence, index: int, marks: int = 7) -
     )  # fmt: skip
 
 
-def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
+def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -> None:
     """Show all of the smoothed lines and the middle 98 % of the raw traces that are drawn."""
     curves = [_curves(group, panel) for group in groups]
-    lines = [values for curve in curves for _, values in _smoothed(curve)]
+    lines = [values for curve in curves for _, values in _smoothed(curve, span)]
     raw = [values for curve in curves if len(curve) == 1 for _, values in curve]
     if not lines:
         return
@@ -230,16 +232,16 @@ def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarr
     return [curve for curve in curves if len(curve[0])]
 
 
-def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> list:
-    return [(steps, smooth(values, smoothing_span(len(values)))) for steps, values in curves]
+def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]], span: float) -> list:
+    return [(steps, smooth(values, span)) for steps, values in curves]
 
 
-def smoothing_span(rows: int) -> float:
-    """Rows that a smoothed line averages over: a twelfth of the run."""
-    return max(1.0, rows / 12)
+def smoothing_span(groups: Sequence[Group]) -> float:
+    """Values that every smoothed line averages over: a twelfth of the longest run's steps."""
+    return max(1.0, max(run.steps_done for group in groups for run in group.runs) / 12)
 
 
-def _legend(figure: Any, axes: Any, columns: int, groups: Sequence[Group] | None = None) -> None:
+def _legend(figure: Any, axes: Any, groups: Sequence[Group] | None = None) -> None:
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
@@ -249,6 +251,8 @@ def _legend(figure: Any, axes: Any, columns: int, groups: Sequence[Group] | None
             Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **look(i))
             for i in range(len(groups))
         ]
+    letters = 12 * figure.get_figwidth()  # that fit beside each other in this type size
+    columns = max(1, int(letters / (max(map(len, labels)) + 9)))  # 9 for the line before each
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
         handlelength=3.4, columnspacing=1.6,

@@ -8,7 +8,7 @@ HOW_TO_READ = (
     "Runs that differ only by their seed are one experiment: the line is their mean, the band "
     "reaches from the lowest to the highest seed, over the steps that all of them have reached.",
     "In the panels (a) to (d) and (f) to (h) the bold line is smoothed (exponential average over a "
-    "twelfth of the run); the faint trace behind a single run is what was recorded at each step. "
+    "twelfth of the longest run); the faint trace behind a single run is what each step recorded. "
     "Their vertical axes show the middle 98 % of the recorded values, so a lone spike may leave "
     "the picture. μ and the held-out accuracies are drawn as they are.",
     "Start with the table and the held-out accuracy: they say which experiment is better. The "
