@@ -39,7 +39,8 @@ def fused_gac_loss(
         targets: int64 [B, T] or [N], the token that each row of logits scores; -100 = no loss.
         advantages: [B] or [B, T]; packed: [S] or [N].
         is_demo: bool [B]; packed: [S]. True = demonstration.
-        mu: weight of the demonstrations; a 0-d tensor is used where it lives.
+        mu: weight of the demonstrations; a 0-d tensor is used where it lives. Under torch.compile
+            use a tensor: a new number compiles anew.
         old_logps: like targets, log-probs of the sampling policy; None = on-policy.
         ref_logps: like targets, needed when `spec.kl_coef` is not 0.
         cu_seqlens: int32 [S + 1], where each packed sequence starts and the last one ends.

@@ -117,7 +117,8 @@ class TokenMoments:
     sum w (s - mean s)^2, sum w (r - mean r)^2, sum w (s - mean s)(r - mean r), and
     sum over rollouts of (mean_t A_t - mean r)^2."""
     demo_nll: Tensor
-    """float64 [S]: each demonstration's mean negative log-likelihood; nan in other places."""
+    """float64 [S]: each demonstration's mean negative log-likelihood; -inf in other places, which
+    no log-likelihood can be, while nan tells of a broken one."""
     totals: Tensor
     """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
     sum of the entropy over rollout tokens, sum of the entropy over demonstration tokens."""
@@ -149,7 +150,7 @@ class TokenMoments:
         dist.all_gather(sizes, size, group=group)
         longest = max(int(s) for s in sizes)
         mine = torch.cat([self.rollouts, self.totals, self.demo_nll])
-        mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=math.nan)
+        mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=-math.inf)
         gathered = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(gathered, mine, group=group)
         parts = [TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered]
@@ -164,10 +165,11 @@ class TokenMoments:
             raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
         n, _, _, ss, rr, sr, aa = self.rollouts.tolist()
         nll = self.demo_nll.cpu()
-        nll = nll[~nll.isnan()].sort().values
+        nll = nll[nll != -math.inf].sort().values  # nan last
         cut = math.floor(trim * len(nll))
         kept = nll[cut : len(nll) - cut]
-        sft = kept.var(correction=0).item() if len(kept) else math.nan
+        broken = len(nll) == 0 or nll[-1].isnan()
+        sft = math.nan if broken else kept.var(correction=0).item()
         if n == 0:
             return Signals(sft, math.nan, math.nan)
         # a constant coefficient has z = 0; "not <=" so that nan stays nan

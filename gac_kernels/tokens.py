@@ -211,7 +211,7 @@ def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     logps = terms.logps.double()
     filled = tokens.lengths > 0
     length = tokens.lengths.clamp(min=1).double()
-    nll = torch.where(filled & tokens.is_demo, -tokens.per_sequence(logps) / length, math.nan)
+    nll = torch.where(filled & tokens.is_demo, -tokens.per_sequence(logps) / length, -math.inf)
 
     rollouts = filled & ~tokens.is_demo  # [S]
     n = rollouts.sum(dtype=torch.float64)

@@ -165,7 +165,7 @@ def check_outputs(ours: Any, same: Any, truth: Any) -> None:
     """Every field of a LossOutput, the moments by their sums."""
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
         check(name, *(getattr(out, name) for out in (ours, same, truth)))
-    nll = [torch.nan_to_num(out.moments.demo_nll) for out in (ours, same, truth)]
+    nll = [torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in (ours, same, truth)]
     check("demo_nll", *nll)
     check("rollouts", *(out.moments.rollouts for out in (ours, same, truth)))
     totals = [torch.nan_to_num(out.moments.totals, nan=-1.0) for out in (ours, same, truth)]
