@@ -177,7 +177,7 @@ def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, 
         if parameter.is_constexpr or value is None:
             signature[name], constants[name] = "constexpr", value
             continue
-        aligned = True
+        aligned = not parameter.do_not_specialize_on_alignment
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + _POINTEES[value.dtype]
         elif isinstance(value, float):

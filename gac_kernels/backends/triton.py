@@ -6,6 +6,7 @@ See `gac_kernels.backends` for what each function does.
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 
 import torch
 
@@ -28,9 +29,17 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
     if isinstance(loss_kernel, InterpretedFunction):
-        return None
+        return _interpreter_fault()
     if device.type != "cuda":
         return f"no device {device.type!r} (on a CPU set TRITON_INTERPRET=1 before the import)"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
+
+
+def _interpreter_fault() -> str | None:
+    """Triton 3.6 interprets loops by converting arrays of one element, which numpy 2.4 ended."""
+    triton, numpy = (tuple(map(int, version(p).split(".")[:2])) for p in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of Triton 3.6 needs numpy < 2.4"
     return None

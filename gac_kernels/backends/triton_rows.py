@@ -25,7 +25,8 @@ def _row(pointer, n, T, stride_b, stride_t):
     return pointer + (n // T) * stride_b + (n % T) * stride_t
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+# Only rows of logits are worth a kernel per alignment: the [N] vectors are often slices.
+@triton.jit(do_not_specialize=["N", "T"], do_not_specialize_on_alignment=["targets", "results"])
 def stats_kernel(
     logits,  # [B, T, V]
     targets,  # int64 [N]
@@ -53,7 +54,10 @@ def stats_kernel(
     tl.store(results + 2 * N + n, lse)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(
+    do_not_specialize=["T"],
+    do_not_specialize_on_alignment=["targets", "lse", "entropy", "d_logps", "d_entropy"],
+)
 def grads_kernel(
     logits,  # [B, T, V]
     out,  # [B, T, V]
@@ -92,7 +96,18 @@ def grads_kernel(
         write_zeros(into, V, BLOCK)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(
+    do_not_specialize=["N", "T"],
+    do_not_specialize_on_alignment=[
+        "targets",
+        "demo",
+        "advantages",
+        "old",
+        "ref",
+        "scale",
+        "terms",
+    ],
+)
 def loss_kernel(
     logits,  # [B, T, V]
     out,  # [B, T, V]: gradient of sum(scale * loss); None = not wanted
@@ -177,7 +192,7 @@ def loss_kernel(
             write_zeros(into, V, L * R)
 
 
-@triton.jit(do_not_specialize=["rows", "T"])
+@triton.jit(do_not_specialize=["rows", "T"], do_not_specialize_on_alignment=["factor"])
 def scale_kernel(
     tensor,  # [B, T, V]
     factor,  # 0-d
