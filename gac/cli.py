@@ -140,14 +140,18 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from gac.config import load
+    from gac.config import ConfigError, load
     from gac.train_config import TrainConfig
 
     config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
     _show_log()
-    from gac.trainer import train
+    from gac.trainer import Trainer
 
-    run = train(config, resume=options.resume)
+    try:
+        trainer = Trainer(config, options.resume)
+    except ValueError as error:  # what set-up refuses is the configuration's fault
+        raise ConfigError(str(error)) from error
+    run = trainer.run()
     print(f"The run: {run}\nNext: gac report {run}")
     return OK
 

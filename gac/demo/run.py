@@ -7,14 +7,17 @@ finished is not run again, and an interrupted one resumes from its checkpoint.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gac.checkpoint import complete, read_progress
 from gac.config import load, save
 from gac.report import results_table, write_report
 from gac.train_config import TrainConfig
@@ -43,6 +46,7 @@ def run_demo(
     seeds: Sequence[int] = (0,),
     steps: int = 160,
     jobs: int | None = None,
+    base_steps: int = 400,
 ) -> int:
     """Train the base, then each method for each seed; write the report and print its table."""
     started = time.perf_counter()
@@ -50,7 +54,7 @@ def run_demo(
     task = out / "task"
     if not (task / "init" / "config.json").exists():
         write_task(task, seed=0)
-    base = make_base(out)
+    base = make_base(out, base_steps)
     runs = {f"{m}-{s}": method_config(out, base, m, s, steps) for m in methods for s in seeds}
     run_all(runs, out, jobs)
     folders = [Path(c.out) for c in runs.values()]
@@ -63,7 +67,7 @@ def run_demo(
     return 0
 
 
-def make_base(out: Path) -> Path:
+def make_base(out: Path, steps: int) -> Path:
     """The base model's folder, trained if it is not there yet.
 
     A base that never solves a subtraction, or solves many, makes a dull comparison: then the next
@@ -71,7 +75,7 @@ def make_base(out: Path) -> Path:
     """
     for seed in range(5):
         run = out / f"base-{seed}"
-        config = base_config(out, run, seed)
+        config = base_config(out, run, seed, steps)
         run_all({f"base-{seed}": config}, out, jobs=1)
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
         found = {op: last[f"accuracy/{op}"] for op in "+-"}
@@ -98,15 +102,15 @@ def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
     })  # fmt: skip
 
 
-def base_config(out: Path, run: Path, seed: int) -> TrainConfig:
+def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
     """Plain SFT of a random model on the weak teacher's answers."""
     task = out / "task"
     return _config(out, run, {
         "model": {"path": str(task / "init"), "random_init": True},
         "data": {"prompts": None, "demos": str(task / "base.jsonl")},
-        "method": {"name": "sft"},
+        "method": {"name": "sft"}, "name": "base",
         "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
-        "steps": 400, "demo_batch": 64, "seed": seed, "checkpoint_every": 100,
+        "steps": steps, "demo_batch": 64, "seed": seed, "checkpoint_every": 100,
         "eval": {"samples": 4, "temperature": 1.0},
     })  # fmt: skip
 
@@ -143,7 +147,9 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
                 print(f"training {name} ({config.steps} steps) ...", flush=True)
                 quiet = {} if jobs == 1 else {"stderr": (out / f"{name}.log").open("w")}
                 command = [sys.executable, "-m", "gac.cli", "train", str(path)]
-                going[name] = subprocess.Popen(command, env=environment, **quiet)
+                going[name] = subprocess.Popen(
+                    command, env=environment, preexec_fn=_die_with_parent, **quiet
+                )
             for name, process in list(going.items()):
                 if process.poll() is not None:
                     del going[name]
@@ -157,9 +163,13 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
             process.wait()
 
 
-def _finished(config: TrainConfig) -> bool:
-    from gac.checkpoint import complete, read_progress
+def _die_with_parent() -> None:
+    """Ask Linux to stop this process when its parent dies, so that a rerun finds no one at work."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
+
+def _finished(config: TrainConfig) -> bool:
     done = complete(Path(config.out) / "checkpoints")
     exported = not config.export or (Path(config.out) / "model" / "config.json").exists()
     return bool(done) and read_progress(done[-1])["step"] >= config.steps and exported

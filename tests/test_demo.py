@@ -1,0 +1,93 @@
+"""The demo: its task, the whole path in small, and being killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from gac.demo import run, task
+
+
+def test_answers_are_right_and_rewarded():
+    """38 + 47 = 85 with one carry, as the module's docstring writes it."""
+    assert task.prompt(38, 47, "+") == "+87340000="
+    assert task.response(38, 47, "+") == "5'8.0.0."
+    assert task.response(1, 2, "-") == "9'9'9'9'"  # -1 modulo 10^4
+    gold = SimpleNamespace(answer="5'8.0.0.")
+    assert task.reward("5'8.0.0.", gold) == 1
+    assert task.reward("5.8'0'0.", gold) == 1  # inner marks are free
+    assert task.reward("5'8.0.0'", gold) == 0  # the last one is not
+    assert task.reward("5'7.0.0.", gold) == 0
+    assert task.reward("5'8.0.", gold) == 0
+
+
+def test_every_answer_agrees_with_arithmetic():
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b, op = task.problem(rng, rng.choice("+-"))
+        digits = task.response(a, b, op)[::2]
+        assert int(digits[::-1]) == (a + b if op == "+" else a - b) % 10_000
+
+
+def test_forgetful_demonstrations_are_often_wrong():
+    rows = task.rows(random.Random(0), ["-"] * 256, {"-": 0.3})
+    right = sum(task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in rows)
+    assert 0.4 < right / 256 < 0.8
+
+
+def test_tokenizer_round_trip():
+    words = task.tokenizer()
+    text = "+87340000=5'8.0.0."
+    assert words.decode(words(text)["input_ids"]) == text
+    assert len(words(text)["input_ids"]) == len(text)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demo with a few steps per stage: its base is not gated, for it has learned nothing."""
+    monkeypatch.setattr(run, "GATE", (0.0, 1.0))
+    return {"methods": ["sft", "gac"], "steps": 3, "base_steps": 3, "jobs": 2}
+
+
+@pytest.mark.slow
+def test_whole_path_and_nothing_twice(tmp_path, small, capsys, monkeypatch):
+    assert run.run_demo(tmp_path, **small) == 0
+    printed = capsys.readouterr().out
+    assert "report.html" in printed and "gac" in printed and "base model, seed 0" in printed
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+
+    def refuse(*args, **keywords):
+        raise AssertionError("a finished stage was started again")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert run.run_demo(tmp_path, **small) == 0
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from gac.demo import run
+run.GATE = (0.0, 1.0)
+run.run_demo(Path(sys.argv[1]), methods=["sft", "gac"], steps=6, base_steps=30, jobs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [8, 14])
+def test_killed_demo_finishes_when_run_again(tmp_path, seconds):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command, env=dict(os.environ), **quiet)
+    time.sleep(seconds)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "report.html" in again.stdout
