@@ -1,0 +1,228 @@
+"""The reference itself: against hand-computed numbers, hand-written formulas and gradcheck."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, reference
+
+E = math.e
+
+
+def one_token(p: float, spec: LossSpec, **keywords) -> tuple[float, float]:
+    """Loss of a batch of one token with probability p, and its derivative by log p.
+
+    Over two words, logits (x, 0): d loss / dx = (d loss / d log p) (1 - p).
+    """
+    x = torch.tensor(math.log(p / (1 - p)), dtype=torch.float64, requires_grad=True)
+    logits = torch.stack([x, torch.zeros_like(x)])[None, None]
+    demo, advantage = keywords.pop("demo", False), keywords.pop("advantage", 1.0)
+    past = {k: torch.tensor([[v]], dtype=torch.float64) for k, v in keywords.items()}
+    out = reference.fused_gac_loss(
+        logits, torch.tensor([[0]]), torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([demo]), mu=1.0 if demo else 0.0, spec=spec, **past,
+    )  # fmt: skip
+    (slope,) = torch.autograd.grad(out.loss, x)
+    return out.loss.item(), slope.item() / (1 - p)
+
+
+LOG4 = math.log(4)  # -log p for p = 1/4
+
+DEMONSTRATIONS = [
+    # weight, c, advantage, p -> loss, d loss / d log p
+    ("one", 0.1, 9.0, 0.25, LOG4, -1.0),
+    ("p", 0.1, 9.0, 0.25, LOG4 / 4, -0.25),
+    ("phi", 0.1, 9.0, 0.25, LOG4 * 3 / 16, -0.1875),
+    ("shaped", 0.25, 1.0, 0.25, -0.5, -0.25),  # -p/(p+c); derivative -p c / (p+c)^2
+    ("shaped", 0.25, -2.0, 0.25, 1.0, 0.5),
+    ("trust", 0.1, 9.0, 0.25, -1.0, -1.0),  # p above c: -p/p, gradient -p/p
+    ("trust", 0.5, 9.0, 0.25, -0.5, -0.5),  # p below c: -p/c
+]
+
+
+@pytest.mark.parametrize(("weight", "c", "advantage", "p", "loss", "slope"), DEMONSTRATIONS)
+def test_demonstration_token(weight, c, advantage, p, loss, slope) -> None:
+    found = one_token(p, LossSpec(demo_weight=weight, demo_shape=c), demo=True, advantage=advantage)
+    assert found == pytest.approx((loss, slope), rel=1e-12)
+
+
+ROLLOUTS = {
+    # name: (p / p_old, advantage, spec, loss, d loss / d log p), p = 1/4, clip 0.2 unless told
+    "on the old policy": (1.0, 2.0, LossSpec(), -2.0, -2.0),
+    "inside the clip": (1.1, 2.0, LossSpec(), -2.2, -2.2),
+    "A > 0 above the clip: no gradient": (1.5, 2.0, LossSpec(), -2.4, 0.0),
+    "A > 0 below the clip: kept": (0.5, 2.0, LossSpec(), -1.0, -1.0),
+    "A < 0 below the clip: no gradient": (0.5, -2.0, LossSpec(), 1.6, 0.0),
+    "A < 0 above the clip: kept": (1.5, -2.0, LossSpec(), 3.0, 3.0),
+    "clip-higher": (1.25, 2.0, LossSpec(clip_high=0.28), -2.5, -2.5),
+    "no upper clip": (1.5, 2.0, LossSpec(clip_high=None), -3.0, -3.0),
+    "no lower clip": (0.5, -2.0, LossSpec(clip_low=None), 1.0, 1.0),
+    "dual clip, beyond": (4.0, -2.0, LossSpec(dual_clip=3.0), 6.0, 0.0),
+    "dual clip, within": (2.0, -2.0, LossSpec(dual_clip=3.0), 4.0, 4.0),
+    "dual clip leaves A > 0": (0.5, 2.0, LossSpec(dual_clip=3.0), -1.0, -1.0),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_rollout_token(name: str) -> None:
+    ratio, advantage, spec, loss, slope = ROLLOUTS[name]
+    found = one_token(0.25, spec, advantage=advantage, old_logps=math.log(0.25 / ratio))
+    assert found == pytest.approx((loss, slope), rel=1e-12, abs=1e-15)
+
+
+def test_on_policy_equals_the_old_policy_itself() -> None:
+    """old_logps=None means ratio 1 with the gradient kept."""
+    same = one_token(0.25, LossSpec(), advantage=2.0)
+    assert same == pytest.approx((-2.0, -2.0), rel=1e-12)
+
+
+ESTIMATORS = {
+    # with advantage 0 and ref = log p + 1, kl_coef 2: the value and derivative of 2 kl
+    "k1": (-2.0, 2.0),
+    "k2": (1.0, -2.0),
+    "k3": (2 * (E - 2), 2 * (1 - E)),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_kl_estimator(name: str) -> None:
+    spec = LossSpec(kl_coef=2.0, kl_estimator=name)
+    found = one_token(0.25, spec, advantage=0.0, ref_logps=math.log(0.25) + 1)
+    assert found == pytest.approx(ESTIMATORS[name], rel=1e-12)
+
+
+def test_entropy_bonus() -> None:
+    """H = log 4 - 3/4 log 3 for (1/4, 3/4); dH/dx = -p (1 - p) x, so by log p: -p x."""
+    loss, slope = one_token(0.25, LossSpec(entropy_coef=0.5), advantage=0.0)
+    entropy = math.log(4) - 0.75 * math.log(3)
+    assert loss == pytest.approx(-0.5 * entropy, rel=1e-12)
+    assert slope == pytest.approx(0.5 * 0.25 * math.log(1 / 3), rel=1e-12)
+
+
+def test_temperature_divides_the_logits_and_the_gradient() -> None:
+    logits = torch.tensor([[[2.0, 0.0]]], dtype=torch.float64, requires_grad=True)
+    out = reference.fused_gac_loss(
+        logits, torch.tensor([[0]]), torch.ones(1), torch.tensor([True]), mu=1.0,
+        spec=LossSpec(demo_weight="one", temperature=2.0),
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    p = 1 / (1 + math.exp(-1))
+    assert out.loss.item() == pytest.approx(-math.log(p), rel=1e-12)
+    assert grad.flatten().tolist() == pytest.approx([(p - 1) / 2, (1 - p) / 2], rel=1e-12)
+
+
+REDUCTIONS = {
+    # rollouts of 3, 1 and 0 tokens, every token with loss -1 (A = 1 on-policy)
+    "sequence": (LossSpec(), None, -1.0),
+    "token": (LossSpec(rollout_reduction="token"), None, -1.0),
+    "constant": (LossSpec(rollout_reduction="constant", max_tokens=4), None, -4 / 12),
+    "sequence, global norm": (LossSpec(), 5.0, -2 / 5),
+    "token, global norm": (LossSpec(rollout_reduction="token"), torch.tensor(8), -4 / 8),
+    "constant, global norm": (
+        LossSpec(rollout_reduction="constant", max_tokens=4), 10, -4 / 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reduction(name: str) -> None:
+    spec, norm, loss = REDUCTIONS[name]
+    targets = torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]])
+    out = reference.fused_gac_loss(
+        torch.randn(3, 3, 2), targets, torch.ones(3), torch.zeros(3, dtype=torch.bool),
+        spec=spec, rollout_norm=norm,
+    )  # fmt: skip
+    assert out.rollout_loss.item() == pytest.approx(loss, rel=1e-6)
+    assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6) and out.demo_loss == 0
+
+
+def small(**keywords) -> tuple[Tensor, dict]:
+    """Logits of three rollouts and two demonstrations, with everything else."""
+    g = torch.Generator().manual_seed(7)
+    logits = torch.randn(5, 4, 6, generator=g, dtype=torch.float64)
+    targets = torch.randint(0, 6, (5, 4), generator=g)
+    targets[0, 2:] = targets[3, 1] = -100
+    logps, _ = reference.token_logprobs(logits, targets)
+    noise = torch.randn(2, 5, 4, generator=g, dtype=torch.float64) / 2
+    arguments = {
+        "targets": targets,
+        "advantages": torch.randn(5, generator=g, dtype=torch.float64),
+        "is_demo": torch.tensor([False, False, True, True, False]),
+        "old_logps": logps + noise[0],
+        "ref_logps": logps + noise[1],
+        "mu": 0.3,
+    }
+    return logits.requires_grad_(), arguments | keywords
+
+
+DIFFERENTIABLE = {
+    "clip and k3": LossSpec(kl_coef=0.1, demo_weight="one"),
+    "k1 and entropy": LossSpec(kl_coef=0.1, kl_estimator="k1", entropy_coef=0.1,
+                               demo_weight="shaped"),
+    "k2, dual clip, temperature": LossSpec(kl_coef=0.1, kl_estimator="k2", dual_clip=1.2,
+                                           temperature=0.7, demo_weight="one"),
+    "no clip, constant": LossSpec(None, None, demo_weight="shaped", rollout_reduction="constant",
+                                  demo_reduction="sequence", max_tokens=5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradcheck(name: str) -> None:
+    """Options without a detached weight, away from the kinks of the clip."""
+    logits, arguments = small(spec=DIFFERENTIABLE[name])
+    assert torch.autograd.gradcheck(
+        lambda x: reference.fused_gac_loss(x, **arguments).loss, logits, atol=1e-8
+    )
+
+
+def test_gradcheck_of_the_log_probabilities() -> None:
+    logits, arguments = small()
+    targets = arguments["targets"]
+    assert torch.autograd.gradcheck(lambda x: reference.token_logprobs(x, targets), logits)
+    assert torch.autograd.gradgradcheck(lambda x: reference.token_logprobs(x, targets), logits)
+
+
+COEFFICIENTS = {
+    # d demo_t / d logp where the weight is detached
+    DemoWeight.ONE: lambda p: -torch.ones_like(p),
+    DemoWeight.P: lambda p: -p,
+    DemoWeight.PHI: lambda p: -p * (1 - p),
+    DemoWeight.TRUST: lambda p: -p / p.clamp(min=0.2),
+}
+
+
+@pytest.mark.parametrize("weight", COEFFICIENTS, ids=lambda w: w.value)
+def test_detached_weights_follow_the_hand_written_gradient(weight: DemoWeight) -> None:
+    """dL/dlogits = c_t (onehot - softmax) / temperature, divided by the number of tokens."""
+    spec = LossSpec(demo_weight=weight, demo_shape=0.2, temperature=1.3)
+    logits, arguments = small(spec=spec, is_demo=torch.ones(5, dtype=torch.bool), mu=1.0)
+    out = reference.fused_gac_loss(logits, **arguments)
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    targets = arguments["targets"]
+    live = targets != -100
+    softmax = (logits.detach() / 1.3).softmax(-1)
+    onehot = torch.nn.functional.one_hot(targets.clamp(min=0), 6)
+    p = softmax.gather(-1, targets.clamp(min=0)[..., None])
+    expected = COEFFICIENTS[weight](p) * (onehot - softmax) / 1.3 / live.sum()
+    torch.testing.assert_close(grad, expected * live[..., None], rtol=1e-12, atol=1e-15)
+
+
+def test_nothing_but_the_loss_is_attached() -> None:
+    logits, arguments = small()
+    out = reference.fused_gac_loss(logits, **arguments)
+    attached = [n for n in out._fields[:-1] if getattr(out, n).requires_grad]
+    assert attached == ["loss"]
+
+
+def test_an_unlikely_demonstration_with_a_reference_has_a_finite_gradient() -> None:
+    """exp(ref - logp) overflows there; it belongs to rollouts and must not reach the gradient."""
+    logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)
+    out = reference.fused_gac_loss(
+        logits, torch.tensor([[0]]), torch.ones(1), torch.tensor([True]),
+        ref_logps=torch.zeros(1, 1), spec=LossSpec(kl_coef=0.1, demo_weight="one"),
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    assert grad.flatten().tolist() == [-0.5, 0.5]
