@@ -1,0 +1,139 @@
+// Launches of the row kernels by a plain C interface: no header of torch, so one library serves
+// every version of it.
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "rows.h"
+
+namespace gac::cuda {
+namespace {
+
+// Two blocks on a multiprocessor: while one exchanges its sums the other computes.
+template <class In, class Out>
+__global__ void __launch_bounds__(kThreads, 2) row_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) char memory[];
+  row_program<In, Out>(a, memory);
+}
+
+// tensor *= factor; returns at once when the factor is 1.
+template <class T>
+__global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, const float* factor) {
+  const float by = *factor;
+  if (by == 1) return;
+  constexpr int kWidth = kWordBytes / sizeof(T);
+  const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64_t word = first; word < count / kWidth; word += step) {
+    Word packed = reinterpret_cast<const Word*>(tensor)[word];
+    T* values = reinterpret_cast<T*>(&packed);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) values[e] = from_float<T>(to_float(values[e]) * by);
+    reinterpret_cast<Word*>(tensor)[word] = packed;
+  }
+  for (int64_t i = count / kWidth * kWidth + first; i < count; i += step)
+    tensor[i] = from_float<T>(to_float(tensor[i]) * by);
+}
+
+using Kernel = void (*)(Arguments);
+
+template <class In>
+Kernel kernel_of(int32_t out) {
+  switch (out) {
+    case kBFloat16: return row_kernel<In, BFloat16>;
+    case kFloat16: return row_kernel<In, Float16>;
+    default: return row_kernel<In, float>;
+  }
+}
+
+Kernel kernel_of(int32_t in, int32_t out) {
+  switch (in) {
+    case kBFloat16: return kernel_of<BFloat16>(out);
+    case kFloat16: return kernel_of<Float16>(out);
+    default: return kernel_of<float>(out);
+  }
+}
+
+cudaError_t set_shared_memory(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// Clusters that run at once, asked of the driver once per kind of launch.
+cudaError_t resident(Kernel kernel, const cudaLaunchConfig_t& config, int device, int& clusters) {
+  static std::mutex mutex;
+  static std::map<std::tuple<Kernel, int, unsigned, size_t>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::tuple key{kernel, device, config.attrs[0].val.clusterDim.x, config.dynamicSmemBytes};
+  const auto found = known.find(key);
+  if (found != known.end()) {
+    clusters = found->second;
+    return cudaSuccess;
+  }
+  const int most = kHeaderBytes + kMaxSlots * kTileBytes;
+  cudaError_t error = set_shared_memory(kernel, most);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config);
+  if (error == cudaSuccess && clusters < 1) error = cudaErrorInvalidConfiguration;
+  if (error == cudaSuccess) known[key] = clusters;
+  return error;
+}
+
+cudaError_t launch(const Arguments& a, cudaStream_t stream) {
+  cudaError_t error = cudaSetDevice(a.device);  // this library has its own copy of the runtime
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(a.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(a.cluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kHeaderBytes + a.slots * kTileBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  const Kernel kernel = kernel_of(a.dtype, a.out ? a.out_dtype : a.dtype);
+  int clusters = 0;
+  error = resident(kernel, config, a.device, clusters);
+  if (error != cudaSuccess) return error;
+  config.gridDim = dim3(a.cluster * static_cast<unsigned>(a.rows < clusters ? a.rows : clusters));
+  void* arguments[] = {const_cast<Arguments*>(&a)};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
+cudaError_t scale(void* tensor, int64_t count, const float* factor, int32_t dtype, int32_t device,
+                  cudaStream_t stream) {
+  cudaError_t error = cudaSetDevice(device);
+  int processors = 0;
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const int blocks = 8 * processors;
+  switch (dtype) {
+    case kBFloat16:
+      scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<BFloat16*>(tensor), count, factor);
+      break;
+    case kFloat16:
+      scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<Float16*>(tensor), count, factor);
+      break;
+    default: scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<float*>(tensor), count, factor);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace gac::cuda
+
+// Both return null, or why the launch failed.
+extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void* stream) {
+  if (a->rows == 0) return nullptr;
+  if (const char* reason = gac::cuda::refusal(*a)) return reason;
+  const cudaError_t error = gac::cuda::launch(*a, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+extern "C" const char* gac_cuda_scale(void* tensor, int64_t count, const float* factor,
+                                      int32_t dtype, int32_t device, void* stream) {
+  const cudaError_t error = gac::cuda::scale(tensor, count, factor, dtype, device,
+                                             static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

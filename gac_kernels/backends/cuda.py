@@ -1,0 +1,196 @@
+"""Row kernels in CUDA C++ for clusters of thread blocks, in `csrc/cuda`: backend "native" on a GPU.
+
+A row is read once and its gradient written once; between the two it lives in the shared memory of
+the blocks of a cluster. The library is loaded by ctypes; see `gac_kernels.build_cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import build_cuda
+from ..contract import KL_ESTIMATORS, DemoWeight, LossSpec
+from ..tokens import Tokens, TokenTerms
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # C++ knows them by position
+_CAPABILITIES = ((9, 0), (10, 0))
+_DEMO_WEIGHTS = tuple(DemoWeight)
+_STATS, _GRADS, _LOSS = range(3)
+
+_TILE_BYTES = 8192
+_AHEAD = 4  # tiles that are read ahead while a row is held
+_RINGS = (14, 28)  # tiles of a block's shared memory with two blocks per multiprocessor, with one
+
+_POINTERS = ("logits", "out", "targets", "demo", "advantages", "old", "ref", "scale", "d_logps",
+             "d_entropy", "results")  # fmt: skip
+_SIZES = ("rows", "per_batch", "vocab", "batch_stride", "row_stride", "out_batch_stride",
+          "out_row_stride")  # fmt: skip
+_FLOATS = ("slope", "inverse_temperature", "ratio_low", "ratio_high", "dual_clip", "kl_coef",
+           "entropy_coef", "demo_shape")  # fmt: skip
+_INTS = ("kl_estimator", "demo_weight", "task", "dtype", "out_dtype", "cluster", "slots", "device")
+
+
+class Arguments(ctypes.Structure):
+    """`gac::cuda::Arguments` of csrc/cuda/arguments.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_float) for name in _FLOATS),
+        *((name, ctypes.c_int32) for name in _INTS),
+    )
+
+
+class Split(NamedTuple):
+    """How a row is shared: `cluster` blocks, each with a ring of `slots` tiles of 8 KiB."""
+
+    cluster: int
+    slots: int
+
+
+def split(vocab: int, dtype: torch.dtype, holds: bool) -> Split:
+    """The split for rows of `vocab` logits that are held for their gradient, or only read.
+
+    Raises ValueError when no cluster holds such a row. The fewest blocks that leave room to read
+    ahead, two blocks on a multiprocessor if that can be; not tuned on a device yet.
+    """
+    if not holds:
+        return Split(1, _RINGS[0])
+    word = 16 // dtype.itemsize
+    words = (vocab + 2 * word - 2) // word  # of a row that starts anywhere in a word
+    for slots, ahead in ((_RINGS[0], _AHEAD), (_RINGS[1], _AHEAD), (_RINGS[1], 1)):
+        for cluster in (1, 2, 4, 8):
+            if math.ceil(math.ceil(words / cluster) * 16 / _TILE_BYTES) + ahead <= slots:
+                return Split(cluster, slots)
+    raise ValueError(
+        f"logits have V={vocab} in {dtype}: a row of at most {8 * 27 * _TILE_BYTES} bytes fits the "
+        "shared memory of a cluster; use backend='triton'"
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, built on first use. Raises RuntimeError or OSError, saying why it cannot be."""
+    loaded = ctypes.CDLL(str(build_cuda.build()))
+    loaded.gac_cuda_rows.restype = ctypes.c_char_p
+    loaded.gac_cuda_scale.restype = ctypes.c_char_p
+    return loaded
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in _DTYPES:
+        return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if torch.cuda.get_device_capability(device) not in _CAPABILITIES:
+        return f"{torch.cuda.get_device_name(device)} is not of compute capability 9.0 or 10.0"
+    try:
+        library()
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
+
+
+def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
+    _launch(_STATS, logits, None, temperature, results, {"targets": targets})
+    return results[0], results[1], results[2]
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    # the row is at hand: its own sums are better than `lse` rounded to float32
+    columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
+    _launch(_GRADS, logits, out, temperature, None, columns)
+
+
+def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+    results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
+    columns = {
+        name: getattr(tokens, name)
+        for name in ("targets", "demo", "advantages", "old", "ref", "scale")
+    }
+    _launch(
+        _LOSS, logits, out, spec.temperature, results, columns,
+        ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
+        ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
+        dual_clip=math.inf if spec.dual_clip is None else spec.dual_clip,
+        kl_coef=spec.kl_coef,
+        kl_estimator=KL_ESTIMATORS.index(spec.kl_estimator),
+        entropy_coef=spec.entropy_coef,
+        demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
+        demo_shape=spec.demo_shape,
+    )  # fmt: skip
+    return TokenTerms(results[0], results[1], results[2], results[3], results[4])
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    plain = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in _DTYPES
+    if not plain:
+        tensor.mul_(factor)
+        return
+    factor = factor.to(device=tensor.device, dtype=torch.float32)
+    _check(
+        library().gac_cuda_scale(
+            ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.numel()),
+            ctypes.c_void_p(factor.data_ptr()), _DTYPES.index(tensor.dtype), tensor.device.index,
+            _stream(tensor.device),
+        )
+    )  # fmt: skip
+
+
+def _launch(
+    task: int,
+    logits: Tensor,
+    out: Tensor | None,
+    temperature: float,
+    results: Tensor | None,
+    columns: dict[str, Tensor | None],
+    **options: Any,
+) -> None:
+    # the copies must outlive the launch, not the kernel: their memory is reused in stream order
+    held = {name: None if x is None else x.contiguous() for name, x in columns.items()}
+    held |= {"logits": logits, "out": out, "results": results}
+    chosen = split(logits.shape[2], logits.dtype, holds=out is not None)
+    arguments = Arguments(
+        **{name: None if x is None else x.data_ptr() for name, x in held.items()},
+        rows=logits.shape[0] * logits.shape[1],
+        per_batch=max(logits.shape[1], 1),
+        vocab=logits.shape[2],
+        batch_stride=logits.stride(0),
+        row_stride=logits.stride(1),
+        out_batch_stride=0 if out is None else out.stride(0),
+        out_row_stride=0 if out is None else out.stride(1),
+        slope=math.log2(math.e) / temperature,
+        inverse_temperature=1 / temperature,
+        task=task,
+        dtype=_DTYPES.index(logits.dtype),
+        out_dtype=0 if out is None else _DTYPES.index(out.dtype),
+        cluster=chosen.cluster,
+        slots=chosen.slots,
+        device=logits.device.index or 0,
+        **options,
+    )
+    _check(library().gac_cuda_rows(ctypes.byref(arguments), _stream(logits.device)))
+
+
+def _stream(device: torch.device) -> ctypes.c_void_p:
+    on_gpu = device.type == "cuda"  # else the library is the emulation that the tests build
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream if on_gpu else None)
+
+
+def _check(error: bytes | None) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA row kernel failed: {error.decode()}")

@@ -1,0 +1,75 @@
+"""Builds the CUDA library of `csrc/cuda` with nvcc: `python -m gac_kernels.build_cuda`.
+
+The library has a plain C interface, so it needs no header of torch and serves every version. Its
+name holds a hash of its sources and flags: a changed source is built anew, an old library is never
+loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+SOURCES = PACKAGE.parent / "csrc"
+ARCHITECTURES = ("90a", "100")  # Hopper and Blackwell: clusters and bulk copies came with 9.0
+FLAGS = ("-std=c++20", "-O3", "--compiler-options", "-fPIC")
+
+
+def find_nvcc() -> str | None:
+    """nvcc of CUDA_HOME, of the PATH, or of the usual place."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    beside = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    return shutil.which(beside[0]) or shutil.which("nvcc") or shutil.which(beside[-1])
+
+
+@functools.cache
+def library_path() -> Path:
+    """Where the library of the present sources is, or will be."""
+    digest = hashlib.sha256(repr((ARCHITECTURES, FLAGS)).encode())
+    for path in sorted(
+        [*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*.h"), *SOURCES.glob("cuda/*.cu")]
+    ):
+        digest.update(path.read_bytes())
+    return PACKAGE / f"_cuda-{digest.hexdigest()[:12]}.so"
+
+
+def compile_source(*options: str) -> str:
+    """Run nvcc on the launcher; its messages. Raises RuntimeError with them when it fails."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError("nvcc was not found: put it on the PATH or set CUDA_HOME")
+    source = SOURCES / "cuda" / "launch.cu"
+    if not source.exists():
+        raise RuntimeError(f"{source} does not exist: use a source checkout")
+    command = [nvcc, *FLAGS, *options, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def build() -> Path:
+    """The library, compiled first if need be. Raises RuntimeError when it cannot be."""
+    path = library_path()
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=PACKAGE) as folder:
+        fresh = Path(folder) / path.name
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+        compile_source(*targets, "-shared", "-o", str(fresh))
+        fresh.replace(path)  # at once: another process may be building it too
+    return path
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -1,0 +1,289 @@
+"""The CUDA row kernels without a GPU: their own source on emulated threads, and what nvcc says.
+
+Tolerance: 2 x the error of float32 PyTorch on the same inputs, both against float64, plus 1e-6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import build_cuda
+from gac_kernels.backends import cuda, reference
+from gac_kernels.contract import DemoWeight, LossSpec
+from gac_kernels.tokens import Tokens, plan
+
+SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels compiled for the CPU with the emulated instructions."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    path = tmp_path_factory.mktemp("cuda") / "emulated.so"
+    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-unknown-pragmas", "-o", str(path), str(SOURCES / "emulate.cpp")]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(path))
+    library.gac_cuda_rows.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture
+def kernels(emulation: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """`backends.cuda` on CPU tensors, with a fixed order of threads."""
+    monkeypatch.setattr(cuda, "library", lambda: emulation)
+    emulation.gac_emulate_seed(0)
+    return emulation
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch):
+    """Forces how rows are shared: small rows would always get a cluster of one."""
+
+    def force(cluster: int, slots: int) -> None:
+        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
+
+    return force
+
+
+def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
+    """Two sequences, a rollout and a demonstration; the second token of each has no loss."""
+    _, rows, vocab = logits.shape
+    targets = torch.randint(vocab, (2, rows))
+    targets[:, 1] = -100
+    logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
+    old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
+    return plan(
+        targets, torch.randn(2, rows), torch.tensor([False, True]), 0.4,
+        None if on_policy else old, None if spec.kl_coef == 0 else ref, None, spec, None, None,
+    )  # fmt: skip
+
+
+def doubled(tokens: Tokens) -> Tokens:
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+    return Tokens(*wide)
+
+
+def close(ours: Tensor, theirs: Tensor, truth: Tensor, what: str, atol: float = 1e-6) -> None:
+    assert torch.equal(ours.isnan(), truth.isnan()), f"{what}: nan in other places"
+    error = (ours.double() - truth).nan_to_num(0).abs()
+    allowed = 2 * (theirs.double() - truth).nan_to_num(0).abs().max() + atol
+    worst = error.argmax()
+    assert error.max() <= allowed, (
+        f"{what}: {ours.flatten()[worst]} is not {truth.flatten()[worst]} "
+        f"(error {error.max():.2e}, allowed {allowed:.2e})"
+    )
+
+
+def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> None:
+    """row_loss of the kernels, of float32 PyTorch, and of float64 PyTorch."""
+    like = torch.empty(logits.shape, dtype=torch.float32)
+    theirs = reference.row_loss(logits.float(), tokens, spec, like)
+    exact = torch.empty(logits.shape, dtype=torch.float64)
+    truth = reference.row_loss(logits.double(), doubled(tokens), spec, exact)
+    rounded = like.to(out.dtype)  # the reference's gradient in the dtype of ours
+    ours = cuda.row_loss(logits, tokens, spec, out)
+    for name, a, b, c in zip(ours._fields, ours, theirs, truth, strict=True):
+        close(a, b, c, name, atol=2e-6)
+    close(out, rounded, exact, "gradient", atol=2e-6 * tokens.scale.max().item())
+    dead = tokens.targets.view(logits.shape[:2]) == -100
+    assert (out[dead] == 0).all()
+
+
+OPTIONS = {
+    "default": LossSpec(),
+    "k1, dual clip, entropy": LossSpec(
+        kl_coef=0.1, kl_estimator="k1", dual_clip=1.5, entropy_coef=0.01
+    ),
+    "k2, no clip, p": LossSpec(
+        kl_coef=0.1, kl_estimator="k2", clip_low=None, clip_high=None, demo_weight=DemoWeight.P
+    ),
+    "k3, one, hot": LossSpec(kl_coef=0.1, demo_weight=DemoWeight.ONE, temperature=1.7),
+    "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
+    "on policy": LossSpec(entropy_coef=0.01),
+    "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(kernels: ctypes.CDLL, clusters, name: str) -> None:
+    clusters(2, 3)
+    logits = 4 * torch.randn(2, 3, 3000)
+    tokens = batch(logits, OPTIONS[name], on_policy=name == "on policy")
+    check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
+
+
+# (dtype, gradient dtype, V, blocks, tiles): why
+SHAPES = {
+    "a whole number of tiles": (torch.float32, torch.float32, 8192, 4, 2),
+    "a word with few valid logits at each end": (torch.bfloat16, torch.bfloat16, 9001, 2, 3),
+    "fewer words than blocks": (torch.float16, torch.float16, 11, 4, 2),
+    "one logit": (torch.float32, torch.float32, 1, 2, 2),
+    "the linear form: float32 in, bfloat16 out": (torch.float32, torch.bfloat16, 5003, 2, 4),
+    "a wider gradient": (torch.bfloat16, torch.float32, 4099, 1, 3),
+    "a full ring, no room to read ahead": (torch.bfloat16, torch.bfloat16, 16377, 1, 4),
+    "eight blocks": (torch.bfloat16, torch.bfloat16, 40000, 8, 3),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape(kernels: ctypes.CDLL, clusters, name: str) -> None:
+    dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
+    clusters(blocks, tiles)
+    logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
+    out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
+    check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
+
+
+def test_rows_of_any_stride_keep_their_neighbours(kernels: ctypes.CDLL, clusters) -> None:
+    """logits[:, :-1, :-2] of a larger tensor: unaligned rows, and what is between them stays."""
+    clusters(2, 3)
+    whole = torch.randn(2, 4, 2005)
+    logits = whole[:, :-1, :-2]
+    full = torch.full((2, 4, 2005), 7.0)
+    out = full[:, 1:, 1:-1]
+    check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
+    assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
+
+
+def test_gradient_over_the_logits(kernels: ctypes.CDLL, clusters) -> None:
+    clusters(4, 2)
+    logits = torch.randn(2, 5, 3001).bfloat16()
+    tokens = batch(logits, LossSpec())
+    apart = torch.empty_like(logits)
+    first = cuda.row_loss(logits, tokens, LossSpec(), apart)
+    second = cuda.row_loss(logits, tokens, LossSpec(), logits)
+    assert torch.equal(logits, apart)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: int) -> None:
+    clusters(blocks, 4)
+    logits, targets = 3 * torch.randn(2, 4, 6007), torch.randint(6007, (8,))
+    targets[2] = -100
+    d_logps, d_entropy = torch.randn(8), torch.randn(8)
+    d_logps[3] = d_entropy[3] = 0  # such a row is not read
+    stats = cuda.row_stats(logits, targets, 0.8)
+    truth = reference.row_stats(logits.double(), targets, 0.8)
+    for name, ours, theirs, exact in zip(
+        ("logp", "entropy", "lse"), stats, reference.row_stats(logits, targets, 0.8), truth,
+        strict=True,
+    ):  # fmt: skip
+        close(ours, theirs, exact, name, atol=2e-6)
+    out, like, exact = (
+        torch.empty(2, 4, 6007, dtype=t) for t in (*[torch.float32] * 2, torch.float64)
+    )
+    reference.row_grads(logits, targets, *stats[::-2], d_logps, d_entropy, 0.8, like)
+    wide = [x.double() for x in (truth[2], truth[1], d_logps, d_entropy)]
+    reference.row_grads(logits.double(), targets, *wide, 0.8, exact)
+    logits.view(8, -1)[[2, 3]] = torch.nan
+    cuda.row_grads(logits, targets, stats[2], stats[1], d_logps, d_entropy, 0.8, out)
+    close(out, like, exact, "gradient")
+    assert (out.view(8, -1)[[2, 3]] == 0).all()
+
+
+def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
+    """Masked words, a row of -inf, nan, +inf, huge logits, a masked and an unknown target."""
+    clusters(2, 3)
+    logits = torch.randn(1, 8, 2500)
+    logits[0, 0, 100:2300] = -torch.inf
+    logits[0, 1] = -torch.inf
+    logits[0, 2, 2499] = torch.nan
+    logits[0, 3, 5] = torch.inf
+    logits[0, 4] *= 1e8
+    logits[0, 5, 7] = -torch.inf
+    logits[0, 7] = -1e4 + torch.arange(2500) / 100
+    targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2])
+    logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
+    known = torch.tensor([0, 4, 5, 7])
+    truth = reference.row_stats(logits[:, known].double(), targets[known], 1.0)
+    assert logps[[1, 2, 3, 6]].isnan().all()
+    finite = torch.tensor([0, 3])
+    torch.testing.assert_close(
+        logps[known][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
+    )
+    torch.testing.assert_close(entropy[known].double(), truth[1], rtol=1e-5, atol=2e-5)
+    assert logps[5] == -torch.inf
+    torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
+
+
+def test_rows_without_a_loss_are_never_read(kernels: ctypes.CDLL, clusters) -> None:
+    clusters(2, 2)
+    logits = torch.randn(2, 3, 2000)
+    tokens = batch(logits, LossSpec())
+    clean = torch.empty_like(logits)
+    cuda.row_loss(logits, tokens, LossSpec(), clean)
+    logits[:, 1] = torch.nan
+    poisoned = torch.empty_like(logits)
+    terms = cuda.row_loss(logits, tokens, LossSpec(), poisoned)
+    assert torch.equal(clean, poisoned)
+    assert all((x.view(2, 3)[:, 1] == 0).all() for x in terms)
+
+
+def test_no_order_of_the_threads_changes_a_bit(kernels: ctypes.CDLL, clusters) -> None:
+    """Rings much smaller than the work, other schedules and other delays of the copies."""
+    clusters(4, 3)
+    logits = torch.randn(2, 6, 16001).bfloat16()
+    tokens = batch(logits, LossSpec(entropy_coef=0.01))
+    results = []
+    for seed in range(4):
+        kernels.gac_emulate_seed(seed)
+        out = torch.empty_like(logits)
+        terms = cuda.row_loss(logits, tokens, LossSpec(entropy_coef=0.01), out)
+        results.append([out, *terms])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_row_that_does_not_fit_is_refused(kernels: ctypes.CDLL, clusters) -> None:
+    logits = torch.zeros(1, 1, 16384)
+    targets = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1)
+    clusters(2, 4)
+    with pytest.raises(RuntimeError, match="does not fit the cluster's shared memory"):
+        cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
+
+
+def test_split_of_the_common_vocabularies() -> None:
+    bf16, f32 = torch.bfloat16, torch.float32
+    assert cuda.split(152064, bf16, holds=True) == (4, 14)
+    assert cuda.split(32000, bf16, holds=True) == (1, 14)
+    assert cuda.split(152064, f32, holds=True) == (8, 14)
+    assert cuda.split(262144, f32, holds=True) == (8, 28)
+    assert cuda.split(10**9, f32, holds=False).cluster == 1
+    with pytest.raises(ValueError, match="V=1000000 in torch.float32"):
+        cuda.split(1_000_000, f32, holds=True)
+
+
+@functools.cache
+def compiler_log(arch: str) -> str:
+    if build_cuda.find_nvcc() is None:
+        pytest.skip("needs nvcc")
+    return build_cuda.compile_source(
+        f"-gencode=arch=compute_{arch},code=sm_{arch}", "-cubin", "-Xptxas", "-v", "-o", "/dev/null"
+    )
+
+
+@pytest.mark.parametrize("arch", build_cuda.ARCHITECTURES)
+def test_compiles_without_spills(arch: str) -> None:
+    log = compiler_log(arch)
+    kernels = log.count("Compiling entry function")
+    assert kernels == 12  # nine pairs of dtypes, three dtypes to scale
+    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_cuda, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="nvcc was not found: put it on the PATH"):
+        build_cuda.compile_source()
