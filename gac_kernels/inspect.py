@@ -143,18 +143,18 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
     seconds = time.perf_counter() - began
     sass = _disassemble(compiled.asm["cubin"])
     return Report(
-        launch.kernel.__name__,
-        configuration.name,
-        f"sm_{arch}",
-        *(_number(pattern, log.getvalue()) for pattern in (
-            r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads",
-            r"(\d+) bytes stack frame",
-        )),
-        compiled.metadata.shared,
-        len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/.*;", sass, re.MULTILINE)),
-        len(re.findall(r"(?:LDG|STG)\.E\S*\.128", sass)),
-        seconds,
-    )  # fmt: skip
+        kernel=launch.kernel.__name__,
+        config=configuration.name,
+        arch=f"sm_{arch}",
+        registers=_number(r"Used (\d+) registers", log.getvalue()),
+        spill_stores=_number(r"(\d+) bytes spill stores", log.getvalue()),
+        spill_loads=_number(r"(\d+) bytes spill loads", log.getvalue()),
+        stack=_number(r"(\d+) bytes stack frame", log.getvalue()),
+        shared=compiled.metadata.shared,
+        instructions=len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/.*;", sass, re.MULTILINE)),
+        wide_accesses=len(re.findall(r"(?:LDG|STG)\.E\S*\.128", sass)),
+        seconds=seconds,
+    )
 
 
 def _disassemble(cubin: bytes) -> str:

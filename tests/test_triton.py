@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_l
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends import triton_launch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .triton_cases import DEVICE, FIELDS, PER_TOKEN, check, error, evaluate, make_batch, scale_of
+
 pytestmark = [
     pytest.mark.skipif(
         backend.unavailable(torch.device(DEVICE), torch.float32) is not None,
@@ -26,8 +26,6 @@ pytestmark = [
     # Arithmetic on inf and nan, which some cases are about, warns in the interpreter's numpy.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-FIELDS = ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy")
-PER_TOKEN = ("logits", "targets", "old_logps", "ref_logps")
 
 
 @pytest.fixture
@@ -35,69 +33,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred words meet several tiles, as real vocabularies do."""
     tile = triton_launch.Tiling(lanes=32, width=4, warps=1, stages=3)
     monkeypatch.setattr(triton_launch, "tiling", lambda vocab, dtype: tile)
-
-
-def make_batch(
-    rows: int = 3,
-    width: int = 2,
-    vocab: int = 301,
-    dtype: torch.dtype = torch.float32,
-    peak: float = 4.0,
-) -> dict[str, Any]:
-    """Two rollouts around a demonstration, peaked as a trained model is, one token masked."""
-    logits = torch.randn(rows, width, vocab) * 2
-    targets = torch.randint(vocab, (rows, width))
-    logits.scatter_add_(2, targets[..., None], torch.full((rows, width, 1), peak))
-    logps = (logits.to(dtype).float().log_softmax(-1)).gather(2, targets[..., None])[..., 0]
-    targets[0, -1] = -100
-    batch = {
-        "logits": logits.to(dtype),
-        "targets": targets,
-        "advantages": torch.linspace(-1, 1.5, rows),
-        "is_demo": torch.arange(rows) % 3 == 1,
-        "old_logps": logps + 0.3 * torch.randn(rows, width),
-        "ref_logps": logps + 0.3 * torch.randn(rows, width),
-        "mu": 0.3,
-    }
-    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
-def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords: Any) -> Any:
-    """The outputs and the gradient; `dtype` converts the logits (exactly, when upward)."""
-    batch = dict(batch, **keywords)
-    logits = batch.pop("logits").detach()
-    logits = logits if dtype is None else logits.to(dtype)
-    logits.requires_grad_()
-    out = fused_gac_loss(logits, backend=batch.pop("backend"), **batch)
-    out.loss.backward()
-    return out, logits.grad
-
-
-def error(value: Tensor, truth: Tensor) -> float:
-    """The largest absolute error; infinite where only one of the two is a number."""
-    value, truth = value.double().cpu(), truth.double().cpu()
-    alike = (value == truth) | (value.isnan() & truth.isnan())
-    return torch.where(alike, 0, (value - truth).abs()).nan_to_num(math.inf).max().item()
-
-
-def scale_of(truth: Tensor) -> float:
-    return max(1.0, truth.double().nan_to_num(0, 0, 0).abs().max().item())
-
-
-def check(batch: dict[str, Any], **keywords: Any) -> None:
-    """Values and gradients are no further from float64 than twice the same-dtype reference."""
-    out, grad = evaluate(batch, backend="triton", **keywords)
-    truth, true_grad = evaluate(batch, torch.float64, backend="reference", **keywords)
-    plain, plain_grad = evaluate(batch, backend="reference", **keywords)
-    assert grad.dtype == batch["logits"].dtype
-    pairs = [(n, getattr(out, n), getattr(plain, n), getattr(truth, n)) for n in FIELDS]
-    pairs.append(("gradient", grad, plain_grad, true_grad))
-    if out.moments is not None:
-        names = ("rollouts", "demo_nll", "totals")
-        pairs += [(n, *(getattr(x.moments, n) for x in (out, plain, truth))) for n in names]
-    for name, value, baseline, exact in pairs:
-        bound = 2 * error(baseline, exact) + 1e-6 * scale_of(exact)
-        assert error(value, exact) <= bound, name
 
 
 LOSSES = {
@@ -283,15 +218,6 @@ def test_log_probabilities_and_entropy_are_differentiable(
         assert error(value, exact) <= 2 * error(baseline, exact) + 1e-6 * scale_of(exact)
 
 
-@pytest.mark.gpu
-def test_large_logits_lose_nothing() -> None:
-    """Shifted by 1000 nothing changes but the rounding of the inputs. The interpreter does not
-    fuse multiply-adds, so this holds on a GPU only."""
-    batch = make_batch(vocab=32000, dtype=torch.float16)
-    batch["logits"] += 1000
-    check(batch)
-
-
 def test_results_repeat_bit_for_bit() -> None:
     batch = make_batch(vocab=1500)
     spec = LossSpec(kl_coef=0.1, entropy_coef=0.1)
@@ -369,140 +295,3 @@ print(triton.unavailable(torch.device("cpu"), torch.float32))
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert "TRITON_INTERPRET" in run.stdout, run.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [151936, 152064, 128256, 32000])
-def test_real_vocabularies(vocab: int, poison: None) -> None:
-    batch = make_batch(rows=6, width=5, vocab=vocab, dtype=torch.bfloat16, peak=14.0)
-    check(batch, spec=LossSpec(kl_coef=0.1, entropy_coef=0.01))
-
-
-@pytest.mark.gpu
-def test_more_than_two_to_the_31_logits() -> None:
-    """The last rows lie beyond what 32 bits address; each is held against its own small batch."""
-    vocab = 151936
-    rows = 2**31 // vocab + 8
-    logits = torch.empty(1, rows, vocab, dtype=torch.bfloat16, device=DEVICE)
-    for part in logits.split(1024, dim=1):
-        part.normal_()
-    targets = torch.randint(vocab, (1, rows), device=DEVICE)
-    last = logits[:, -8:].clone()
-    sides = torch.zeros(1, dtype=torch.bool, device=DEVICE), torch.ones(1, device=DEVICE)
-    is_demo, advantages = sides
-    logits.requires_grad_()
-    out = fused_gac_loss(logits, targets, advantages, is_demo, mu=0.0, backend="triton")
-    out.loss.backward()
-    exact = last.double().requires_grad_()
-    few = reference.fused_gac_loss(
-        exact, targets[:, -8:], advantages, is_demo, mu=0.0, rollout_norm=rows / 8
-    )
-    few.loss.backward()
-    assert error(out.logps[:, -8:], few.logps) < 2e-4
-    assert error(out.entropy[:, -8:], few.entropy) < 2e-4
-    grad = logits.grad[:, -8:]
-    assert error(grad, exact.grad) <= 2**-8 * exact.grad.abs().max().item()
-    assert logits.grad[:, :1].any() and logits.grad[:, rows // 2].any()
-
-
-@pytest.mark.gpu
-def test_more_rows_than_a_grid_dimension_other_than_x() -> None:
-    targets = torch.randint(64, (70_000,), device=DEVICE)
-    logits = torch.randn(1, 70_000, 64, device=DEVICE)
-    logps, entropy, _ = backend.row_stats(logits, targets, 1.0)
-    exact = reference.token_logprobs(logits[0].double(), targets)
-    assert error(logps, exact[0]) < 2e-6 and error(entropy, exact[1]) < 2e-6
-
-
-@pytest.mark.gpu
-def test_large_results_repeat_bit_for_bit() -> None:
-    batch = make_batch(rows=64, width=16, vocab=152064, dtype=torch.bfloat16, peak=14.0)
-    first, second = (evaluate(batch, backend="triton") for _ in range(2))
-    for name in FIELDS:
-        equal = torch.equal(getattr(first[0], name), getattr(second[0], name))
-        assert equal or (name == "kl" and first[0].kl.isnan()), name
-    assert torch.equal(first[1], second[1])
-
-
-@pytest.mark.gpu
-def test_row_kernels_record_in_a_cuda_graph() -> None:
-    """No kernel asks the host for anything: replaying on new logits gives their results."""
-    batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
-    logits, targets = batch["logits"], batch["targets"].flatten()
-    ones, zeros = torch.ones(32, device=DEVICE), torch.zeros(32, device=DEVICE)
-    out = torch.empty_like(logits)
-    factor = torch.tensor(0.5, device=DEVICE)
-
-    def work() -> tuple[Tensor, ...]:
-        logps, entropy, lse = backend.row_stats(logits, targets, 1.0)
-        backend.row_grads(logits, targets, lse, entropy, ones, zeros, 1.0, out)
-        backend.scale_(out, factor)
-        return logps, entropy
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()  # compiles, which a recording may not
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = work()
-    logits.copy_(torch.randn_like(logits))
-    graph.replay()
-    replayed = [x.clone() for x in (*recorded, out)]
-    for value, exact in zip(replayed, (*work(), out), strict=True):
-        assert torch.equal(value, exact)
-
-
-@pytest.mark.gpu
-def test_whole_loss_records_in_a_cuda_graph() -> None:
-    batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
-    batch["mu"] = torch.tensor(0.3, device=DEVICE)
-    logits = batch.pop("logits")
-
-    def work() -> tuple[Tensor, Tensor]:
-        leaf = logits.detach().requires_grad_()
-        out = fused_gac_loss(leaf, backend="triton", **batch)
-        return out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = work()
-    logits.copy_(torch.randn_like(logits))
-    graph.replay()
-    replayed = [x.clone() for x in recorded]
-    for value, exact in zip(replayed, work(), strict=True):
-        assert torch.equal(value, exact)
-
-
-@pytest.mark.gpu
-def test_another_device_than_the_current_one() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    logits = torch.randn(1, 4, 1000, device="cuda:1")
-    targets = torch.randint(1000, (4,), device="cuda:1")
-    logps, _, _ = backend.row_stats(logits, targets, 1.0)
-    exact, _ = reference.token_logprobs(logits[0].double(), targets)
-    assert error(logps, exact) < 2e-6
-
-
-@pytest.mark.gpu
-def test_new_batch_sizes_compile_nothing() -> None:
-    """Rows, row length and temperature are run-time values: only the first call compiles."""
-    from gac_kernels.backends.triton_rows import loss_kernel
-
-    def compiled() -> int:
-        return sum(len(cache[0]) for cache in loss_kernel.device_caches.values())
-
-    evaluate(make_batch(rows=3, width=2, vocab=512), backend="triton")
-    before = compiled()
-    for rows, width, temperature in ((1, 1, 1.0), (16, 16, 0.7), (5, 7, 1.3)):
-        batch = make_batch(rows=rows, width=width, vocab=512)
-        evaluate(batch, backend="triton", spec=LossSpec(temperature=temperature))
-    assert before >= 1 and compiled() == before

@@ -116,6 +116,7 @@ def write_gradient(
     Backwards, since what was read last is still in the cache. FORWARD is for `out` of a narrower
     type inside the row's own storage: there a tile is read by all before any thread writes.
     """
+    y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
     if not FORWARD:
         gradient_tail(
             row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
