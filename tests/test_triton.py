@@ -100,6 +100,17 @@ def test_rows_of_any_stride(small_tiles: None, poison: None) -> None:
     check(dict(batch, logits=rows))
 
 
+def test_packed_vectors_that_are_slices(small_tiles: None) -> None:
+    """Every second element of a longer vector: the kernels count in elements of the batch."""
+    batch = make_batch()
+    for name in PER_TOKEN:
+        batch[name] = batch[name].flatten(0, 1)
+    for name in PER_TOKEN[1:]:
+        batch[name] = torch.stack([batch[name], torch.zeros_like(batch[name])], 1)[:, 0]
+    batch["cu_seqlens"] = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=DEVICE)
+    check(batch, spec=LossSpec(kl_coef=0.1))
+
+
 def test_overwrite_takes_the_storage_and_nothing_beside_it(small_tiles: None) -> None:
     batch = make_batch()
     _, expected = evaluate(batch, backend="triton")

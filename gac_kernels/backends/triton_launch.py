@@ -69,7 +69,7 @@ def stats_launch(
     tile = tiling(logits.shape[-1], logits.dtype)
     arguments = {
         "logits": logits,
-        "targets": targets,
+        **_dense(targets=targets),
         "results": results,
         "N": targets.numel(),
         **_geometry(logits),
@@ -96,11 +96,7 @@ def grads_launch(
     arguments = {
         "logits": logits,
         "out": out,
-        "targets": targets,
-        "lse": lse,
-        "entropy": entropy,
-        "d_logps": d_logps,
-        "d_entropy": d_entropy,
+        **_dense(targets=targets, lse=lse, entropy=entropy, d_logps=d_logps, d_entropy=d_entropy),
         **_geometry(logits),
         "out_stride_b": out.stride(0),
         "out_stride_t": out.stride(1),
@@ -121,12 +117,14 @@ def loss_launch(
     arguments = {
         "logits": logits,
         "out": out,
-        "targets": tokens.targets,
-        "demo": tokens.demo,
-        "advantages": tokens.advantages,
-        "old": tokens.old,
-        "ref": tokens.ref,
-        "scale": tokens.scale,
+        **_dense(
+            targets=tokens.targets,
+            demo=tokens.demo,
+            advantages=tokens.advantages,
+            old=tokens.old,
+            ref=tokens.ref,
+            scale=tokens.scale,
+        ),
         "terms": terms,
         "N": tokens.targets.numel(),
         **_geometry(logits),
@@ -211,6 +209,11 @@ def _geometry(rows: Tensor) -> dict[str, int]:
         "stride_b": rows.stride(0),
         "stride_t": rows.stride(1),
     }
+
+
+def _dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
+    """The [N] vectors without gaps: a packed batch may come as a strided slice."""
+    return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
 def _bits(temperature: float) -> float:
