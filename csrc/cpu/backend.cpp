@@ -114,7 +114,8 @@ class Worker {
  public:
   Worker(const Rows& logits, double temperature, const Rows* out)
       : kernels_(row_kernels()), logits_(logits), out_(out), temperature_(temperature),
-        slope_(static_cast<float>(kLog2e / temperature)) {
+        slope_(static_cast<float>(kLog2e / temperature)),
+        slope_error_(slope_ * temperature / kLog2e - 1) {
     if (!out) return;
     memory_ = c10::GetCPUAllocator()->allocate(kernels_.scratch(logits.width) * sizeof(float));
     scratch_ = static_cast<float*>(memory_.get());
@@ -127,8 +128,11 @@ class Worker {
     const double log_sum = std::log(s.sum);
     const bool known = target >= 0 && target < logits_.width;  // never read out of bounds
     const double x = known ? get(logits_.dtype, row, target) : std::nan("");
-    return {s, log_sum, s.base * kLn2 + log_sum, log_sum - kLn2 * s.dot / s.sum,
-            (x * slope_ - s.base) * kLn2 - log_sum};
+    const double entropy = log_sum - kLn2 * s.dot / s.sum;
+    const double logp = (x - s.base) * slope_ * kLn2 - log_sum;
+    // The rounded slope is a temperature a little off; d logp / d log(slope) = logp + entropy.
+    return {s, log_sum, s.base / temperature_ + log_sum, entropy,
+            logp * (1 - slope_error_) - slope_error_ * entropy};
   }
 
   void write_zero(int64_t i) const {
@@ -160,6 +164,7 @@ class Worker {
   const Rows* out_;
   double temperature_;
   float slope_;
+  double slope_error_;
   c10::DataPtr memory_;
   float* scratch_ = nullptr;
   bool stream_ = false;

@@ -7,13 +7,12 @@ namespace gac {
 
 enum class Dtype { float32, bfloat16, float16 };
 
-// Of one row, with t_i = x_i slope - base and slope = log2(e) / temperature, so that 2^t_i is the
+// Of one row, with t_i = (x_i - base) slope and slope = log2(e) / temperature, so that 2^t_i is the
 // softmax before its normalisation. `sum` is nan where the row has no distribution.
 struct RowSums {
-  double base;   // near the largest logit times slope
-  double sum;    // of 2^t_i
-  double dot;    // of t_i 2^t_i
-  float anchor;  // the base as the kernels' arithmetic wants it
+  float base;  // the largest logit
+  double sum;  // of 2^t_i
+  double dot;  // of t_i 2^t_i
 };
 
 // Gradient of one row: out_i = 2^t_i (constant + linear t_i).

@@ -18,26 +18,13 @@ constexpr double kLn2 = 0.693147180559945309417;
 int64_t blocks(int64_t width) { return (width + kBlock - 1) / kBlock; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The powers of every block, then the anchor of each block.
+// The powers of every block, then the base of each block.
 int64_t scratch_size(int64_t width) { return blocks(width) * (kBlock + 1); }
 
-// Where t is measured from. A fused multiply-add rounds x slope - anchor once; without it the
-// product of a large logit would lose its last digits, so the anchor is a logit there.
-#if defined(__FMA__)
-float anchor_at(float top, float slope) {
-  const float anchor = top * slope;
-  return anchor < -FLT_MAX ? -FLT_MAX : anchor;  // finite: -inf minus it stays -inf
-}
-double base_of(float anchor, float) { return anchor; }
-inline Floats offset(Floats x, Floats slope, Floats anchor) { return x * slope - anchor; }
-#else
-float anchor_at(float top, float) { return top; }
-double base_of(float anchor, float slope) { return double(anchor) * slope; }
-inline Floats offset(Floats x, Floats slope, Floats anchor) { return (x - anchor) * slope; }
-#endif
-
-inline Floats exponent(Floats x, Floats slope, Floats anchor) {
-  return max(splat(-127.0f), offset(x, slope, anchor));  // -inf gets the power 0, not nan
+// Subtracting first is exact near the base, however large the logits are. A -inf logit gets the
+// power 0, not nan.
+inline Floats exponent(Floats x, Floats base, Floats slope) {
+  return max(splat(-127.0f), (x - base) * slope);
 }
 
 double add_lanes(const Floats (&parts)[kUnroll]) {
@@ -51,7 +38,7 @@ double add_lanes(const Floats (&parts)[kUnroll]) {
 template <class In>
 float largest(const In* row, int64_t count) {
   Floats top[kUnroll];
-  for (Floats& t : top) t = splat(-FLT_MAX);
+  for (Floats& t : top) t = splat(-FLT_MAX);  // finite: -inf minus it stays -inf
   int64_t i = 0;
   for (; i + kStep <= count; i += kStep)
     for (int u = 0; u < kUnroll; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
@@ -62,13 +49,13 @@ float largest(const In* row, int64_t count) {
   return result;
 }
 
-// Adds one block to `all`, whose anchor is set, and fetches the block that follows into the L1.
+// Adds one block to `all`, whose base is set, and fetches the block that follows into the L1.
 template <bool kKeep, class In>
 void accumulate(const In* row, int64_t count, float slope, float* powers, RowSums& all) {
-  const Floats slopes = splat(slope), anchor = splat(all.anchor);
+  const Floats slopes = splat(slope), base = splat(all.base);
   Floats sums[kUnroll] = {}, dots[kUnroll] = {};
   const auto add = [&](int u, int64_t i, Floats x) __attribute__((always_inline)) {
-    const Floats t = exponent(x, slopes, anchor);
+    const Floats t = exponent(x, base, slopes);
     const Floats power = exp2(t);
     sums[u] += power;
     dots[u] += power * t;
@@ -87,22 +74,18 @@ void accumulate(const In* row, int64_t count, float slope, float* powers, RowSum
 
 template <bool kKeep, class In>
 RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
-  float* anchors = scratch + blocks(width) * kBlock;
-  RowSums all{0, 0, 0, 0};
+  float* bases = scratch + blocks(width) * kBlock;
+  RowSums all{-FLT_MAX, 0, 0};
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     const int64_t count = least(kBlock, width - begin);
-    const float anchor = anchor_at(largest(row + begin, count), slope);
-    if (begin == 0 || anchor > all.anchor) {
-      const double base = base_of(anchor, slope);
-      if (all.sum != 0) {  // what was summed so far is told from the new base
-        const double shift = all.base - base, factor = std::exp(shift * kLn2);
-        all.dot = (all.dot + all.sum * shift) * factor;
-        all.sum *= factor;
-      }
-      all.base = base;
-      all.anchor = anchor;
+    const float top = largest(row + begin, count);
+    if (top > all.base) {  // what was summed so far is told from the new base
+      const double shift = (double(all.base) - top) * slope, factor = std::exp(shift * kLn2);
+      all.dot = (all.dot + all.sum * shift) * factor;
+      all.sum *= factor;
+      all.base = top;
     }
-    if constexpr (kKeep) anchors[begin / kBlock] = all.anchor;
+    if constexpr (kKeep) bases[begin / kBlock] = all.base;
     accumulate<kKeep>(row + begin, count, slope, scratch + begin, all);
   }
   // A nan logit is sure to be seen in `dot` only; a row of -inf has no distribution either.
@@ -113,15 +96,15 @@ RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
 template <bool kEntropy, bool kStream, class In, class Out>
 void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums& sums,
               RowGradient g, const float* scratch) {
-  const float* anchors = scratch + blocks(width) * kBlock;
-  const Floats slopes = splat(slope), anchor = splat(sums.anchor);
+  const float* bases = scratch + blocks(width) * kBlock;
+  const Floats slopes = splat(slope), base = splat(sums.base);
   for (int64_t begin = 0; begin < width; begin += kBlock) {
-    const double from = base_of(anchors[begin / kBlock], slope);
-    const double factor = std::exp((from - sums.base) * kLn2);
+    const double shift = (double(bases[begin / kBlock]) - sums.base) * slope;
+    const double factor = std::exp(shift * kLn2);
     const Floats constant = splat(g.constant * factor), linear = splat(g.linear * factor);
     const auto value = [&](int64_t i, Floats x) __attribute__((always_inline)) {
       Floats weight = constant;
-      if constexpr (kEntropy) weight += linear * exponent(x, slopes, anchor);
+      if constexpr (kEntropy) weight += linear * exponent(x, base, slopes);
       return weight * load(scratch + i);
     };
     const int64_t end = least(width, begin + kBlock);

@@ -1,9 +1,117 @@
-"""Row kernels in vectorised C++ for the CPU."""
+"""Row kernels in vectorised C++ for the CPU, in `csrc`; see `backends` for the functions.
+
+A row is finished while it is in the L2: sums, token formulas, gradient. Rows run in parallel and
+each one is summed in a fixed order, so results do not depend on the number of threads. They do
+depend, within rounding, on the instruction set, which is chosen when the kernels are first used:
+the widest of AVX-512, AVX2 and the baseline that the processor has, or what the environment
+variable GAC_CPU_CAPABILITY names. The AVX-512 kernels were compiled and not run.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from pathlib import Path
+
 import torch
+from torch import Tensor
+
+from ..contract import KL_ESTIMATORS, DemoWeight, LossSpec
+from ..tokens import Tokens, TokenTerms
+
+LIBRARY = Path(__file__).parent.parent / "_native.so"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEMO_WEIGHTS = tuple(DemoWeight)  # C++ knows both enumerations by position
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return "the extension is not built"
+    if device.type != "cpu":
+        return f"it runs on the CPU only, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"it computes in float32 and has no {dtype}; use backend='reference'"
+    return _load()
+
+
+def capability() -> str:
+    """The instruction set in use: "default", "avx2" or "avx512"."""
+    if reason := _load():
+        raise RuntimeError(f"no native kernels: {reason}")
+    return torch.ops.gac_native.cpu_capability()
+
+
+def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.gac_native.row_stats(logits, targets, temperature)
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    # The sums cost nothing while the row is in cache, and are better than `lse` rounded to float32.
+    torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
+
+
+def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+    return TokenTerms(
+        *torch.ops.gac_native.row_loss(
+            logits,
+            tokens.targets,
+            tokens.demo,
+            tokens.advantages,
+            tokens.old,
+            tokens.ref,
+            tokens.scale,
+            -math.inf if spec.clip_low is None else 1 - spec.clip_low,
+            math.inf if spec.clip_high is None else 1 + spec.clip_high,
+            math.inf if spec.dual_clip is None else spec.dual_clip,
+            spec.kl_coef,
+            KL_ESTIMATORS.index(spec.kl_estimator),
+            spec.entropy_coef,
+            _DEMO_WEIGHTS.index(spec.demo_weight),
+            spec.demo_shape,
+            spec.temperature,
+            out,
+        )
+    )
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    if factor != 1:
+        tensor.mul_(factor)
+
+
+@functools.cache
+def _load() -> str | None:
+    """Load the library and register the shapes of its results; else say why not."""
+    if not LIBRARY.exists():
+        return "the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler"
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        return f"{LIBRARY.name} does not load, rebuild it for this torch ({error})"
+    _register_fakes()
+    return None
+
+
+def _register_fakes() -> None:
+    def columns(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+        shape = logits.shape[0] * logits.shape[1]
+        return tuple(logits.new_empty(shape, dtype=torch.float32) for _ in range(count))
+
+    @torch.library.register_fake("gac_native::row_stats")
+    def _(logits: Tensor, *_: object) -> tuple[Tensor, ...]:
+        return columns(logits, 3)
+
+    @torch.library.register_fake("gac_native::row_grads")
+    def _(logits: Tensor, *_: object) -> None:
+        return None
+
+    @torch.library.register_fake("gac_native::row_loss")
+    def _(logits: Tensor, *_: object) -> tuple[Tensor, ...]:
+        return columns(logits, 5)

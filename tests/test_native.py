@@ -1,0 +1,413 @@
+"""What is special to the native CPU backend: precision, strides, dispatch, threads, memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_logprobs
+from gac_kernels.backends import native
+
+CPU = torch.device("cpu")
+if reason := native.unavailable(CPU, torch.float32):
+    pytest.skip(f"native backend: {reason}", allow_module_level=True)
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def batch(
+    width: int, rows: int = 4, length: int = 5, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """Rollouts and demonstrations with masked tokens; log-probs near those of the logits."""
+    g = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(rows, length, width, generator=g)
+    targets = torch.randint(width, (rows, length), generator=g)
+    logps, _ = reference.token_logprobs(logits, targets, temperature=temperature)
+    noise = torch.randn(2, rows, length, generator=g)
+    targets[1, length // 2 :] = -100
+    return {
+        "logits": logits,
+        "targets": targets,
+        "advantages": torch.randn(rows, length, generator=g),
+        "is_demo": torch.arange(rows) % 2 == 1,
+        "old_logps": logps + 0.3 * noise[0],
+        "ref_logps": logps + 0.3 * noise[1],
+    }
+
+
+def call(
+    data: dict[str, Tensor], logits: Tensor | None = None, backend: str = "native", **keywords
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(outputs, gradient of the logits)"""
+    inputs = dict(data)
+    logits = inputs.pop("logits") if logits is None else logits
+    inputs.pop("logits", None)
+    leaf = logits.detach().requires_grad_()
+    out = fused_gac_loss(leaf, **inputs, backend=backend, **keywords)
+    out.loss.backward()
+    scalars = {k: getattr(out, k).detach() for k in ("loss", "rollout_loss", "demo_loss")}
+    rest = {k: getattr(out, k) for k in ("kl", "clip_fraction", "logps", "entropy")}
+    return scalars | rest, leaf.grad
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    return (value.double() - truth.double()).abs().max().item()
+
+
+SPECS = {
+    "plain": LossSpec(),
+    "everything": LossSpec(
+        kl_coef=0.1, entropy_coef=0.02, dual_clip=1.2, temperature=0.7, clip_high=0.28
+    ),
+    "k1 unclipped one": LossSpec(
+        kl_coef=0.2, kl_estimator="k1", clip_low=None, clip_high=None, demo_weight=DemoWeight.ONE
+    ),
+    "k2 p hot": LossSpec(kl_coef=0.2, kl_estimator="k2", demo_weight=DemoWeight.P, temperature=2.5),
+    "shaped": LossSpec(demo_weight=DemoWeight.SHAPED, entropy_coef=-0.01),
+    "trust": LossSpec(demo_weight=DemoWeight.TRUST, demo_shape=0.01),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_float32_is_as_good_as_pytorch(spec: LossSpec) -> None:
+    data = batch(1003, temperature=spec.temperature)
+    doubles = {k: v.double() if v.is_floating_point() else v for k, v in data.items()}
+    truth, true_grad = call(doubles, backend="reference", spec=spec)
+    peer, peer_grad = call(data, backend="reference", spec=spec)
+    ours, grad = call(data, spec=spec)
+    for name, value in truth.items():
+        assert error(ours[name], value) <= error(peer[name], value) + 2e-7 * (
+            1 + value.abs().max()
+        ), name
+    assert error(grad, true_grad) <= error(peer_grad, true_grad) + 1e-8
+    assert true_grad.abs().max() > 1e-3, "the bound above would hold for zeros"
+
+
+WIDTHS = {
+    "one": 1,
+    "under a vector": 11,
+    "odd": 257,
+    "several vectors and a rest": 1003,
+    "a block and one": 2049,
+    "blocks and a rest": 32000,
+    "wide and odd": 50257,
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_any_width(width: int) -> None:
+    data = batch(width, rows=2, length=3)
+    truth, true_grad = call(data | {"logits": data["logits"].double()}, backend="reference")
+    ours, grad = call(data)
+    for name in ("logps", "entropy"):  # half a unit in the last place, and a little
+        assert error(ours[name], truth[name]) <= 6e-8 * truth[name].abs().max() + 1.5e-7, name
+    assert error(grad, true_grad) <= 1e-6 * true_grad.abs().max()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision_rounds_only_input_and_gradient(dtype: torch.dtype) -> None:
+    spec = SPECS["everything"]
+    data = batch(1003, temperature=spec.temperature)
+    logits = data["logits"].to(dtype)
+    truth, true_grad = call(data, logits.double(), backend="reference", spec=spec)
+    ours, grad = call(data, logits, spec=spec)
+    assert grad.dtype == dtype
+    for name, value in truth.items():
+        assert error(ours[name], value) < 2e-6 * (1 + value.abs().max()), name
+    rounding = true_grad.float().to(dtype).double() - true_grad
+    beyond = (grad.double() - true_grad).abs() - rounding.abs()
+    step = torch.finfo(dtype).eps * true_grad.abs() + torch.finfo(dtype).tiny
+    assert (beyond <= 0.01 * step + 1e-8).all(), "the gradient was rounded more than once"
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_half_value_converts_exactly(dtype: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[values.isfinite()]
+    logits = torch.stack([values, torch.zeros_like(values)], 1)[None]  # [1, N, 2]
+    targets = torch.zeros(1, len(values), dtype=torch.int64)
+    logps, _ = token_logprobs(logits, targets, backend="native")
+    truth = torch.nn.functional.logsigmoid(values.double())
+    assert ((logps[0] - truth).abs() <= 1e-6 + 1e-7 * truth.abs()).all()
+
+
+def test_strides_of_logits_and_gradient() -> None:
+    data = batch(257, length=6)
+    whole = data["logits"]
+    short = {k: v[:, :-1] if v.dim() > 1 else v for k, v in data.items()}
+    expected, grad = call(short, short["logits"].contiguous())
+    views = {
+        "shifted [:, :-1]": whole[:, :-1],
+        "part of a wider vocabulary": torch.cat([whole, whole], -1)[:, :-1, :257],
+        "time major": whole[:, :-1].transpose(0, 1).contiguous().transpose(0, 1),
+        "unaligned": torch.cat([whole[..., :1], whole], -1)[:, :-1, 1:],
+    }
+    for name, view in views.items():
+        ours, ours_grad = call(short, view)
+        assert torch.equal(ours["logps"], expected["logps"]), name
+        assert torch.equal(ours_grad, grad), name
+
+
+def test_packed_equals_padded() -> None:
+    data = batch(257)
+    _, grad = call(data)
+    flat = {k: v.flatten(0, 1) if v.dim() > 1 else v for k, v in data.items()}
+    _, packed = call(flat | {"cu_seqlens": torch.arange(0, 21, 5, dtype=torch.int32)})
+    assert torch.equal(packed.view_as(grad), grad)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
+@pytest.mark.parametrize("spec", (SPECS["plain"], SPECS["everything"]), ids=("plain", "entropy"))
+def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) -> None:
+    data = batch(5003)
+    logits = data["logits"].to(dtype)
+    expected, grad = call(data, logits, spec=spec)
+    owned, sizes = logits.clone(), []
+
+    class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                if isinstance(x, Tensor) and x.data_ptr() != owned.data_ptr():
+                    sizes.append(x.untyped_storage().nbytes())
+            return out
+
+    with Allocations():
+        ours, ours_grad = call(data, owned, spec=spec, overwrite=True)
+    assert torch.equal(ours_grad, grad) and torch.equal(ours["loss"], expected["loss"])
+    assert ours_grad.data_ptr() == owned.data_ptr()
+    assert sizes and max(sizes) < owned.nbytes / 20
+
+
+def test_large_result_is_streamed_to_every_place() -> None:
+    data = batch(9001, rows=4, length=250)  # 34 MiB: past the caches, rows unaligned
+    ours, grad = call(data)
+    _, in_place = call(data, data["logits"].clone(), overwrite=True)
+    assert torch.equal(grad, in_place)
+
+
+def test_masked_rows_are_neither_read_nor_left_unwritten() -> None:
+    data = batch(300)
+    expected, grad = call(data)
+    masked = data["targets"] == -100
+    data["logits"][masked] = math.nan
+    poisoned = torch.full_like(data["logits"], math.nan)
+    torch.ops.gac_native.row_grads(
+        data["logits"], data["targets"].flatten(), torch.ones(20), torch.ones(20), 1.0, poisoned
+    )
+    assert poisoned.isfinite().all() and (poisoned[masked] == 0).all()
+    ours, ours_grad = call(data)
+    assert torch.equal(ours["loss"], expected["loss"]) and torch.equal(ours_grad, grad)
+
+
+def test_zero_coefficients_give_exact_zeros() -> None:
+    data = batch(300)
+    logits, targets = data["logits"], data["targets"].flatten().clamp(min=0)
+    d_logps, out = torch.ones(20), torch.full_like(logits, math.nan)
+    d_logps[7] = 0
+    torch.ops.gac_native.row_grads(logits, targets, d_logps, torch.zeros(20), 1.0, out)
+    rows = out.view(20, -1)
+    assert (rows[7] == 0).all() and (rows[8] != 0).any()
+
+
+@pytest.mark.parametrize("spec", (SPECS["plain"], SPECS["everything"]), ids=("plain", "entropy"))
+def test_minus_infinity_is_a_masked_vocabulary(spec: LossSpec) -> None:
+    data = batch(5000, rows=2, length=2)
+    inside = torch.zeros(5000, dtype=torch.bool)
+    inside[2500:4000] = True  # the whole first block is masked
+    data["targets"].clamp_(min=0).remainder_(1500).add_(2500)
+    masked = data["logits"].masked_fill(~inside, -math.inf)
+    ours, grad = call(data, masked, spec=spec)
+    small = data | {"targets": data["targets"] - 2500}
+    expected, small_grad = call(small, data["logits"][..., inside].contiguous(), spec=spec)
+    assert (grad[..., ~inside] == 0).all()
+    assert error(grad[..., inside], small_grad) <= 1e-6 * small_grad.abs().max()
+    assert error(ours["entropy"], expected["entropy"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "bad", (math.nan, -math.nan, math.inf), ids=("nan", "negative nan", "infinity")
+)
+@pytest.mark.parametrize("place", (0, 2047, 4999), ids=("first", "block's end", "rest"))
+def test_a_bad_logit_is_nan_never_a_number(bad: float, place: int) -> None:
+    data = batch(5000, rows=2, length=2)
+    data["targets"].fill_(17)
+    data["logits"][0, 1, place] = bad
+    ours, grad = call(data)
+    assert ours["loss"].isnan() and ours["logps"][0, 1].isnan() and ours["entropy"][0, 1].isnan()
+    assert grad[0, 1].isnan().all() and grad[0, 0].isfinite().all()
+
+
+def test_nan_with_any_payload_is_seen() -> None:
+    data = batch(300, rows=2, length=2)
+    data["targets"].fill_(3)
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -0x003FFEAB, -0x00400000], dtype=torch.int32)
+    for payload in bits:
+        data["logits"].view(torch.int32)[0, 1, 200] = payload
+        logps, entropy = token_logprobs(data["logits"], data["targets"], backend="native")
+        assert logps[0, 1].isnan() and entropy[0, 1].isnan() and logps[0, 0].isfinite()
+
+
+def test_a_row_of_minus_infinity_is_nan() -> None:
+    logits = torch.full((1, 1, 3000), -math.inf)
+    logps, entropy = token_logprobs(logits, torch.tensor([[5]]), backend="native")
+    assert logps.isnan().all() and entropy.isnan().all()
+
+
+def test_target_outside_the_vocabulary_is_not_read() -> None:
+    logps, *_ = torch.ops.gac_native.row_stats(torch.zeros(1, 3, 8), torch.tensor([8, -1, 2]), 1.0)
+    assert logps[:2].isnan().all() and logps[2] == pytest.approx(-math.log(8))
+
+
+def test_offset_peaked_and_falling_rows() -> None:
+    ramp = torch.linspace(-300, 300, 9000)
+    rows = {
+        "large offset": torch.randn(9000) + 1000,
+        "peaked": torch.where(torch.arange(9000) == 4000, 60.0, torch.randn(9000)),
+        "the base rises in every block": ramp,
+        "the base is in the first block": ramp.flip(0),
+        "finfo.min as a mask": torch.where(torch.arange(9000) < 5000, -3.4e38, torch.randn(9000)),
+    }
+    for name, row in rows.items():
+        target = torch.tensor([[8000]])
+        logps, entropy = token_logprobs(row[None, None], target, backend="native")
+        peer = reference.token_logprobs(row[None, None], target)
+        truth = reference.token_logprobs(row.double()[None, None], target)
+        assert error(logps, truth[0]) <= error(peer[0], truth[0]) + 2e-7, name
+        assert error(entropy, truth[1]) <= error(peer[1], truth[1]) + 2e-7, name
+
+
+def test_token_logprobs_gradients() -> None:
+    data = batch(1003)
+    weights = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+
+    def grad(logits: Tensor, backend: str) -> Tensor:
+        leaf = logits.detach().requires_grad_()
+        logps, entropy = token_logprobs(leaf, data["targets"], temperature=1.3, backend=backend)
+        (weights[0] * logps + weights[1] * entropy).sum().backward()
+        return leaf.grad
+
+    truth = grad(data["logits"].double(), "reference")
+    peer = error(grad(data["logits"], "reference"), truth)
+    assert error(grad(data["logits"], "native"), truth) <= peer + 1e-7
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    data = batch(4099, rows=6, length=20)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            results.append(call(data, spec=SPECS["everything"]))
+    finally:
+        torch.set_num_threads(before)
+    (first, grad), *others = results
+    for ours, ours_grad in others:
+        assert torch.equal(ours_grad, grad)
+        assert all(torch.equal(ours[k], first[k]) for k in first)
+
+
+PROGRAM = """
+import torch
+from gac_kernels import fused_gac_loss, token_logprobs
+from gac_kernels.backends import native
+print(native.unavailable(torch.device("cpu"), torch.float32) or native.capability())
+tiny = torch.tensor([1e-40])
+assert (tiny * 0.5).item() > 0, "loading the library turned flush-to-zero on"
+generator = torch.Generator().manual_seed(0)
+logits = 4 * torch.randn(2, 3, 5003, generator=generator)
+logits[0, :, 100:3000] = -torch.inf
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    rows = logits.to(dtype).clone().requires_grad_()
+    targets = torch.tensor([[0, 5, 3001], [7, -100, 5002]])
+    result = fused_gac_loss(rows, targets, torch.ones(2), torch.tensor([False, True]),
+                            backend="native")
+    result.loss.backward()
+    assert (rows.grad[0, :, 100:3000] == 0).all()
+    truth = rows.detach().double().requires_grad_()
+    expected = fused_gac_loss(truth, targets, torch.ones(2), torch.tensor([False, True]),
+                              backend="reference")
+    expected.loss.backward()
+    assert (result.logps - expected.logps).abs().max() < 2e-6
+    assert (result.entropy - expected.entropy).abs().max() < 2e-6
+    bound = torch.finfo(dtype).eps * truth.grad.abs() + (1e-7 if dtype == torch.float16 else 1e-8)
+    assert ((rows.grad - truth.grad).abs() <= bound).all()
+values = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+values = values[values.isfinite()]
+rows = torch.stack([values, torch.zeros_like(values)], 1)[None]
+logps, _ = token_logprobs(rows, torch.zeros(1, len(values), dtype=torch.int64), backend="native")
+truth = torch.nn.functional.logsigmoid(values.double())
+assert ((logps[0] - truth).abs() <= 1e-6 + 1e-7 * truth.abs()).all()
+"""
+
+
+def capability(name: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"GAC_CPU_CAPABILITY": name, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ("default", "avx2", "avx512"))
+def test_each_instruction_set(name: str) -> None:
+    supported = torch.backends.cpu.get_cpu_capability().lower()
+    order = ("default", "avx2", "avx512")
+    if supported not in order or order.index(name) > order.index(supported):
+        pytest.skip(f"this processor has {supported} only")
+    result = capability(name)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [name]
+
+
+def test_unknown_instruction_set_is_refused() -> None:
+    result = capability("sse9")
+    assert result.returncode != 0
+    assert "GAC_CPU_CAPABILITY=sse9: use default, or avx2 or avx512" in result.stderr
+
+
+def test_unavailable_says_why() -> None:
+    assert "float64" in native.unavailable(CPU, torch.float64)
+    assert "cuda" in native.unavailable(torch.device("cuda"), torch.float32)
+    with pytest.raises(RuntimeError, match="backend='native' cannot run here: .*float64"):
+        token_logprobs(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1).long(), backend="native")
+
+
+def operator_samples() -> dict[str, tuple]:
+    data = batch(33, rows=2, length=3)
+    logits, targets = data["logits"], data["targets"].flatten()
+    demo, ones = torch.tensor([False] * 3 + [True] * 3), torch.ones(6)
+    old, out = -ones, torch.empty_like(logits)
+    numbers = (0.8, 1.2, math.inf, 0.1, 2, 0.01, 2, 0.1, 1.0)
+    return {
+        "row_stats": (logits, targets, 0.7),
+        "row_grads": (logits, targets, ones, ones, 0.7, out),
+        "row_loss": (logits, targets, demo, ones, old, old, ones, *numbers, out),
+        "row_loss without options": (
+            logits.bfloat16(), targets, demo, ones, None, None, ones, *numbers, None,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_operators_are_well_formed(name: str) -> None:
+    operator = getattr(torch.ops.gac_native, name.split()[0]).default
+    torch.library.opcheck(operator, operator_samples()[name])
+
+
+def test_operators_refuse_what_they_cannot_read() -> None:
+    row_stats = torch.ops.gac_native.row_stats
+    with pytest.raises(ValueError, match="logits has strides .*must be contiguous"):
+        row_stats(torch.zeros(1, 4, 3).transpose(1, 2), torch.zeros(3).long(), 1.0)
+    with pytest.raises(ValueError, match=r"targets has shape \[2\]: expected \[3\]"):
+        row_stats(torch.zeros(1, 3, 4), torch.zeros(2).long(), 1.0)
+    with pytest.raises(TypeError, match="targets has dtype Int: expected Long"):
+        row_stats(torch.zeros(1, 3, 4), torch.zeros(3).int(), 1.0)
