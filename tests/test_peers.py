@@ -1,0 +1,206 @@
+"""A second opinion: other people's losses on the same inputs give the same numbers.
+
+Each peer is optional; where it is absent or does not import, its tests are skipped and say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import (
+    LossSpec,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    token_logprobs,
+)
+
+B, T, H, V = 3, 5, 16, 203
+
+
+def peer(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:
+        return pytest.skip(f"{module}: {error}")
+
+
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Both are float32 computations of the same numbers: a few roundings apart."""
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture
+def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [B, T, H], weight [V, H], bias [V] as leaves, and targets with masked tokens."""
+    hidden, weight, bias = torch.randn(B, T, H), torch.randn(V, H) / 4, torch.randn(V) / 4
+    targets = torch.randint(0, V, (B, T))
+    targets[0, 3:] = targets[2, 4:] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+
+
+@pytest.fixture
+def past(head) -> tuple[Tensor, Tensor]:
+    """old_logps and ref_logps around the current ones, so that both sides of the clip are met."""
+    hidden, weight, bias, targets = head
+    with torch.no_grad():
+        logps, _ = linear_token_logprobs(hidden, weight, targets, bias=bias)
+    return logps + torch.randn(B, T) / 2, logps + torch.randn(B, T) / 2
+
+
+GRPO = {
+    # Liger's name of the reduction, ours, and what else differs from the defaults
+    "sequence means": ("grpo", LossSpec(kl_coef=0.04), {}),
+    "token mean, clip-higher": ("bnpo", LossSpec(
+        clip_high=0.28, kl_coef=0.04, rollout_reduction="token"), {"epsilon_high": 0.28}),
+    "constant": ("dr_grpo", LossSpec(
+        kl_coef=0.04, rollout_reduction="constant", max_tokens=9), {"max_completion_length": 9}),
+    "dual clip, temperature": ("grpo", LossSpec(
+        kl_coef=0.04, dual_clip=1.3, temperature=0.7), {"delta": 1.3, "temperature": 0.7}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_liger_fused_linear_grpo(name: str, head, past) -> None:
+    liger = peer("liger_kernel.chunked_loss.grpo_loss")
+    kind, spec, options = GRPO[name]
+    hidden, weight, bias, targets = head
+    old, ref = past
+    advantages = torch.tensor([1.5, -1.0, 0.5])
+    mask = (targets != -100).float()
+    loss, metrics = liger.LigerFusedLinearGRPOLoss(
+        beta=0.04, compiled=False, use_ref_model=True, loss_type=kind, **options
+    )(hidden, weight, targets.clamp(min=0), mask, advantages, bias, ref, old)  # fmt: skip
+    out = fused_linear_gac_loss(
+        hidden, weight, targets, advantages, torch.zeros(B, dtype=torch.bool), bias=bias, mu=0.0,
+        old_logps=old, ref_logps=ref, spec=spec,
+    )  # fmt: skip
+    leaves = hidden, weight, bias
+    same([out.loss], [loss])
+    same(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(loss, leaves))
+    same([out.kl], metrics[:1])
+    if spec.dual_clip is None:  # Liger does not count what delta clips
+        same([out.clip_fraction], metrics[1:])
+        assert 0 < out.clip_fraction < 1
+
+
+def test_liger_grpo_on_logits(head, past) -> None:
+    liger = peer("liger_kernel.transformers.grpo_loss")
+    hidden, weight, _, targets = head
+    old, ref = past
+    advantages = torch.tensor([1.5, -1.0, 0.5])
+    logits = (hidden @ weight.T).detach()
+    longer = torch.nn.functional.pad(logits, (0, 0, 0, 1)).requires_grad_()  # theirs is unshifted
+    loss, _ = liger.triton_grpo_loss(
+        longer, old, ref, targets.clamp(min=0), advantages,
+        completion_mask=(targets != -100).int(), temperature=0.9, beta=0.04, eps_low=0.2,
+        eps_high=0.4, inplace=False, loss_type="grpo", reduce=True,
+    )  # fmt: skip
+    logits.requires_grad_()
+    out = fused_gac_loss(
+        logits, targets, advantages, torch.zeros(B, dtype=torch.bool), mu=0.0, old_logps=old,
+        ref_logps=ref, spec=LossSpec(0.2, 0.4, kl_coef=0.04, temperature=0.9),
+    )  # fmt: skip
+    (theirs,) = torch.autograd.grad(loss, longer)
+    same([out.loss, torch.autograd.grad(out.loss, logits)[0]], [loss, theirs[:, :-1]])
+
+
+def demonstrations(head, weight: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Our loss and gradients on demonstrations alone, token mean."""
+    hidden, matrix, bias, targets = head
+    out = fused_linear_gac_loss(
+        hidden, matrix, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), bias=bias, mu=1.0,
+        spec=LossSpec(demo_weight=weight),
+    )  # fmt: skip
+    return out.loss, torch.autograd.grad(out.loss, (hidden, matrix, bias))
+
+
+@pytest.mark.parametrize("weight", ["one", "p"])
+def test_liger_fused_linear_cross_entropy(weight: str, head) -> None:
+    """Weight p is their `use_token_scaling` (DFT)."""
+    liger = peer("liger_kernel.transformers.fused_linear_cross_entropy")
+    hidden, matrix, bias, targets = head
+    call = liger.LigerFusedLinearCrossEntropyLoss(use_token_scaling=weight == "p")
+    loss = call(matrix, hidden.flatten(0, 1), targets.flatten(), bias)
+    ours, grads = demonstrations(head, weight)
+    same([ours, *grads], [loss, *torch.autograd.grad(loss, (hidden, matrix, bias))])
+
+
+def test_liger_cross_entropy(head) -> None:
+    liger = peer("liger_kernel.transformers.cross_entropy")
+    hidden, matrix, bias, targets = head
+    logits = torch.nn.functional.linear(hidden, matrix, bias).detach().requires_grad_()
+    out = fused_gac_loss(
+        logits, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), mu=1.0,
+        spec=LossSpec(demo_weight="one"),
+    )  # fmt: skip
+    (ours,) = torch.autograd.grad(out.loss, logits)
+    copy = logits.detach().clone().requires_grad_()  # theirs overwrites its input
+    loss = liger.LigerCrossEntropyLoss()((copy * 1).flatten(0, 1), targets.flatten())
+    same([out.loss, ours], [loss, torch.autograd.grad(loss, copy)[0]])
+
+
+def test_torch_linear_cross_entropy(head) -> None:
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch.nn.functional.linear_cross_entropy is new in torch 2.13")
+    hidden, matrix, bias, targets = head
+    loss = torch.nn.functional.linear_cross_entropy(
+        hidden.flatten(0, 1), matrix, targets.flatten(), linear_bias=bias
+    )
+    ours, grads = demonstrations(head, "one")
+    same([ours, *grads], [loss, *torch.autograd.grad(loss, (hidden, matrix, bias))])
+
+
+def test_cut_cross_entropy(head) -> None:
+    cce = peer("cut_cross_entropy")
+    hidden, matrix, _, targets = head
+    with torch.compiler.set_stance("force_eager"):  # its only CPU path is compiled, in 40 s
+        loss = cce.linear_cross_entropy(hidden, matrix, targets, impl="torch_compile")
+        theirs = torch.autograd.grad(loss, (hidden, matrix))
+    out = fused_linear_gac_loss(
+        hidden, matrix, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), mu=1.0,
+        spec=LossSpec(demo_weight="one"),
+    )  # fmt: skip
+    same([out.loss, *torch.autograd.grad(out.loss, (hidden, matrix))], [loss, *theirs])
+
+
+def test_trl_chunked_log_probabilities(head) -> None:
+    trl = peer("trl.kernels.chunked_logprob")
+    hidden, matrix, bias, targets = head
+    live = targets != -100
+    up = torch.randn(2, int(live.sum()))
+    logps, entropy, *_ = trl.ChunkedLogProbFunction.apply(
+        hidden[live], matrix, bias, targets[live], 0.7, 64
+    )
+    ours = linear_token_logprobs(hidden, matrix, targets, bias=bias, temperature=0.7)
+    ours = [x[live] for x in ours]
+    same(ours, [logps, entropy])
+    leaves = hidden, matrix, bias
+    same(
+        torch.autograd.grad(ours, leaves, list(up)),
+        torch.autograd.grad([logps, entropy], leaves, list(up)),
+    )
+
+
+def test_trl_log_softmax_and_entropy(head) -> None:
+    trl = peer("trl.kernels.logprob_entropy")
+    hidden, matrix, _, targets = head
+    logits = (hidden @ matrix.T).detach().requires_grad_()
+    live = targets != -100
+    up = torch.randn(2, B, T) * live
+    theirs = trl.selective_log_softmax_and_entropy(
+        logits, targets.clamp(min=0), temperature=0.7, row_mask=live
+    )
+    ours = token_logprobs(logits, targets, temperature=0.7)
+    same([x[live] for x in ours], [x[live] for x in theirs])
+    same(
+        torch.autograd.grad(ours, logits, list(up)),
+        torch.autograd.grad(theirs, logits, list(up)),
+    )
