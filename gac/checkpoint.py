@@ -1,79 +1,128 @@
 """Checkpoints by torch.distributed.checkpoint: written aside, made visible by one rename.
 
     checkpoints/step-00000120/     sharded tensors and progress.json
+    checkpoints/damaged-00000140/  one that failed its checksums, kept out of the way
     checkpoints/best.json          {"step": ..., "accuracy": ...}
 
-The same files load on any number of processes.
+The same files load on any number of processes. All ranks see one file system; every function is
+called by all of them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
+logger = logging.getLogger(__name__)
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
+BLOCK = 1 << 24  # bytes read at once for a checksum
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; the message says what to do."""
 
 
 def save(
     folder: Path, step: int, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]
 ) -> Path:
-    """Write checkpoint `step` under `folder`; every rank calls it. Returns its path."""
+    """Write checkpoint `step` under `folder`. Returns its path.
+
+    Raises CheckpointError, on every rank, if any rank could not write its part.
+    """
     final, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
-    if _rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    _barrier()
+    stepped = bool(optimizer.state)
     tensors, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": tensors, "optimizer": moments}, checkpoint_id=aside,
-             no_dist=not dist.is_initialized())  # fmt: skip
-    if _rank() == 0:
-        with (aside / PROGRESS).open("w") as file:
-            json.dump({"step": step, **progress}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-    _barrier()
+    if not stepped:  # torch made a state to save; training must go on as if it had not
+        optimizer.state.clear()
+    _together(lambda: _on_main(lambda: _fresh(aside)), folder)
+    _together(lambda: _write({"model": tensors, "optimizer": moments}, aside), folder)
+    sums = _together(lambda: _checksums(aside, _mine(aside)), folder)
+    files = {name: value for part in sums for name, value in part.items()}
+    content = {"step": step, "stepped": stepped, "files": files, **progress}
+    _together(lambda: _on_main(lambda: _publish(aside, final, content)), folder)
     return final
+
+
+def write_weights(path: Path, model: nn.Module) -> None:
+    """The model's tensors alone, in the same format."""
+    _together(lambda: _on_main(lambda: _fresh(path)), path)
+    _together(lambda: _write({"model": get_model_state_dict(model)}, path), path)
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fill `model` and `optimizer` from the checkpoint at `path`; returns its progress."""
+    progress = read_progress(path)
     tensors, moments = get_state_dict(model, optimizer)
     state = {"model": tensors, "optimizer": moments}
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return read_progress(path)
+    if not progress["stepped"]:
+        optimizer.state.clear()
+    return progress
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill the model of one process from a checkpoint, or from what `write_weights` wrote."""
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(state["model"])
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors."""
-    return json.loads((path / PROGRESS).read_text())
+    """What was saved beside the tensors. Raises CheckpointError if it is damaged."""
+    try:
+        record = json.loads((path / PROGRESS).read_text())
+        content = record["content"]
+        intact = record["checksum"] == _checksum_of(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / PROGRESS} cannot be read: {error}") from None
+    if not intact:
+        raise CheckpointError(f"{path / PROGRESS} does not match its checksum")
+    return content
 
 
 def complete(folder: Path) -> list[Path]:
     """The finished checkpoints under `folder`, oldest first."""
     return sorted(p.parent for p in folder.glob(f"step-*/{PROGRESS}"))
+
+
+def newest(folder: Path) -> Path | None:
+    """The last intact checkpoint; damaged ones after it are named in a warning and renamed.
+
+    Each rank checks a share of the files, and all ranks return the same answer.
+    """
+    for path in reversed(complete(folder)):
+        found = [f for f in _gather(_fault(path)) if f]
+        if not found:
+            return path
+        aside = path.with_name(path.name.replace("step-", "damaged-"))
+        logger.warning("%s is damaged (%s); it is now %s, and the checkpoint before it is used",
+                       path, found[0], aside.name)  # fmt: skip
+        _gather(None)  # nobody renames while another still reads
+        if _rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        _gather(None)
+    return None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -99,3 +148,112 @@ def write_best(folder: Path, step: int, accuracy: float) -> None:
     aside = folder / ".best.json"
     aside.write_text(json.dumps({"step": step, "accuracy": accuracy}))
     aside.rename(folder / "best.json")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order; also a barrier."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[Any] = [None] * _ranks()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
+    """Every rank's result of `work`; if one of them failed, all raise instead of waiting for it."""
+    result, fault = None, None
+    try:
+        result = work()
+    except (OSError, CheckpointException) as error:
+        fault = f"rank {_rank()}: {_cause(error)}"
+    results = _gather((result, fault))
+    faults = [f for _, f in results if f]
+    if faults:
+        raise CheckpointError(
+            f"a checkpoint could not be written under {folder} ({faults[0]}); make room or mend "
+            "the disk and give the same command again: it goes on from the last finished one"
+        )
+    return [r for r, _ in results]
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong, through torch's wrapper."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _on_main(work: Callable[[], None]) -> None:
+    if _rank() == 0:
+        work()
+
+
+def _fresh(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+
+
+def _publish(aside: Path, final: Path, content: dict[str, Any]) -> None:
+    content = json.loads(json.dumps(content))  # tuples become lists before they are summed
+    with (aside / PROGRESS).open("w") as file:
+        json.dump({"checksum": _checksum_of(content), "content": content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    aside.rename(final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename survives a power cut
+    os.close(folder)
+
+
+def _mine(path: Path) -> list[str]:
+    """The files that this rank wrote; rank 0 also answers for the index."""
+    names = [p.name for p in path.glob(f"__{_rank()}_*.distcp")]
+    return [*names, ".metadata"] if _rank() == 0 else names
+
+
+def _checksums(path: Path, names: list[str]) -> dict[str, list[int]]:
+    """name -> [bytes, crc32]."""
+    out = {}
+    for name in names:
+        size = crc = 0
+        with (path / name).open("rb") as file:
+            while block := file.read(BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        out[name] = [size, crc]
+    return out
+
+
+def _checksum_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with this rank's share of a checkpoint's files, if anything is."""
+    try:
+        files = read_progress(path)["files"]
+        share = sorted(files)[_rank() :: _ranks()]
+        missing = [name for name in share if not (path / name).exists()]
+        if missing:
+            return f"{missing[0]} is missing"
+        found = _checksums(path, share)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    for name in share:
+        if found[name][0] != files[name][0]:
+            return f"{name} has {found[name][0]} bytes instead of {files[name][0]}"
+        if found[name][1] != files[name][1]:
+            return f"{name} does not match its checksum"
+    return None

@@ -9,7 +9,9 @@ from gac_kernels import LossSpec
 
 from .config import Choice
 from .data import DataConfig
+from .distributed import ParallelConfig
 from .evaluate import EvalSettings
+from .guards import GuardConfig
 from .methods import METHODS, Method
 from .model import ModelConfig
 from .optim import OptimConfig
@@ -58,6 +60,10 @@ class TrainConfig:
     """Newest checkpoints that are kept, beside the best one."""
     mixed_precision: str = "no"
     """"bf16": bfloat16 arithmetic on float32 weights, by accelerate; "no": the weights' dtype."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Several processes: DDP or FSDP2."""
+    guards: GuardConfig = GuardConfig()
+    """When a step is skipped and when the run is given up."""
     trackers: tuple[str, ...] = ()
     """accelerate's trackers, e.g. [tensorboard, wandb]."""
     export: bool = True

@@ -1,0 +1,180 @@
+"""One process or many: start the ranks, shard the model, and hold it whole where it must be.
+
+accelerate gives the device, the collectives and DDP; sharding is torch's `fully_shard`, called here
+on CPUs and GPUs alike, because accelerate's FSDP flag is silently ignored on CPUs. The root unit
+holds the embedding and the head and stays gathered from a forward to its backward, so that the
+loss inside the model's forward finds the head's weight, gathered once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .config import ConfigError
+
+MODES = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share the work; with one process nothing of this matters."""
+
+    mode: str = "ddp"
+    """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
+    replicas: int = 1
+    """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
+    gather_for_rollouts: bool = True
+    """fsdp: hold all weights on every rank while it samples; false gathers layer by layer."""
+    defer_reduce: bool = False
+    """fsdp: reduce gradients after the last micro-batch only: less traffic, a whole gradient more
+    memory."""
+    resize: bool = False
+    """Allow going on from a checkpoint of another number of processes."""
+    timeout: float = 1800.0
+    """Seconds after which a collective that a rank does not join ends the job."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: use one of {', '.join(MODES)}")
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas!r}: use a number >= 1")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r}: use seconds > 0")
+
+
+def make_accelerator(
+    config: ParallelConfig, precision: str, trackers: tuple[str, ...], out: str
+) -> Accelerator:
+    """Join the process group that torchrun or accelerate announces. Raises ConfigError."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ConfigError("launch without --use_fsdp: parallel.mode=fsdp shards the model")
+    accelerator = Accelerator(
+        # without it, accelerate starts unrelated processes where there is no GPU
+        cpu=not torch.cuda.is_available(),
+        # fsdp has a policy of its own instead of autocast
+        mixed_precision="no" if config.mode == "fsdp" else precision,
+        log_with=list(trackers) or None,
+        project_dir=out,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))],
+    )
+    ranks, announced = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", 1))
+    if ranks != announced:
+        raise ConfigError(f"WORLD_SIZE={announced}, but {ranks} processes joined: use torchrun")
+    if ranks % config.replicas:
+        raise ConfigError(f"parallel.replicas={config.replicas}: use a divisor of {ranks} ranks")
+    return accelerator
+
+
+def prepare(
+    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str
+) -> nn.Module:
+    """The model as this rank trains it, on its device: sharded, or wrapped by DDP."""
+    if config.mode == "fsdp" and accelerator.num_processes > 1:
+        model = shard(model, _mesh(accelerator, config), _policy(precision), keep_root=True)
+        if config.defer_reduce:
+            model.no_sync = lambda: _deferred(model)  # accelerate's no_sync looks for it
+        return model
+    return accelerator.prepare(model.to(accelerator.device))
+
+
+def prepare_frozen(
+    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str
+) -> nn.Module:
+    """A model that is only evaluated: sharded too, never gathered longer than a forward."""
+    model = model.requires_grad_(False).eval()
+    if config.mode == "fsdp" and accelerator.num_processes > 1:
+        return shard(model, _mesh(accelerator, config), _policy(precision), keep_root=False)
+    return model.to(accelerator.device)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, keep_root: bool
+) -> nn.Module:
+    """`fully_shard` of each layer, and of the rest as one unit; in place.
+
+    keep_root: the rest (embedding, last norm, head) stays gathered from forward to backward.
+    Raises RuntimeError if a parameter was left whole.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_root)
+    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if whole or not layers:
+        raise RuntimeError(
+            f"{type(model).__name__} could not be sharded: layers {sorted(names)}, "
+            f"{len(whole)} whole parameters {whole[:3]}; use parallel.mode=ddp"
+        )
+    return model
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """The sharded units of `model`, the root first; empty when it is not sharded."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered weights, so that no forward can use those from before an optimiser step."""
+    for unit in units(model):
+        unit.reshard()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    """Hold all weights inside, so that ranks may call the model a different number of times.
+
+    Without `gather_for_rollouts` nothing is held, and the ranks have to step together.
+    """
+    held = units(model) if config.gather_for_rollouts else []
+    for unit in held:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in held:
+            unit.set_reshard_after_forward(unit is not held[0], recurse=False)
+            unit.reshard()
+
+
+def full(value: Tensor) -> float:
+    """A 0-d tensor as a number, also if it is a sum over shards."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
+    ranks, device = accelerator.num_processes, accelerator.device.type
+    if config.replicas == 1:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    shape = (config.replicas, ranks // config.replicas)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _policy(precision: str) -> MixedPrecisionPolicy:
+    """bfloat16 arithmetic on float32 shards; gradients are reduced in float32."""
+    compute = torch.bfloat16 if precision == "bf16" else None
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def _deferred(model: nn.Module) -> Iterator[None]:
+    for root in units(model)[:1]:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for root in units(model)[:1]:
+            root.set_requires_gradient_sync(True)

@@ -1,0 +1,48 @@
+"""From a checkpoint to a plain transformers folder, in one process, whatever number wrote it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from . import checkpoint
+from .checkpoint import CheckpointError
+from .config import load
+from .model import ModelConfig, export, load_model, load_tokenizer
+from .train_config import TrainConfig
+
+
+def export_run(run: Path, out: Path, step: int | None = None) -> Path:
+    """Write the model of a run directory as `from_pretrained` reads it: what `gac export` does.
+
+    step: which checkpoint; None = the last intact one. Adapters are merged into the model.
+    Returns the checkpoint. Raises CheckpointError if there is none, FileExistsError if `out` is
+    not empty.
+    """
+    folder = run / "checkpoints"
+    found = {int(p.name.removeprefix("step-")): p for p in checkpoint.complete(folder)}
+    if step is None:
+        path = checkpoint.newest(folder)
+    else:
+        path = found.get(step)
+    if path is None:
+        listed = ", ".join(map(str, found)) or "none"
+        wanted = "an intact checkpoint" if step is None else f"step {step}"
+        raise CheckpointError(f"{wanted} is not in {folder}: there are {listed}")
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty: choose another folder")
+    export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
+    return path
+
+
+def export_checkpoint(config: ModelConfig, path: Path, out: Path) -> None:
+    """Write the model of the checkpoint at `path`; a kill leaves the old folder or the new one."""
+    model = load_model(config)
+    checkpoint.load_weights(path, model)
+    if config.lora is not None:
+        model = model.merge_and_unload()
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    export(model, load_tokenizer(config), aside)
+    shutil.rmtree(out, ignore_errors=True)
+    aside.rename(out)

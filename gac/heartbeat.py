@@ -1,0 +1,74 @@
+"""Who died: every rank beats in the launcher's store and listens to the next one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+INTERVAL = 1.0  # seconds between beats
+SILENCE = 4.0  # seconds without a beat after which a rank counts as gone
+PATIENCE = 60.0  # seconds without a beat after which a warning is logged during the run
+
+
+class Heartbeat:
+    """A daemon thread that survives a hanging collective; nothing runs with a single process.
+
+    The beat goes on while a rank computes or waits, and ends with its process (killed, stopped,
+    its machine lost). One key per rank and one listener per key: the store sees 2 R calls a second.
+    """
+
+    def __init__(self) -> None:
+        self.where = "set-up"
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if self._alone:
+            return
+        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.next = (self.rank + 1) % ranks
+        self._id = f"{socket.gethostname()}, pid {os.getpid()}"
+        self._prefix = f"gac/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+            wait_for_workers=False, timeout=timedelta(seconds=30),
+        )  # fmt: skip
+        self._heard, self._last = time.monotonic(), ""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def gone(self) -> str | None:
+        """A sentence about the next rank if its process is gone; waits long enough to know."""
+        if self._alone:
+            return None
+        asked = time.monotonic()
+        while time.monotonic() - asked < SILENCE + INTERVAL:
+            if self._heard > asked:
+                return None
+            time.sleep(INTERVAL / 4)
+        return self._sentence()
+
+    def _sentence(self) -> str:
+        silent = time.monotonic() - self._heard
+        return f"rank {self.next} is gone: no sign of it for {silent:.0f} s (last: {self._last})"
+
+    def _run(self) -> None:
+        beat, warned = 0, False
+        while True:
+            beat += 1
+            try:
+                note = f"{beat};{self.where} on {self._id}"
+                self._store.set(f"{self._prefix}/{self.rank}", note)
+                key = f"{self._prefix}/{self.next}"
+                heard = self._store.get(key).decode() if self._store.check([key]) else ""
+            except (RuntimeError, ValueError):
+                return  # the store went with the launcher
+            if heard != self._last:
+                self._heard, self._last, warned = time.monotonic(), heard, False
+            elif time.monotonic() - self._heard > PATIENCE and not warned:
+                logger.warning("%s", self._sentence())
+                warned = True
+            time.sleep(INTERVAL)

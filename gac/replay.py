@@ -1,0 +1,124 @@
+"""The batch of a skipped step: kept with its weights, and computed again by `gac replay`.
+
+replay/step-00000012/rank-0.pt    rows and weights of the loss, one file per rank
+replay/step-00000012/weights/     the model before the step, shared by skipped steps in a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import checkpoint
+from .batch import Row
+from .config import load
+from .guards import RunError
+from .methods import Mix
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """One skipped step on this rank: what `Gradients` was called with, and what came out."""
+
+    step: int
+    fault: str
+    """Why the step was skipped."""
+    seed: int
+    """Of the dropout masks."""
+    rows: Sequence[Row]
+    mix: Mix
+    norms: tuple[float, float]
+    kl: bool
+    old_logps: Sequence[Tensor]
+    grad_norm: float
+    losses: tuple[float, float]
+    """The rollout and the demonstration term, over all ranks."""
+
+
+def keep(folder: Path, bad: Bad, model: nn.Module, last: Path | None) -> Path:
+    """Write a skipped step under `folder`; every rank calls it. Returns its path.
+
+    last: where the skipped step just before this one was kept: the weights are still the same.
+    """
+    path = folder / f"step-{bad.step:08d}"
+    weights = last / "weights" if last else path / "weights"
+    if last is None:
+        checkpoint.write_weights(weights, model)
+    path.mkdir(parents=True, exist_ok=True)
+    plain = {f.name: getattr(bad, f.name) for f in dataclasses.fields(bad)}
+    plain |= {"rows": [tuple(r) for r in bad.rows], "mix": tuple(bad.mix)}
+    plain |= {"old_logps": list(bad.old_logps), "weights": weights.parent.name}
+    torch.save(plain, path / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.pt")
+    return path
+
+
+def replay(path: Path) -> dict[str, Any]:
+    """Compute a kept step again, in one process, and each of its rows on its own.
+
+    Returns what was recorded, what came out now, and the rows whose loss or gradient is not finite.
+    """
+    from .train_config import TrainConfig
+    from .trainer import Trainer  # it imports this module to keep steps
+
+    files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
+    if not files:
+        raise RunError(f"{path} holds no kept step: give a folder of RUN/replay")
+    parts = [torch.load(file, weights_only=True) for file in files]
+    config = load(TrainConfig, path.parents[1] / "config.yaml")
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(dataclasses.replace(config, out=scratch, trackers=()))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        checkpoint.load_weights(path.parent / parts[0]["weights"] / "weights", model)
+        rows, old = _merged(parts)
+        norms = tuple(n * len(parts) for n in parts[0]["norms"])
+        again = _Again(trainer, Mix(*parts[0]["mix"]), norms, parts[0]["kl"], old)
+        torch.manual_seed(parts[0]["seed"])
+        now = again(rows)
+        alone = [again([row]) for row in rows]
+    names = ("fault", "grad_norm", "losses", "step")
+    culprits = [
+        {"row": i, "demonstration": row.is_demo, "advantage": row.advantage, **found,
+         "text": trainer.tokenizer.decode(row.ids)}
+        for i, (row, found) in enumerate(zip(rows, alone, strict=True))
+        if not all(map(math.isfinite, [found["grad_norm"], *found["losses"]]))
+    ]  # fmt: skip
+    return {"recorded": {n: parts[0][n] for n in names}, "again": now, "culprits": culprits}
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Tensor]]:
+    """The rows of all ranks, with indices into one list of old log-probs."""
+    rows: list[Row] = []
+    old: list[Tensor] = []
+    for part in parts:
+        for values in part["rows"]:
+            row = Row(*values)
+            rows.append(row._replace(index=row.index + len(old)) if part["old_logps"] else row)
+        old += part["old_logps"]
+    return rows, old
+
+
+class _Again:
+    """Gradients of some rows under the weights of the kept step."""
+
+    def __init__(
+        self, trainer: Any, mix: Mix, norms: tuple[float, ...], kl: bool, old: list[Tensor]
+    ) -> None:
+        self.trainer, self.mix, self.norms, self.kl, self.old = trainer, mix, norms, kl, old
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        found = self.trainer.gradients(rows, self.mix, self.norms, kl=self.kl, old_logps=self.old)
+        params = [p for p in self.trainer.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        return {
+            "grad_norm": float(norm),
+            "losses": (float(found.rollout_loss), float(found.demo_loss)),
+        }

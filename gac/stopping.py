@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM as a request that the training loop answers between two steps."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """`with StopRequest() as stop:` the first signal sets `stop.asked`, a second one acts at once.
+
+    Outside the main thread nothing is caught, because Python allows no handler there.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+        logger.warning("stopping after this step; once more to stop at once")
+
+    def _restore(self) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old = {}

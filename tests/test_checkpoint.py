@@ -1,0 +1,189 @@
+"""Checkpoints: atomic, verified, pruned, exported, and refused when they are another run's."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gac import checkpoint
+from gac.checkpoint import CheckpointError
+from gac.config import ConfigError
+from gac.export import export_run
+from gac.guards import RunError
+from gac.trainer import Trainer, train
+
+from .tiny import metrics, tiny_config, write_tiny
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimiser after one step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    return [checkpoint.save(folder, step, *small(), {"note": step}) for step in steps]
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    model, optimizer = small()
+    path = checkpoint.save(tmp_path, 7, model, optimizer, {"note": (1, 2)})
+    torch.manual_seed(1)
+    other, blank = small()
+    progress = checkpoint.load(path, other, blank)
+    assert (progress["step"], progress["note"]) == (7, [1, 2])
+    for x, y in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(x, y)
+    old, new = (o.state_dict()["state"] for o in (optimizer, blank))
+    assert all(torch.equal(old[i][k], new[i][k]) for i in old for k in old[i])
+
+
+def test_saving_before_the_first_update_does_not_count_as_an_update(tmp_path):
+    """torch makes AdamW's state by a step of its own, which would shift the bias correction."""
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = checkpoint.save(tmp_path, 1, model, optimizer, {})
+    assert not optimizer.state
+    checkpoint.load(path, model, optimizer)
+    assert not optimizer.state
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "says"),
+    [
+        ("__0_0.distcp", truncate, "bytes instead of"),
+        ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum can tell
+        ("__0_0.distcp", Path.unlink, "missing"),
+        (".metadata", truncate, "bytes instead of"),
+        ("progress.json", truncate, "cannot be read"),
+        ("progress.json", flip, "cannot be read|checksum"),
+    ],
+)
+def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog, file, damage, says):
+    first, second = save(tmp_path, 10, 20)
+    damage(second / file)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint.newest(tmp_path) == first
+    assert "step-00000020 is damaged" in caplog.text and re.search(says, caplog.text)
+    # it is out of the way: pruning counts intact ones only, and the name is free again
+    assert checkpoint.complete(tmp_path) == [first]
+    assert (tmp_path / "damaged-00000020").is_dir()
+    assert checkpoint.newest(tmp_path) == first
+
+
+def test_half_written_checkpoint_is_not_one(tmp_path):
+    (first,) = save(tmp_path, 10)
+    aside = tmp_path / ".writing-00000020"
+    aside.mkdir()
+    (aside / "__0_0.distcp").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path) == first
+    checkpoint.prune(tmp_path, 2)
+    assert not aside.exists()
+
+
+def test_nothing_intact_is_a_fresh_start(tmp_path):
+    truncate(save(tmp_path, 10)[0] / "progress.json")
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    save(tmp_path, 1)
+    checkpoint.write_best(tmp_path, 1, 0.5)
+    save(tmp_path, 2, 3, 4)
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name[-1] for p in checkpoint.complete(tmp_path)] == ["1", "3", "4"]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(task, tmp_path):
+    whole = train(tiny_config(task, tmp_path / "whole", steps=6))
+    out = train(tiny_config(task, tmp_path / "cut", steps=6))
+    truncate(out / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    again = Trainer(tiny_config(task, out, steps=6))
+    assert again.step == 4
+    again.run()
+    assert metrics(out) == metrics(whole)
+
+
+def test_export_gives_what_transformers_loads(task, tmp_path):
+    run = train(tiny_config(task, tmp_path / "run"))
+    assert export_run(run, tmp_path / "last").name == "step-00000004"
+    export_run(run, tmp_path / "second", step=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "last")
+    ids = torch.tensor([tokenizer.encode("+1234=")])
+    last, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits
+        for name in ("last", "second")
+    )
+    trainer = Trainer(tiny_config(task, run))
+    assert torch.equal(trainer.model.eval()(ids).logits, last)
+    assert not torch.equal(last, second)
+    with pytest.raises(CheckpointError, match="step 3 is not in .*: there are 2, 4"):
+        export_run(run, tmp_path / "third", step=3)
+    with pytest.raises(FileExistsError, match="not empty"):
+        export_run(run, tmp_path / "last")
+
+
+def test_export_merges_adapters(task, tmp_path):
+    pytest.importorskip("peft", reason="needs the extra `lora`")
+    model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2, "alpha": 64}}
+    run = train(tiny_config(task, tmp_path / "run", model=model, export=True))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    plain = AutoModelForCausalLM.from_pretrained(run / "model")
+    trainer = Trainer(tiny_config(task, run, model=model))
+    torch.testing.assert_close(trainer.model.eval()(ids).logits, plain(ids).logits)
+
+
+def test_another_configuration_is_refused_key_by_key(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", steps=2))
+    other = tiny_config(task, out, steps=2, seed=3, method={"name": "constant", "mu": 0.2})
+    with pytest.raises(ConfigError) as error:
+        Trainer(other)
+    for text in ("seed: 0 in the checkpoint, 3 now", "method.name: 'gac' in the checkpoint",
+                 "method.mu: 'not set' in the checkpoint, 0.2 now"):  # fmt: skip
+        assert text in str(error.value)
+
+
+def test_harmless_changes_are_allowed(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", steps=2))
+    moved = out.rename(tmp_path / "moved")
+    train(tiny_config(task, moved, steps=4, checkpoint_every=1, name="longer", micro_batch=3))
+    assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
+
+
+def test_run_directory_below_a_file_is_refused_before_the_model_loads(task, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = tiny_config(task, tmp_path / "file" / "run", model={"path": "/nowhere"})
+    with pytest.raises(RunError, match="run directory cannot be written .Not a directory"):
+        Trainer(config)
+
+
+def test_too_little_room_is_refused_before_the_first_step(task, tmp_path, monkeypatch):
+    from gac import guards
+
+    usage = guards.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(guards.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(RunError, match=r"0.0001 GB free, and 2 checkpoints .*keep_checkpoints"):
+        Trainer(tiny_config(task, tmp_path / "run"))
