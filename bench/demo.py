@@ -1,0 +1,48 @@
+"""Copy a finished demo into the README: its picture and its table. Usage: bench/demo.py [RUNS]."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+from gac.demo.run import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def table(runs: Path) -> str:
+    """A Markdown table of the last evaluation of each default method, seed 0."""
+    lines = [
+        "| method | greedy accuracy | on `+` | on `-` | steps |",
+        "|---|---|---|---|---|",
+    ]
+    for method in METHODS:
+        text = (runs / f"{method}-0" / "eval.jsonl").read_text()
+        last = json.loads(text.splitlines()[-1])
+        cells = [last["accuracy"], last["accuracy/+"], last["accuracy/-"]]
+        percents = " | ".join(f"{100 * x:.1f} %" for x in cells)
+        lines.append(f"| {method} | {percents} | {last['step']} |")
+    return "\n".join(lines)
+
+
+def fill(readme: str, block: str, text: str) -> str:
+    """The README with the text between <!-- block --> and <!-- /block --> replaced."""
+    before, rest = readme.split(f"<!-- {block} -->")
+    _, after = rest.split(f"<!-- /{block} -->")
+    return f"{before}<!-- {block} -->\n{text}\n<!-- /{block} -->{after}"
+
+
+def main() -> None:
+    runs = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "demo"
+    picture = Image.open(runs / "plots" / "overview.png").convert("RGB")
+    picture.thumbnail((1400, 1400))
+    picture.quantize(128).save(ROOT / "docs" / "demo.png", optimize=True)
+    readme = ROOT / "README.md"
+    readme.write_text(fill(readme.read_text(), "demo", table(runs)))
+
+
+if __name__ == "__main__":
+    main()
