@@ -29,7 +29,7 @@ class BuildNative(build_ext):
     """One shared library of operators; the row kernels once per instruction set."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return os.path.join(*fullname.split(".")) + ".so"  # torch loads it, Python never imports it
+        return fullname.replace(".", "/") + ".so"  # torch loads it, Python never imports it
 
     def run(self) -> None:
         try:

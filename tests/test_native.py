@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import native
@@ -170,12 +172,13 @@ def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) ->
     expected, grad = call(data, logits, spec=spec)
     owned, sizes = logits.clone(), []
 
-    class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+    class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, Tensor) and x.data_ptr() != owned.data_ptr():
-                    sizes.append(x.untyped_storage().nbytes())
+            new = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            sizes.extend(
+                x.untyped_storage().nbytes() for x in new if x.data_ptr() != owned.data_ptr()
+            )
             return out
 
     with Allocations():
@@ -187,7 +190,7 @@ def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) ->
 
 def test_large_result_is_streamed_to_every_place() -> None:
     data = batch(9001, rows=4, length=250)  # 34 MiB: past the caches, rows unaligned
-    ours, grad = call(data)
+    _, grad = call(data)
     _, in_place = call(data, data["logits"].clone(), overwrite=True)
     assert torch.equal(grad, in_place)
 

@@ -1,0 +1,115 @@
+"""The logits-level loss on the CPU: log-probs, entropy, both losses and the gradient.
+
+Ours against eager PyTorch and torch.compile doing the same work, one after the other in each
+round, so that a change of the machine's load meets all of them; ratios are those of the minima.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import fused_gac_loss
+from gac_kernels.backends import native
+
+N, V, SEQUENCES = 1024, 32000, 8
+SECONDS = 20  # for all rounds together
+TARGETS = {"ours": {"eager": 4.0, "compile": 1.5}, "ours, overwrite": {"eager": 10.0}}
+
+
+def make_batch() -> tuple[Tensor, ...]:
+    """logits [B, T, V] with the mass on few words, targets, advantages, is_demo"""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(SEQUENCES, N // SEQUENCES, V, generator=generator)
+    targets = torch.randint(V, logits.shape[:2], generator=generator)
+    logits.scatter_add_(-1, targets[..., None], 12 * torch.rand(*targets.shape, 1))
+    advantages = torch.randn(SEQUENCES, generator=generator)
+    return logits, targets, advantages, torch.arange(SEQUENCES) % 2 == 1
+
+
+def eager_loss(
+    logits: Tensor, targets: Tensor, advantages: Tensor, is_demo: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy) as a trainer writes it: clipped policy term and CHORD's phi weight."""
+    whole = logits.log_softmax(-1)
+    logps = whole.gather(-1, targets[..., None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = -(whole.exp() * whole).sum(-1)
+    p, ratio = logps.detach().exp(), (logps - logps.detach()).exp()
+    a, demo = advantages[:, None], is_demo[:, None]
+    rollout = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    both = torch.where(demo, -p * (1 - p) * logps, rollout)
+    return both.sum() / N, logps.detach(), entropy  # mu = 1/2 of two means over N / 2 tokens
+
+
+def step(loss: Callable[..., tuple[Tensor, ...]], leaf: Tensor, *batch: Tensor) -> list[Tensor]:
+    leaf.grad = None
+    value, logps, entropy = loss(leaf, *batch)
+    value.backward()
+    return [value.detach(), logps, entropy]
+
+
+def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """The least time of each in seconds, taken in turns; at least five rounds."""
+    best = dict.fromkeys(steps, float("inf"))
+    stop, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or time.perf_counter() < stop:
+        for name, run in steps.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+        rounds += 1
+    return best
+
+
+def test_cpu_logits(benchmark, mapped_memory: bool) -> None:
+    if reason := native.unavailable(torch.device("cpu"), torch.float32):
+        pytest.skip(f"native backend: {reason}")
+    logits, *batch = make_batch()
+
+    def fused(overwrite: bool) -> Callable[..., tuple[Tensor, ...]]:
+        def loss(*inputs: Tensor) -> tuple[Tensor, ...]:
+            out = fused_gac_loss(*inputs, overwrite=overwrite, backend="native")
+            return out.loss, out.logps, out.entropy
+
+        return loss
+
+    losses = {
+        "eager": eager_loss,
+        "compile": torch.compile(eager_loss),
+        "ours": fused(False),
+        "ours, overwrite": fused(True),
+    }
+    truth_leaf = logits.double().requires_grad_()
+    truth = step(eager_loss, truth_leaf, *batch)
+    steps = {}
+    for name, loss in losses.items():  # correct first, which also compiles
+        leaf = logits.clone().requires_grad_()
+        for value, true in zip(step(loss, leaf, *batch), truth, strict=True):
+            torch.testing.assert_close(value.double(), true, rtol=2e-6, atol=5e-5)
+        torch.testing.assert_close(leaf.grad.double(), truth_leaf.grad, rtol=1e-4, atol=1e-7)
+        steps[name] = lambda loss=loss, leaf=leaf: step(loss, leaf, *batch)
+    del truth, truth_leaf
+
+    best = interleave(steps, SECONDS)
+    benchmark.extra_info |= {
+        "shape": f"[{N}, {V}] float32",
+        "threads": torch.get_num_threads(),
+        "capability": native.capability(),
+        "page faults avoided": mapped_memory,
+    }
+    print(f"\n[{N}, {V}] float32, {torch.get_num_threads()} threads, {native.capability()}")
+    for name, seconds in best.items():
+        ratio = best["eager"] / seconds
+        print(f"{name:16} {seconds * 1e3:8.1f} ms   eager / it {ratio:5.2f}")
+        benchmark.extra_info[f"{name} ms"] = round(seconds * 1e3, 2)
+    for name, targets in TARGETS.items():
+        for peer, target in targets.items():
+            ratio = best[peer] / best[name]
+            print(f"{peer} / {name}: {ratio:.2f}, target {target}")
+            benchmark.extra_info[f"{peer} / {name}"] = {"ratio": ratio, "target": target}
+    benchmark.pedantic(steps["ours, overwrite"], rounds=5, warmup_rounds=1)
