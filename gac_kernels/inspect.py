@@ -23,6 +23,8 @@ from .contract import DemoWeight, LossSpec
 from .tokens import Tokens, plan
 
 ARCHITECTURES = (80, 90, 100)
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/.*;", re.MULTILINE)
+WIDE_ACCESS = re.compile(r"(?:LDG|STG)\.E\S*\.128")
 
 
 class Report(NamedTuple):
@@ -151,8 +153,8 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
         spill_loads=_number(r"(\d+) bytes spill loads", log.getvalue()),
         stack=_number(r"(\d+) bytes stack frame", log.getvalue()),
         shared=compiled.metadata.shared,
-        instructions=len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/.*;", sass, re.MULTILINE)),
-        wide_accesses=len(re.findall(r"(?:LDG|STG)\.E\S*\.128", sass)),
+        instructions=len(INSTRUCTION.findall(sass)),
+        wide_accesses=len(WIDE_ACCESS.findall(sass)),
         seconds=seconds,
     )
 
@@ -218,7 +220,35 @@ def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
             yield compile_triton(configuration, arch)
 
 
-SOURCES: dict[str, Callable[[tuple[int, ...]], Iterator[Report]]] = {"triton": triton_reports}
+def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
+    """The kernels of csrc/cuda; thread-block clusters exist from 9.0 on, and nvcc must be there."""
+    from . import build_cuda, inspect_cuda
+
+    if build_cuda.find_nvcc() is None:
+        print("no nvcc: the kernels of csrc/cuda are left out")
+        return
+    for arch in (a for a in architectures if a >= 90):
+        for kernel in inspect_cuda.compile_kernels(arch):
+            dtypes = " to ".join(str(t).removeprefix("torch.") for t in kernel.dtypes)
+            yield Report(
+                kernel=kernel.kernel,
+                config=f"V={inspect_cuda.VOCAB} {dtypes}",
+                arch=f"sm_{arch}",
+                registers=kernel.registers,
+                spill_stores=kernel.spill_stores,
+                spill_loads=kernel.spill_loads,
+                stack=kernel.stack,
+                shared=kernel.shared,
+                instructions=len(INSTRUCTION.findall(kernel.sass)),
+                wide_accesses=len(WIDE_ACCESS.findall(kernel.sass)),
+                seconds=kernel.seconds,
+            )
+
+
+SOURCES: dict[str, Callable[[tuple[int, ...]], Iterator[Report]]] = {
+    "triton": triton_reports,
+    "cuda": cuda_reports,
+}
 """Where reports come from; a set of kernels joins the report by a line here."""
 
 

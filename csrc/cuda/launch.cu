@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, co
   const float by = *factor;
   if (by == 1) return;
   constexpr int kWidth = kWordBytes / sizeof(T);
-  const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t word = first; word < count / kWidth; word += step) {
     Word packed = reinterpret_cast<const Word*>(tensor)[word];
     T* values = reinterpret_cast<T*>(&packed);
@@ -72,7 +73,8 @@ cudaError_t resident(Kernel kernel, const cudaLaunchConfig_t& config, int device
   const int most = kHeaderBytes + kMaxSlots * kTileBytes;
   cudaError_t error = set_shared_memory(kernel, most);
   if (error == cudaSuccess)
-    error = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config);
+    error = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel),
+                                           &config);
   if (error == cudaSuccess && clusters < 1) error = cudaErrorInvalidConfiguration;
   if (error == cudaSuccess) known[key] = clusters;
   return error;

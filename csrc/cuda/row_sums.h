@@ -10,8 +10,9 @@ namespace gac::cuda {
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kFloor = -300.0f;  // 2^-300 is 0: stands for -inf where 0 * inf would be nan
 
-// With t = x slope - top: mass = sum of 2^t, moment = sum of t 2^t. `target` is the target's logit
-// in one part and 0 in all others.
+// With t = (x - top) slope: mass = sum of 2^t, moment = sum of t 2^t. `top` is the largest logit, so
+// the mass is at least 1 and nothing overflows. `target` is the target's logit in one part and 0 in
+// all others.
 struct alignas(16) Sums {
   float top, mass, moment, target;
 };
@@ -20,28 +21,25 @@ GAC_HOST_DEVICE Sums no_sums() { return {-INFINITY, 0, 0, 0}; }
 
 // `sums` told from the larger `top`; a part that is empty or all -inf has nothing to tell.
 template <class Exp2>
-GAC_HOST_DEVICE void raise(Sums& sums, float top, Exp2 exp2) {
-  const float shift = fmaxf(sums.top - top, kFloor), factor = exp2(shift);
+GAC_HOST_DEVICE void raise(Sums& sums, float top, float slope, Exp2 exp2) {
+  const float shift = fmaxf((sums.top - top) * slope, kFloor), factor = exp2(shift);
   sums.moment = (sums.moment + shift * sums.mass) * factor;
   sums.mass *= factor;
   sums.top = top;
 }
 
-// Adds `kCount` logits. A nan or +inf makes the mass nan for good; -inf adds nothing. The fused
-// multiply-add makes t exact but for one rounding; where |x slope| > 2^31 what the product lost
-// would overflow the power, and the mass is inf or 0: no logit of use is that large.
+// Adds `kCount` logits. A nan or +inf makes the mass nan for good; -inf adds nothing.
 template <int kCount, class Exp2>
 GAC_HOST_DEVICE void absorb(Sums& sums, const float (&x)[kCount], float slope, Exp2 exp2) {
   float largest = x[0];
 #pragma unroll
   for (int i = 1; i < kCount; ++i) largest = fmaxf(largest, x[i]);
-  const float peak = largest * slope;
-  if (peak > sums.top) raise(sums, peak, exp2);
+  if (largest > sums.top) raise(sums, largest, slope, exp2);
   const float anchor = sums.top == -INFINITY ? 0.0f : sums.top;
   float mass = 0, moment = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float t = fmaf(x[i], slope, -anchor), power = exp2(t);
+    const float t = (x[i] - anchor) * slope, power = exp2(t);
     mass += power;
     moment = fmaf(power, fmaxf(t, kFloor), moment);
   }
@@ -51,11 +49,11 @@ GAC_HOST_DEVICE void absorb(Sums& sums, const float (&x)[kCount], float slope, E
 
 // Both told from the larger top, then added: symmetric, so that partners in a shuffle agree.
 template <class Exp2>
-GAC_HOST_DEVICE Sums merge(Sums a, Sums b, Exp2 exp2) {
+GAC_HOST_DEVICE Sums merge(Sums a, Sums b, float slope, Exp2 exp2) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.mass + b.mass, a.moment + b.moment, a.target + b.target};
-  raise(a, top, exp2);
-  raise(b, top, exp2);
+  raise(a, top, slope, exp2);
+  raise(b, top, slope, exp2);
   return {top, a.mass + b.mass, a.moment + b.moment, a.target + b.target};
 }
 
@@ -72,8 +70,8 @@ struct Statistics {
 
 GAC_HOST_DEVICE Statistics statistics(const Sums& sums, float slope) {
   const float bits = log2f(sums.mass);
-  return {(fmaf(sums.target, slope, -sums.top) - bits) * kLn2,
-          (bits - sums.moment / sums.mass) * kLn2, (sums.top + bits) * kLn2, bits};
+  return {((sums.target - sums.top) * slope - bits) * kLn2,
+          (bits - sums.moment / sums.mass) * kLn2, fmaf(sums.top, slope, bits) * kLn2, bits};
 }
 
 // The gradient of d_logp logp + d_entropy entropy.

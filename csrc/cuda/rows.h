@@ -135,34 +135,34 @@ GAC_DEVICE Sums read_slice(const Arguments& a, Shared& shared, const char* ring,
 }
 
 template <int kLanes>
-GAC_DEVICE Sums gather_lanes(Sums sums) {
+GAC_DEVICE Sums gather_lanes(Sums sums, float slope) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     const Sums other{shuffle_xor(sums.top, step), shuffle_xor(sums.mass, step),
                      shuffle_xor(sums.moment, step), shuffle_xor(sums.target, step)};
-    sums = merge(sums, other, Exp2{});
+    sums = merge(sums, other, slope, Exp2{});
   }
   return sums;
 }
 
 // Sends the sums of this block's slice to every block of the cluster.
-GAC_DEVICE void share(Shared& shared, Sums mine, int parity) {
-  mine = gather_lanes<32>(mine);
+GAC_DEVICE void share(Shared& shared, Sums mine, int parity, float slope) {
+  mine = gather_lanes<32>(mine, slope);
   if (thread() % 32 == 0) shared.partial[thread() / 32] = mine;
   sync_threads<kConsumers>();
   if (thread() >= 32) return;
-  const Sums all = gather_lanes<kWarps>(shared.partial[thread() % kWarps]);
+  const Sums all = gather_lanes<kWarps>(shared.partial[thread() % kWarps], slope);
   if (thread() < cluster_size())
     send(all, shared.inbox[parity][cluster_rank()], shared.exchange[parity], thread());
 }
 
 // The sums of the whole row; parts are merged by rank, so that all blocks get the same bits.
-GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase) {
+GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float slope) {
   arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
   wait<true>(shared.exchange[parity], phase);
   Sums all = shared.inbox[parity][0];
   for (int rank = 1; rank < cluster_size(); ++rank)
-    all = merge(all, shared.inbox[parity][rank], Exp2{});
+    all = merge(all, shared.inbox[parity][rank], slope, Exp2{});
   return all;
 }
 
@@ -283,7 +283,7 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring
       unpack(load_word(ring + at.slot * kTileBytes + in_tile * kWordBytes), x, In{});
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float t = fmaf(x[e], a.slope, -pull.top);
+        const float t = (x[e] - pull.top) * a.slope;
         const float weight = pull.linear == 0
                                  ? pull.constant
                                  : fmaf(pull.linear, fmaxf(t, kFloor), pull.constant);
@@ -320,9 +320,9 @@ GAC_DEVICE void consume(const Arguments& a, Shared& shared, const char* ring) {
     const float target = first ? target_logit<In>(a, s, a.targets[n]) : 0.0f;
     Sums mine = read_slice<In>(a, shared, ring, s, at);
     mine.target = target;
-    share(shared, mine, round % 2);
+    share(shared, mine, round % 2, a.slope);
     if (thread() == 0)
-      shared.pull = conclude(a, collect(shared, round % 2, round / 2 % 2), n);
+      shared.pull = conclude(a, collect(shared, round % 2, round / 2 % 2, a.slope), n);
     sync_threads<kConsumers>();
     if (a.out) write_slice<In, Out>(a, shared, ring, s, start, n);
     ++round;

@@ -24,6 +24,7 @@ _DEMO_WEIGHTS = tuple(DemoWeight)
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
+_HEADER_BYTES = 1024  # barriers and sums, before the tiles
 _AHEAD = 4  # tiles that are read ahead while a row is held
 _RINGS = (14, 28)  # tiles of a block's shared memory with two blocks per multiprocessor, with one
 
@@ -34,6 +35,9 @@ _SIZES = ("rows", "per_batch", "vocab", "batch_stride", "row_stride", "out_batch
 _FLOATS = ("slope", "inverse_temperature", "ratio_low", "ratio_high", "dual_clip", "kl_coef",
            "entropy_coef", "demo_shape")  # fmt: skip
 _INTS = ("kl_estimator", "demo_weight", "task", "dtype", "out_dtype", "cluster", "slots", "device")
+
+
+Columns = dict[str, Tensor | None]
 
 
 class Arguments(ctypes.Structure):
@@ -74,6 +78,11 @@ def split(vocab: int, dtype: torch.dtype, holds: bool) -> Split:
     )
 
 
+def shared_bytes(slots: int) -> int:
+    """Shared memory of a block whose ring has `slots` tiles."""
+    return _HEADER_BYTES + slots * _TILE_BYTES
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The library, built on first use. Raises RuntimeError or OSError, saying why it cannot be."""
@@ -86,6 +95,8 @@ def library() -> ctypes.CDLL:
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
     if torch.cuda.get_device_capability(device) not in _CAPABILITIES:
         return f"{torch.cuda.get_device_name(device)} is not of compute capability 9.0 or 10.0"
     try:
@@ -112,13 +123,13 @@ def row_grads(
     out: Tensor,
 ) -> None:
     # the row is at hand: its own sums are better than `lse` rounded to float32
-    columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
+    columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
     _launch(_GRADS, logits, out, temperature, None, columns)
 
 
 def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    columns = {
+    columns: Columns = {
         name: getattr(tokens, name)
         for name in ("targets", "demo", "advantages", "old", "ref", "scale")
     }
@@ -157,7 +168,7 @@ def _launch(
     out: Tensor | None,
     temperature: float,
     results: Tensor | None,
-    columns: dict[str, Tensor | None],
+    columns: Columns,
     **options: Any,
 ) -> None:
     # the copies must outlive the launch, not the kernel: their memory is reused in stream order

@@ -1,4 +1,5 @@
-"""Row kernels in vectorised C++ for the CPU, in `csrc`; see `backends` for the functions.
+"""Row kernels in vectorised C++ for the CPU, in `csrc`; see `backends` for the functions. Tensors
+on a GPU go to `cuda`, the kernels of `csrc/cuda`.
 
 A row is finished while it is in the L2: sums, token formulas, gradient. Rows run in parallel and
 each one is summed in a fixed order, so results do not depend on the number of threads. They do
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..contract import KL_ESTIMATORS, DemoWeight, LossSpec
 from ..tokens import Tokens, TokenTerms
+from . import cuda
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,8 +27,10 @@ _DEMO_WEIGHTS = tuple(DemoWeight)  # C++ knows both enumerations by position
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cuda":
+        return cuda.unavailable(device, dtype)
     if device.type != "cpu":
-        return f"it runs on the CPU only, not on {device.type}"
+        return f"it runs on CPUs and CUDA GPUs, not on {device.type}"
     if dtype not in _DTYPES:
         return f"it computes in float32 and has no {dtype}; use backend='reference'"
     return _load()
@@ -40,6 +44,8 @@ def capability() -> str:
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    if logits.is_cuda:
+        return cuda.row_stats(logits, targets, temperature)
     return torch.ops.gac_native.row_stats(logits, targets, temperature)
 
 
@@ -53,11 +59,16 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
+    if logits.is_cuda:
+        cuda.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out)
+        return
     # The sums cost nothing while the row is in cache, and are better than `lse` rounded to float32.
     torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
 
 
 def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+    if logits.is_cuda:
+        return cuda.row_loss(logits, tokens, spec, out)
     return TokenTerms(
         *torch.ops.gac_native.row_loss(
             logits,
@@ -82,7 +93,9 @@ def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    if factor != 1:
+    if tensor.is_cuda:
+        cuda.scale_(tensor, factor)
+    elif factor != 1:
         tensor.mul_(factor)
 
 

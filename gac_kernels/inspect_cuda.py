@@ -1,0 +1,86 @@
+"""The part of `gac_kernels.inspect` that asks nvcc about the CUDA kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import build_cuda
+from .backends import cuda
+
+VOCAB = 152064
+_TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
+_PTXAS = re.compile(
+    r"Compiling entry function '(?P<symbol>\w+)' for '\w+'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+class Compiled(NamedTuple):
+    """One kernel on one architecture; bytes are per thread, shared memory per block."""
+
+    kernel: str
+    dtypes: tuple[torch.dtype, ...]
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+    sass: str
+    seconds: float
+
+
+def compile_kernels(arch: int) -> Iterator[Compiled]:
+    """Every kernel for one architecture; shared memory as a launch for VOCAB logits takes it.
+
+    Raises RuntimeError where nvcc is missing or fails.
+    """
+    suffix = "90a" if arch == 90 else str(arch)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        began = time.perf_counter()
+        log = build_cuda.compile_source(
+            f"-gencode=arch=compute_{suffix},code=sm_{suffix}",
+            "-cubin", "-Xptxas", "-v", "-o", str(cubin),
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        sass = _functions(cubin)
+    found = list(_PTXAS.finditer(log))
+    for match in found:
+        name, dtypes = _signature(match["symbol"])
+        slots = cuda.split(VOCAB, dtypes[0], holds=True).slots
+        yield Compiled(
+            name, dtypes, int(match["registers"]), int(match["stores"]), int(match["loads"]),
+            int(match["stack"]), cuda.shared_bytes(slots) if name == "row_kernel" else 0,
+            sass[match["symbol"]], seconds / len(found),
+        )  # fmt: skip
+
+
+def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
+    """Kernel and types of a mangled name such as _ZN...10row_kernelIf13__nv_bfloat16EEvT_..."""
+    found = re.search(r"\d(row_kernel|scale_kernel)I(\w+?)EE?v", symbol)
+    if found is None:
+        raise RuntimeError(f"nvcc made an unknown kernel: {symbol}")
+    dtypes: list[torch.dtype] = []
+    for letters in re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", found[2]):
+        dtypes.append(_TYPES.get(letters) or dtypes[0])  # S_: the first type again
+    return found[1], tuple(dtypes)
+
+
+def _functions(cubin: Path) -> dict[str, str]:
+    """The disassembly of each function, by its mangled name."""
+    import triton
+
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    parts = re.split(r"^\.text\.(\w+):$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
