@@ -61,5 +61,6 @@ NATIVE = Extension(
     extra_compile_args=[*FLAGS, "-fopenmp"],
     extra_link_args=["-fopenmp"],
     language="c++",
+    optional=MODE != "1",
 )
 setup(ext_modules=[] if MODE == "0" else [NATIVE], cmdclass={"build_ext": BuildNative})

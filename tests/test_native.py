@@ -414,3 +414,10 @@ def test_operators_refuse_what_they_cannot_read() -> None:
         row_stats(torch.zeros(1, 3, 4), torch.zeros(2).long(), 1.0)
     with pytest.raises(TypeError, match="targets has dtype Int: expected Long"):
         row_stats(torch.zeros(1, 3, 4), torch.zeros(3).int(), 1.0)
+
+
+def test_missing_or_foreign_library_is_a_reason(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_native.so")
+    assert "not built; reinstall with GAC_EXT=1" in native._load.__wrapped__()
+    native.LIBRARY.write_bytes(b"not a library")
+    assert "does not load, rebuild it" in native._load.__wrapped__()
