@@ -52,7 +52,7 @@ class Head:
         self, weight: Tensor, bias: Tensor | None, compute: torch.dtype, chunk_bytes: int | None
     ) -> None:
         self.compute, self.exact = compute, arithmetic(compute)
-        self.product = compute if weight.device.type == "cuda" else self.exact
+        self.product = operand_dtype(weight.device, compute)
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(compute).to(self.exact)
         budget = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
@@ -129,6 +129,11 @@ class Accumulator:
             self.weight if self.needs.weight else None,
             self.bias if self.needs.bias else None,
         )
+
+
+def operand_dtype(device: torch.device, compute: torch.dtype) -> torch.dtype:
+    """What the GEMMs read: only CUDA multiplies half precision into float32."""
+    return compute if device.type == "cuda" else arithmetic(compute)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:

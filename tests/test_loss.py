@@ -214,7 +214,7 @@ def test_zero_advantages_teach_nothing(backend: str) -> None:
     assert out.loss == 0 and (grad == 0).all()
 
 
-@each_backend
+@pytest.mark.parametrize("backend", ["native", "triton"])
 def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
     """Shares of 1 / 2^20 are below float16's range; the loss scale must still find them."""
     available(backend, torch.float16)
@@ -229,5 +229,4 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
 
     truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())
     ours = grad(fused_gac_loss, logits, backend=backend)
-    if backend != "reference":  # autograd rounds in the middle, as eager PyTorch does
-        torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
