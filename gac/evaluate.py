@@ -82,7 +82,8 @@ def evaluate(
             batch=settings.batch,
         )  # fmt: skip
     repeated = [e for e in mine for _ in range(settings.samples)]
-    scores = reward(tokenizer.batch_decode(responses, skip_special_tokens=True), repeated)
+    texts = tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
+    scores = reward(texts, repeated)
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for example, response, score in zip(repeated, responses, scores, strict=True):
         if score is None:

@@ -145,10 +145,10 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
                 path = out / f"{name}.yaml"
                 save(config, path)
                 print(f"training {name} ({config.steps} steps) ...", flush=True)
-                quiet = {} if jobs == 1 else {"stderr": (out / f"{name}.log").open("w")}
+                log = None if jobs == 1 else (out / f"{name}.log").open("w")  # two bars would mix
                 command = [sys.executable, "-m", "gac.cli", "train", str(path)]
                 going[name] = subprocess.Popen(
-                    command, env=environment, preexec_fn=_die_with_parent, **quiet
+                    command, env=environment, preexec_fn=_die_with_parent, stderr=log
                 )
             for name, process in list(going.items()):
                 if process.poll() is not None:
