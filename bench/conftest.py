@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from .record import Record
 
 # Read when libgomp loads, so before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -22,3 +27,14 @@ def mapped_memory() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)])
+
+
+@pytest.fixture(scope="session")
+def record() -> Iterator[Record]:
+    """Rows for bench/results; written when the last benchmark has ended."""
+    from .record import Record
+
+    rows = Record()
+    yield rows
+    for path in rows.save():
+        print(f"\nwrote {path}")

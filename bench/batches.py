@@ -1,0 +1,75 @@
+"""The inputs of the benchmarks: heads of known models, and logits as peaked as theirs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Head(NamedTuple):
+    """Hidden size and vocabulary of a model's output layer."""
+
+    hidden: int
+    vocab: int
+
+
+HEADS = {
+    "Qwen2.5-7B": Head(3584, 152064),
+    "Qwen2.5-1.5B": Head(1536, 151936),
+    "Llama-3": Head(4096, 128256),
+}
+LENGTH = 256  # tokens per sequence
+
+
+class Batch(NamedTuple):
+    """Half rollouts, half demonstrations; B sequences of T = 256 tokens."""
+
+    hidden: Tensor  # [B, T, H], a leaf
+    weight: Tensor  # [V, H], a leaf
+    targets: Tensor  # [B, T]
+    advantages: Tensor  # [B]
+    is_demo: Tensor  # [B]
+    mu: float
+
+    @property
+    def tokens(self) -> int:
+        return self.targets.numel()
+
+
+def linear_batch(
+    tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
+) -> Batch:
+    """Logits of deviation 2, and the target's raised by 0 to 20: from a guess to a certainty.
+
+    Nearly uniform logits would flatter kernels that skip small probabilities.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)
+    for rows in weight.split(16384):  # never a float32 copy of the whole
+        rows.copy_(torch.randn(rows.shape, device=device, generator=g) / head.hidden**0.5)
+    shape = (tokens // LENGTH, LENGTH)
+    targets = torch.randint(head.vocab, shape, device=device, generator=g)
+    hidden = 2 * torch.randn(*shape, head.hidden, device=device, generator=g)
+    boost = 20 * torch.rand(*shape, 1, device=device, generator=g)
+    hidden += boost * weight[targets].float()
+    return Batch(
+        hidden.to(dtype).requires_grad_(),
+        weight.requires_grad_(),
+        targets,
+        torch.randn(shape[0], device=device, generator=g),
+        torch.arange(shape[0], device=device) % 2 == 1,
+        mu,
+    )
+
+
+def peaked_logits(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[B, T, V] with the same kind of peaks."""
+    g = torch.Generator(device).manual_seed(1)
+    logits = torch.empty(tokens // LENGTH, LENGTH, vocab, dtype=dtype, device=device)
+    for row in logits:
+        row.copy_(2 * torch.randn(row.shape, device=device, generator=g))
+    peaks = torch.randint(vocab, (*logits.shape[:2], 1), device=device, generator=g)
+    height = 20 * torch.rand(peaks.shape, device=device, generator=g)
+    return logits.scatter_(2, peaks, height.to(dtype))

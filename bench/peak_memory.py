@@ -1,0 +1,37 @@
+"""Prints the peak memory of one linear loss on the CPU, in MiB above inputs and gradients.
+
+Usage: python -m bench.peak_memory PROVIDER TOKENS.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from .batches import linear_batch
+from .bench_cpu_linear import CPU, HEAD
+from .linear_losses import providers, step
+
+
+def resident(field: str) -> float:
+    """MiB of VmRSS (now) or VmHWM (the peak)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+
+
+def main(name: str, tokens: int) -> float:
+    found, _ = providers(CPU, compiled=False)
+    step(found[name].loss, linear_batch(256, HEAD, torch.float32, CPU))  # libraries, thread pools
+    batch = linear_batch(tokens, HEAD, torch.float32, CPU)
+    gradients = (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    step(found[name].loss, batch)
+    return resident("VmHWM") - before - gradients
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,83 @@
+"""Results as rows of one JSON file per device and day: bench/results/<device>-<date>.json."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "quack-kernels")
+
+
+class Record:
+    """Collects rows while benchmarks run; `save` merges them into the day's file."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, **row: Any) -> None:
+        """row: device ("cpu" or "cuda"), work, shape, tokens, provider, ms, and what is known."""
+        self.rows.append(row)
+
+    def save(self) -> list[Path]:
+        """Rows of the same device, work, shape, tokens, case and provider replace older ones."""
+        paths = []
+        for device in sorted({row["device"] for row in self.rows}):
+            name = device_name(device)
+            path = RESULTS / f"{slug(name)}-{datetime.date.today()}.json"
+            old = json.loads(path.read_text())["rows"] if path.exists() else []
+            merged = {key(row): row for row in [*old, *self.rows] if row["device"] == device}
+            document = {"device": name, "date": str(datetime.date.today()), **environment(device)}
+            RESULTS.mkdir(exist_ok=True)
+            path.write_text(
+                json.dumps({**document, "rows": list(merged.values())}, indent=1) + "\n"
+            )
+            paths.append(path)
+        return paths
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        row.get(name) for name in ("device", "work", "shape", "tokens", "case", "provider")
+    )
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':')[1].strip()} {torch.get_num_threads()} threads"
+    return platform.machine()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, and on a GPU the driver and the clocks right after the runs."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    found: dict[str, Any] = {"versions": versions}
+    if device == "cuda":
+        found["cuda"] = torch.version.cuda
+        query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found["nvidia-smi"] = dict(
+            zip(query.split(","), done.stdout.strip().split(", "), strict=False)
+        )
+    return found

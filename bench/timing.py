@@ -1,0 +1,99 @@
+"""Times taken in turns, and the limits of the machine measured in the same run.
+
+Providers alternate round by round, so that a change of clocks or load meets all of them; a table's
+ratios are those of the least times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Timing(NamedTuple):
+    """Of one provider, in milliseconds."""
+
+    best: float
+    median: float
+    rounds: int
+
+
+Step = Callable[[], object]
+
+
+def once(step: Step, device: torch.device) -> float:
+    """Milliseconds of one call; on a GPU between two events on its stream."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end)
+
+
+def interleave(
+    steps: Mapping[str, Step],
+    device: torch.device,
+    seconds: float,
+    least: int = 5,
+    prepare: Callable[[str], object] | None = None,
+) -> dict[str, Timing]:
+    """Every step in turn for `seconds`, `least` rounds at any rate, after one round to warm up.
+
+    prepare: called with the name before each step, outside its time.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    stop = None
+    while stop is None or min(map(len, times.values())) < least or time.perf_counter() < stop:
+        for name, step in steps.items():
+            if prepare:
+                prepare(name)
+            spent = once(step, device)
+            if stop is not None:
+                times[name].append(spent)
+        stop = stop or time.perf_counter() + seconds
+    return {n: Timing(min(t), statistics.median(t), len(t)) for n, t in times.items()}
+
+
+def peak_mib(step: Step, device: torch.device) -> float:
+    """Largest allocation of one call above what was allocated before it, in MiB; GPU only."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def gemm_step(
+    tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device
+) -> Step:
+    """The three products of a linear loss on whole matrices, and nothing else: 6 N H V FLOPs."""
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype)
+    logits = torch.empty(tokens, vocab, dtype=dtype, device=device)
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+
+    def step() -> None:
+        torch.mm(x, w.T, out=logits)
+        torch.mm(logits, w, out=dx)
+        torch.mm(logits.T, x, out=dw)
+
+    return step
+
+
+def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
+    """GB/s of a copy within the device's memory, reads and writes counted."""
+    a = torch.zeros(size // 4, device=device).normal_()
+    b = torch.empty_like(a)
+    timing = interleave({"copy": lambda: b.copy_(a)}, device, seconds=0.3)["copy"]
+    return 2 * a.nbytes / timing.best / 1e6
