@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -119,6 +120,12 @@ def shard(
             f"{len(whole)} whole parameters {whole[:3]}; use parallel.mode=ddp"
         )
     return model
+
+
+def leave() -> None:
+    """Say goodbye to the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def units(model: nn.Module) -> list[FSDPModule]:

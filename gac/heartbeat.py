@@ -37,7 +37,7 @@ class Heartbeat:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
             wait_for_workers=False, timeout=timedelta(seconds=30),
         )  # fmt: skip
-        self._heard, self._last = time.monotonic(), ""
+        self._heard, self._last, self._running = time.monotonic(), "", True
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def gone(self) -> str | None:
@@ -51,13 +51,17 @@ class Heartbeat:
             time.sleep(INTERVAL / 4)
         return self._sentence()
 
+    def stop(self) -> None:
+        """The run is done: ranks may leave one after the other."""
+        self._running = False
+
     def _sentence(self) -> str:
         silent = time.monotonic() - self._heard
         return f"rank {self.next} is gone: no sign of it for {silent:.0f} s (last: {self._last})"
 
     def _run(self) -> None:
         beat, warned = 0, False
-        while True:
+        while self._running:
             beat += 1
             try:
                 note = f"{beat};{self.where} on {self._id}"

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .guards import RunError
+
 
 class Logbook:
     """An append-only file of JSON lines, each with a "step"."""
@@ -17,8 +19,14 @@ class Logbook:
     def append(self, row: dict[str, Any]) -> None:
         """Write one line; nan and infinite values become null, which every JSON reader takes."""
         line = json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written ({error.strerror}): mend that and give the same "
+                "command again; the run goes on from its last checkpoint"
+            ) from error
 
     def cut(self, step: int) -> None:
         """Drop lines of steps after `step`, and a line torn by a kill."""

@@ -1,0 +1,215 @@
+"""What goes wrong in real runs, provoked for real: broken steps, full disks, lost processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gac import checkpoint
+from gac.checkpoint import CheckpointError
+from gac.config import ConfigError
+from gac.guards import Guard, GuardConfig, RunError
+from gac.logbook import Logbook
+from gac.replay import replay
+from gac.trainer import Trainer, train
+
+from . import ranks
+from .tiny import digit_reward, metrics, tiny_config, write_tiny
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def overflowing(completion, example):
+    """Finite, but not in float32: one prompt of 16 makes the loss of its step inf or nan."""
+    return digit_reward(completion, example) * (1e300 if int(example.id) == 0 else 1)
+
+
+def exploding(completion, example):
+    """Large enough for an absurd gradient norm, small enough to stay finite."""
+    return digit_reward(completion, example) * (1e9 if int(example.id) == 0 else 1)
+
+
+def always(completion, example):
+    return digit_reward(completion, example) * 1e300
+
+
+def faulty(task, out, reward, **changes):
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    return tiny_config(
+        task,
+        out,
+        reward=f"tests.test_faults:{reward}",
+        rollouts=rollouts,
+        **{"steps": 8, **changes},
+    )
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [("overflowing", "rollout_loss is"), ("exploding", "above guards.max_norm=100000")],
+)
+def test_broken_step_is_skipped_and_replayed(task, tmp_path, reward, fault):
+    trainer = Trainer(faulty(task, tmp_path, reward))
+    before = weights(trainer)
+    while trainer.guard.skipped == 0:
+        before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
+        steps = [int(s["step"]) for s in state.values()]
+        trainer._train_step()
+        trainer.step += 1
+        assert trainer.step <= 8
+    assert all(map(torch.equal, before, weights(trainer)))
+    assert steps == [int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()]
+    assert trainer.seen == type(trainer.seen)(trainer.step)  # nothing of it steers the next step
+
+    found = replay(trainer.kept)
+    recorded, again = found["recorded"], found["again"]
+    assert fault in recorded["fault"] and recorded["step"] == trainer.step - 1
+    same = [*recorded["losses"], recorded["grad_norm"]], [*again["losses"], again["grad_norm"]]
+    torch.testing.assert_close(*map(torch.tensor, same), rtol=1e-6, atol=0, equal_nan=True)
+    if reward == "overflowing":
+        assert found["culprits"] and all(abs(c["advantage"]) > 1e200 for c in found["culprits"])
+
+
+def test_run_goes_on_after_broken_steps(task, tmp_path):
+    out = train(faulty(task, tmp_path, "overflowing"))
+    rows = metrics(out)
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert rows[-1]["skipped"] == 2  # the prompt comes once per epoch of 4 steps
+    assert all(math.isfinite(r["mu"]) for r in rows)
+    assert rows[-1]["grad_norm"] is not None or rows[-2]["grad_norm"] is not None
+    assert len(list((out / "replay").iterdir())) == 2
+
+
+def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
+    config = faulty(task, tmp_path, "always", guards={"patience": 3, "keep": 2})
+    trainer = Trainer(config)
+    before = weights(trainer)
+    with pytest.raises(RunError, match=r"3 steps in a row .* rollout_loss .* step 3 in .*replay"):
+        trainer.run()
+    saved = Trainer(config)
+    assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
+    assert (saved.guard.skipped, saved.guard.in_a_row) == (3, 0)
+    kept = sorted(p.name for p in (tmp_path / "replay").iterdir())
+    assert kept == ["step-00000000", "step-00000001"]
+    # the weights did not change in between: the second one shares the first one's
+    assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
+    assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
+
+
+def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path):
+    config = faulty(task, tmp_path, "overflowing", steps=4)
+    ranks.run(train, config, ranks=2)
+    assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
+    (kept,) = (tmp_path / "replay").iterdir()
+    assert sorted(p.name for p in kept.glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]
+    found = replay(kept)
+    assert found["culprits"] and not math.isfinite(found["again"]["losses"][0])
+    assert found["again"]["losses"][1] == pytest.approx(found["recorded"]["losses"][1], rel=1e-5)
+
+
+def test_guard_judges_every_number():
+    guard = Guard(GuardConfig(max_norm=10, patience=2))
+    fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
+    assert guard.judge(9.0, fine) is None
+    assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.max_norm=10"
+    assert guard.judge(math.inf, fine) == "grad_norm is inf" and guard.exhausted
+    assert guard.judge(1.0, fine) is None and not guard.exhausted and guard.skipped == 2
+    assert guard.judge(1.0, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    junk = disk / "junk"
+    with junk.open("wb") as file:
+        file.write(b"x" * (shutil.disk_usage(disk).free - leave))
+    return junk
+
+
+def test_full_disk_ends_the_run_clearly_and_loses_nothing(task, tmp_path, small_disk):
+    whole = train(tiny_config(task, tmp_path / "whole", steps=6))
+    trainer = Trainer(tiny_config(task, small_disk / "run", steps=6))
+    files = (whole / "checkpoints" / "step-00000006").iterdir()
+    junk = fill(small_disk, leave=sum(f.stat().st_size for f in files) * 3 // 2)
+    with pytest.raises(CheckpointError, match=r"where 0\.\d MB are free .* goes on from the last"):
+        trainer.run()
+    assert checkpoint.newest(trainer.checkpoints) is not None
+    junk.unlink()
+    assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(whole)
+
+
+def test_full_disk_is_refused_before_the_first_step(task, small_disk):
+    fill(small_disk, leave=200_000)
+    with pytest.raises(RunError, match="GB free, and 2 checkpoints of this model need"):
+        Trainer(tiny_config(task, small_disk / "run"))
+
+
+def test_record_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # a device that is always full
+    with pytest.raises(RunError, match=r"metrics.jsonl cannot be written .No space left"):
+        Logbook(tmp_path / "metrics.jsonl").append({"step": 1})
+
+
+def test_torn_last_line_is_dropped(tmp_path):
+    book = Logbook(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        book.append({"step": step, "loss": math.nan})
+    book.path.write_text(book.path.read_text()[:-5])
+    book.cut(9)
+    assert [json.loads(line) for line in book.path.read_text().splitlines()] == [
+        {"step": 1, "loss": None}, {"step": 2, "loss": None},
+    ]  # fmt: skip
+
+
+def test_other_process_count_needs_permission(task, tmp_path):
+    config = tiny_config(task, tmp_path, steps=2)
+    ranks.run(train, config, ranks=2)
+    with pytest.raises(ConfigError, match="written by 2 processes and 1 are running"):
+        Trainer(config)
+    assert Trainer(tiny_config(task, tmp_path, steps=2, parallel={"resize": True})).step == 2
+
+
+def frozen(config):
+    """Rank 1 stops answering in the middle of the run, as a machine that lost its network does."""
+    trainer = Trainer(config)
+    if trainer.accelerator.process_index == 1:
+        step = trainer._train_step
+        trainer._train_step = lambda: step() if trainer.step < 2 else os.kill(
+            os.getpid(), signal.SIGSTOP
+        )  # fmt: skip
+    trainer.run()
+
+
+def test_hanging_rank_ends_the_job_within_its_timeout(task, tmp_path):
+    config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
+    (zero, pipe), (one, _) = ranks.start(frozen, config, ranks=2)
+    failed = ranks.collect(pipe, timeout=60)
+    assert ranks.kill(one)
+    zero.join()
+    assert "rank 1 is gone" in str(failed.error) and "the job goes on from" in str(failed.error)
+    assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000002"
