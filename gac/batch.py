@@ -19,24 +19,39 @@ class Row(NamedTuple):
     """One completion to learn from."""
 
     ids: tuple[int, ...]  # prompt and response
-    start: int  # index of the response's first token in ids
+    start: int  # index in ids of the first token that has a loss
     is_demo: bool
     advantage: float = 0.0
     index: int = -1  # place in the step's list of rollouts, to find log-probs again
+    weight: float = 1.0  # factor of the row's loss, > 0
+    switch: int = -1  # a rollout's tokens before this index, from start on, are a demonstration's
 
     @property
     def response_tokens(self) -> int:
         return len(self.ids) - self.start
 
+    @property
+    def demo_tokens(self) -> int:
+        """Tokens with a loss that belong to a demonstration."""
+        if self.is_demo:
+            return self.response_tokens
+        return max(self.switch - self.start, 0)
+
+    @property
+    def kind(self) -> tuple[bool, bool, float]:
+        """Rows of one kind may share a micro-batch: demonstration or not, mixed or not, weight."""
+        return self.is_demo, not self.is_demo and self.demo_tokens > 0, self.weight
+
 
 class Batch(NamedTuple):
-    """The tensors of one forward pass."""
+    """The tensors of one forward pass. Rows that are half demonstration are two sequences each."""
 
     input_ids: Tensor  # int64 [B, T]
     attention_mask: Tensor  # int64 [B, T]
     targets: Tensor  # int64 [B, T]: the next token where it belongs to the response, else -100
-    advantages: Tensor  # float32 [B], on the CPU
-    is_demo: Tensor  # bool [B], on the CPU
+    advantages: Tensor  # float32 [B] (mixed: [2 B]), on the CPU
+    is_demo: Tensor  # bool [B] (mixed: [2 B]), on the CPU
+    cu_seqlens: Tensor | None = None  # int32 [2 B + 1] over the B T tokens, for mixed rows
 
 
 def collate(rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu") -> Batch:
@@ -56,27 +71,41 @@ def collate(rows: Sequence[Row], pad_token: int, device: torch.device | str = "c
         targets[b, first - 1 : len(tokens) - 1] = tokens[first:]
     advantages = torch.tensor([row.advantage for row in rows] or [0.0])
     is_demo = torch.tensor([row.is_demo for row in rows] or [False])
-    return Batch(ids.to(device), mask.to(device), targets.to(device), advantages, is_demo)
+    bounds = None
+    if any(row.kind[1] for row in rows):
+        # position t predicts token t + 1, so the demonstration's part ends one place early
+        cuts = [(b * width, b * width + max(row.switch, 1) - 1) for b, row in enumerate(rows)]
+        bounds = torch.tensor([*sum(cuts, ()), count * width], dtype=torch.int32).to(device)
+        advantages = advantages.repeat_interleave(2)
+        is_demo = torch.tensor([True, False]).repeat(count)
+    return Batch(ids.to(device), mask.to(device), targets.to(device), advantages, is_demo, bounds)
 
 
-def split(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
-    """Micro-batches of at most `size` rows, in order; None = one."""
-    size = size or max(len(rows), 1)
+def split(rows: Sequence[Row], size: int | None, unit: int = 1) -> Iterator[Sequence[Row]]:
+    """Micro-batches of at most `size` rows, in order; None = one. `unit` rows stay together."""
+    size = max(size // unit, 1) * unit if size else max(len(rows), 1)
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
 
 def denominators(rows: Sequence[Row]) -> list[float]:
-    """[rollouts, rollout tokens, demonstrations, demonstration tokens] of this rank's rows."""
-    out = [0.0] * 4
+    """[rollouts, rollout tokens, demonstrations, demonstration tokens, rows] of this rank."""
+    out = [0.0] * 5
     for row in rows:
-        if row.response_tokens > 0:
-            out[2 * row.is_demo] += 1
-            out[2 * row.is_demo + 1] += row.response_tokens
+        shown = row.demo_tokens
+        for side, tokens in enumerate((row.response_tokens - shown, shown)):
+            if tokens > 0:
+                out[2 * side] += 1
+                out[2 * side + 1] += tokens
+        out[4] += row.response_tokens > 0
     return out
 
 
-def norms(counts: Sequence[float], spec: LossSpec) -> tuple[float, float]:
-    """(rollout_norm, demo_norm) of the loss from global `denominators`."""
+def norms(counts: Sequence[float], spec: LossSpec, pooled: bool = False) -> tuple[float, float]:
+    """(rollout_norm, demo_norm) of the loss from global `denominators`; pooled: of all rows."""
     pick = {"sequence": 0, "constant": 0, "token": 1}
-    return counts[pick[spec.rollout_reduction]], counts[2 + pick[spec.demo_reduction]]
+    roll, demo = pick[spec.rollout_reduction], pick[spec.demo_reduction]
+    if pooled:
+        everything = counts[4], counts[1] + counts[3]
+        return everything[roll], everything[demo]
+    return counts[roll], counts[2 + demo]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -40,9 +41,12 @@ class CheckpointError(RuntimeError):
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]
-) -> Path:
+    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any],
+    further: dict[str, Tensor] | None = None,
+) -> Path:  # fmt: skip
     """Write checkpoint `step` under `folder`. Returns its path.
+
+    further: other tensors of the run, sharded like the parameters.
 
     Raises CheckpointError, on every rank, if any rank could not write its part.
     """
@@ -51,8 +55,9 @@ def save(
     tensors, moments = get_state_dict(model, optimizer)
     if not stepped:  # torch made a state to save; training must go on as if it had not
         optimizer.state.clear()
+    state = {"model": tensors, "optimizer": moments, **({"further": further} if further else {})}
     _together(lambda: _on_main(lambda: _fresh(aside)), folder)
-    _together(lambda: _write({"model": tensors, "optimizer": moments}, aside), folder)
+    _together(lambda: _write(state, aside), folder)
     sums = _together(lambda: _checksums(aside, _mine(aside)), folder)
     files = {name: value for part in sums for name, value in part.items()}
     content = {"step": step, "stepped": stepped, "files": files, **progress}
@@ -66,11 +71,13 @@ def write_weights(path: Path, model: nn.Module) -> None:
     _together(lambda: _write({"model": get_model_state_dict(model)}, path), path)
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Fill `model` and `optimizer` from the checkpoint at `path`; returns its progress."""
+def load(
+    path: Path, model: nn.Module, optimizer: Optimizer, further: dict[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Fill all but `path` from the checkpoint there, in place; returns its progress."""
     progress = read_progress(path)
     tensors, moments = get_state_dict(model, optimizer)
-    state = {"model": tensors, "optimizer": moments}
+    state = {"model": tensors, "optimizer": moments, **({"further": further} if further else {})}
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -177,9 +184,11 @@ def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
     results = _gather((result, fault))
     faults = [f for _, f in results if f]
     if faults:
+        free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
         raise CheckpointError(
-            f"a checkpoint could not be written under {folder} ({faults[0]}); make room or mend "
-            "the disk and give the same command again: it goes on from the last finished one"
+            f"a checkpoint could not be written under {folder}, where {free:.1f} MB are free "
+            f"({faults[0]}); make room or mend the disk and give the same command again: it goes "
+            "on from the last finished one"
         )
     return [r for r, _ in results]
 

@@ -1,11 +1,14 @@
-"""The rollouts of one step: prompts, responses, rewards, advantages, rows to learn from."""
+"""The rollouts of one step: prompts, responses, rewards, advantages, rows to learn from.
+
+Legend: Q prompts, K rollouts per prompt.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .batch import Row
 from .data import Example
-from .rollouts import RolloutConfig, generate, group_advantages
+from .methods import Method
+from .methods.base import Stage
+from .rollouts import RolloutConfig, generate
 
 
 @dataclass
@@ -21,11 +26,20 @@ class Rollouts:
     """What one rank sampled for one optimiser step, or for several when rollouts are reused."""
 
     rows: list[Row]
-    """The rollouts that got a reward; `Row.index` is the place in this list."""
+    """What is learnt from; `Row.index` is the place in this list."""
     rewards: list[float]
-    """Reward of each row."""
+    """Reward of each rollout that has one, also of those that are not learnt from."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
+
+
+class Draw(NamedTuple):
+    """One rollout of one prompt."""
+
+    given: tuple[int, ...]  # the demonstration's tokens before it
+    response: tuple[int, ...]
+    reward: float  # nan: dropped
+    learns_given: bool
 
 
 def place(logps: Sequence[Tensor], rows: Sequence[Row], targets: Tensor) -> Tensor:
@@ -37,31 +51,121 @@ def place(logps: Sequence[Tensor], rows: Sequence[Row], targets: Tensor) -> Tens
 
 
 class Sampler:
-    """Calls the model and the reward: examples in, rollouts out."""
+    """Calls the model and the reward as the method asks: examples in, rows to learn from out."""
 
     def __init__(
-        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, reward: Any
+        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, reward: Any, method: Method
     ) -> None:
-        self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.config, self.tokenizer, self.reward, self.method = config, tokenizer, reward, method
 
     def __call__(self, model: nn.Module, examples: Sequence[Example]) -> Rollouts:
-        """K rollouts for each of Q examples; a rollout whose reward was dropped is left out."""
-        config = self.config
-        responses = generate(
-            model, self.tokenizer, [e.prompt for e in examples],
-            max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            top_p=config.top_p, samples=config.completions, stop=config.stop, batch=config.batch,
-        )  # fmt: skip
-        repeated = [e for e in examples for _ in range(config.completions)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        scores = [math.nan if s is None else s for s in self.reward(texts, repeated)]
-        table = torch.tensor(scores, dtype=torch.float64).view(len(examples), config.completions)
-        advantages = group_advantages(table, config.advantages).flatten().tolist()
+        """The method's rollouts of Q examples, with their demonstrations where it wants them."""
+        draws: list[list[Draw]] = [[] for _ in examples]
+        for stage in self.method.stages(self.config.completions):
+            self._draw(model, examples, stage, draws)
+        rewards = torch.tensor([[d.reward for d in drawn] for drawn in draws], dtype=torch.float64)
+        demos = self._demo_rewards(examples)
+        advantages = self.method.advantages(rewards, demos, self.config.advantages)
         rows: list[Row] = []
-        for example, response, score, advantage in zip(
-            repeated, responses, scores, advantages, strict=True
+        for example, drawn, of_rollouts, of_demo in zip(
+            examples, draws, advantages[0].tolist(), advantages[1].tolist(), strict=True
         ):
-            if not math.isnan(score):
-                ids = example.prompt + response
-                rows.append(Row(ids, len(example.prompt), False, advantage, len(rows)))
-        return Rollouts(rows, [s for s in scores if not math.isnan(s)])
+            choose = _pair if self.method.pairs else self._rows
+            rows += choose(example, drawn, of_rollouts, of_demo)
+        rows = [row._replace(index=i) for i, row in enumerate(rows)]
+        sampled = [d.reward for drawn in draws for d in drawn if d.response]
+        return Rollouts(rows, [r for r in sampled if not math.isnan(r)])
+
+    def _draw(
+        self, model: nn.Module, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
+    ) -> None:
+        """Append one stage to each prompt's rollouts."""
+        config = self.config
+        given = [_given(e, d, stage) for e, d in zip(examples, draws, strict=True)]
+        # nothing follows a whole demonstration; it is continued all the same, so that every rank
+        # samples as many prompts, and the continuation is thrown away
+        whole = [bool(g) and g == e.demo for g, e in zip(given, examples, strict=True)]
+        starts = [e.prompt + (g[:-1] if w else g)
+                  for e, g, w in zip(examples, given, whole, strict=True)]  # fmt: skip
+        responses = generate(
+            model, self.tokenizer, starts,
+            max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+            top_p=config.top_p, samples=stage.size, stop=config.stop, batch=config.batch,
+        )  # fmt: skip
+        owners = [q for q in range(len(examples)) for _ in range(stage.size)]
+        responses = [() if whole[q] else r for q, r in zip(owners, responses, strict=True)]
+        full = [given[q] + r for q, r in zip(owners, responses, strict=True)]
+        scores = self._scores(full, [examples[q] for q in owners])
+        for i, (q, response, score) in enumerate(zip(owners, responses, scores, strict=True)):
+            learns = i % stage.size >= stage.size - stage.trained
+            draws[q].append(Draw(given[q], response, score, learns))
+
+    def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
+        """One reward per response; nan where it was dropped."""
+        texts = self.tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
+        return [math.nan if s is None else s for s in self.reward(texts, examples)]
+
+    def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:
+        """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
+        out = torch.full((len(examples),), math.nan, dtype=torch.float64)
+        own = [(q, e) for q, e in enumerate(examples) if e.demo is not None]
+        if own and self.method.demo_in_group:
+            scores = self._scores([e.demo or () for _, e in own], [e for _, e in own])
+            out[[q for q, _ in own]] = torch.tensor(scores, dtype=out.dtype)
+        return out
+
+    def _rows(
+        self, example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float
+    ) -> list[Row]:
+        """The prompt's rollouts, and its demonstration where the method reads it."""
+        prompt, rows = example.prompt, []
+        has_demo = self.method.demos == "prompt" and example.demo is not None
+        rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
+        keep, show = self.method.gate(rewards) if has_demo else (1.0, 0.0)
+        for draw, advantage in zip(drawn, advantages, strict=True):
+            switch = len(prompt) + len(draw.given)
+            start = len(prompt) if draw.learns_given else switch
+            ids = prompt + draw.given + draw.response
+            if keep and not math.isnan(draw.reward) and start < len(ids):
+                shown = not draw.response  # the whole row is a demonstration's
+                rows.append(Row(ids, start, shown, advantage, weight=keep, switch=switch))
+        if show and example.demo is not None and not _stages_show(self.method, self.config):
+            row = demo_row(example, self.method)
+            rows.append(row._replace(advantage=demo_advantage, weight=show))
+        return rows
+
+
+def demo_row(example: Example, method: Method) -> Row:
+    """An example's demonstration as a row; the method says how many of its tokens have a loss."""
+    demo = example.demo or ()
+    ids = example.prompt + demo
+    return Row(ids, len(ids) - min(method.demo_tokens(len(demo)), len(demo)), True, 1.0)
+
+
+def _stages_show(method: Method, config: RolloutConfig) -> bool:
+    """Whether demonstrations come as prefixes of rollouts."""
+    return any(stage.prefix for stage in method.stages(config.completions))
+
+
+def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, ...]:
+    """The part of the demonstration that a stage gives, after the rewards so far."""
+    rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
+    mean = sum(rewards) / len(rewards) if rewards else -math.inf
+    if not stage.prefix or example.demo is None or mean >= stage.below:
+        return ()
+    return example.demo[: math.ceil(stage.prefix * len(example.demo))]
+
+
+def _pair(
+    example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float
+) -> list[Row]:
+    """The first best and the first worst response, if their rewards differ."""
+    scored = [d for d in drawn if not math.isnan(d.reward)]
+    best, worst = (pick(scored, key=lambda d: d.reward, default=None) for pick in (max, min))
+    if best is None or worst is None or best.reward == worst.reward:
+        return []
+    start = len(example.prompt)
+    return [
+        Row(example.prompt + d.response, start, False, sign)
+        for d, sign in ((best, 1.0), (worst, -1.0))
+    ]

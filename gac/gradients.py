@@ -1,7 +1,8 @@
-"""From rows to gradients: micro-batches, log-probs of other policies, the fused loss, backward."""
+"""From rows to gradients: micro-batches, log-probs of other policies, the loss, backward."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac_kernels import LossSpec, TokenMoments
+from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
 from .batch import Batch, Row, collate, split
 from .experience import place
-from .methods import Mix
+from .gradient_parts import GradientParts
+from .methods import Method, Mix
+from .objective import own_loss
+
+Norms = tuple[float, float]
 
 
 class Measured(NamedTuple):
@@ -23,6 +28,8 @@ class Measured(NamedTuple):
     moments: TokenMoments
     rollout_loss: Tensor  # 0-d: this rank's share, so that the mean over ranks is the term
     demo_loss: Tensor  # 0-d
+    parts: GradientParts | None = None  # the separate gradients, still to be combined
+    bias_gram: Tensor | None = None  # [4, 4] of SFT, RL, and both without phi and clip
 
 
 class Gradients:
@@ -31,7 +38,8 @@ class Gradients:
     Args:
         model: the prepared policy. reference: the frozen initial policy; None = the policy
             without its adapters.
-        spec: the loss. temperature: of the rollouts; demonstrations are scored at 1.
+        method: what it says about the loss. spec: its loss, from the run's settings.
+        temperature: of the rollouts; demonstrations are scored at 1.
         micro_batch: rows per forward; None = all rows of a kind.
     """
 
@@ -40,6 +48,7 @@ class Gradients:
         accelerator: Accelerator,
         model: nn.Module,
         reference: nn.Module | None,
+        method: Method,
         spec: LossSpec,
         *,
         temperature: float,
@@ -47,17 +56,24 @@ class Gradients:
         pad_token: int,
     ) -> None:
         self.accelerator, self.model, self.reference = accelerator, model, reference
-        self.spec, self.temperature = spec, temperature
+        self.method, self.spec, self.temperature = method, spec, temperature
         self.micro_batch, self.pad_token = micro_batch, pad_token
+        self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
+        if method.tracking:
+            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            self.tracked = {
+                f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in named
+            }
 
     def __call__(
         self,
         rows: Sequence[Row],
         mix: Mix,
-        norms: tuple[float, float],
+        norms: Norms,
         *,
         kl: bool,
         old_logps: Sequence[Tensor] = (),
+        step: int | None = None,
     ) -> Measured:
         """Forward all rows, backward those that can move a weight.
 
@@ -65,93 +81,178 @@ class Gradients:
             number of ranks, because gradients are averaged over ranks.
         kl: also measure the KL to the reference policy.
         old_logps: log-probs of the sampling policy by `Row.index`; empty = on-policy.
+        step: asks the method whether the gradients are to be kept apart; None = they are not.
         """
-        live = [r for r in rows if not self._silent(r, mix)]
-        dead = [r for r in rows if self._silent(r, mix)]
-        total, losses = TokenMoments.zeros(self.accelerator.device), []
+        count = 0 if step is None else self.method.parts(step)
+        even = Mix(0.5) if count else mix
+        live = [r for r in rows if not self._silent(r, even)]
+        dead = [r for r in rows if self._silent(r, even)]
+        run = _Run(self, norms, kl, old_logps)
         # those without gradient first: no forward may run between the last backward and the update
-        for part, grad in ((dead, False), (live, True)):
-            micro_batches = self._schedule(part)
-            for i, micro in enumerate(micro_batches):
-                last = i == len(micro_batches) - 1
-                out = self._forward(micro, mix, norms, kl, old_logps, grad=grad, sync=last)
-                total = total + out.moments
-                losses.append(torch.stack([out.rollout_loss, out.demo_loss]))
-        found = torch.stack(losses).sum(0) if losses else torch.zeros(2)
-        return Measured(total, found[0], found[1])
+        run(dead, mix, grad=False)
+        if step is None or not count:
+            run(live, mix)
+            return run.measured()
+        return self._apart(run, live, rows, count, step)
+
+    def _apart(
+        self, run: _Run, live: list[Row], rows: Sequence[Row], count: int, step: int
+    ) -> Measured:
+        """One backward for each of `count` parts of each term, demonstrations first."""
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        parts, keep, bias = GradientParts(named), set(live), None
+        for demo in (True, False):
+            mine = [r for r in rows if r.is_demo == demo]
+            for i in range(count):
+                block = mine[len(mine) * i // count : len(mine) * (i + 1) // count]
+                # a part is a mean of its own, so it is `count` times its share of the whole
+                run([r for r in block if r in keep], Mix(float(demo), float(count)))
+                parts.take()
+        if self.method.measures_bias:
+            plain = dataclasses.replace(
+                self.spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
+            )
+            for demo in (True, False):
+                run([r for r in live if r.is_demo == demo], Mix(float(demo)), spec=plain)
+                parts.take()
+            bias = parts.bias_gram(count)
+        if self.method.tracking:
+            parts.average_into(self.tracked, self.method.track(step))
+        return run.measured()._replace(parts=parts, bias_gram=bias)
 
     def _silent(self, row: Row, mix: Mix) -> bool:
         """Whether the row's gradient is known to be zero, so that it costs no backward."""
-        if row.is_demo:
-            return mix.mu == 0
+        if self.method.own_loss:
+            return False
+        if row.is_demo or row.demo_tokens:
+            unread = self.spec.demo_weight is not DemoWeight.SHAPED or row.advantage != 0
+            return mix.mu == 0 or not unread
         still = row.advantage == 0 and self.spec.kl_coef == 0 and self.spec.entropy_coef == 0
         return mix.mu == 1 or still
 
-    def _schedule(self, rows: Sequence[Row]) -> list[list[Row]]:
+    def schedule(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Micro-batches of one kind each; every rank gets the same number, some of them empty."""
+        unit = 2 if self.method.pairs else 1
         micro = [
             list(part)
-            for kind in (False, True)
-            for part in split([r for r in rows if r.is_demo == kind], self.micro_batch)
+            for kind in sorted({r.kind for r in rows})
+            for part in split([r for r in rows if r.kind == kind], self.micro_batch, unit)
         ]
         most = int(over_ranks(self.accelerator, [len(micro)], "max")[0])
         return micro + [[] for _ in range(most - len(micro))]
 
-    def _forward(
-        self,
-        rows: list[Row],
-        mix: Mix,
-        norms: tuple[float, float],
-        kl: bool,
-        old_logps: Sequence[Tensor],
-        *,
-        grad: bool,
-        sync: bool,
-    ) -> Any:
-        batch = collate(rows, self.pad_token, self.accelerator.device)
-        demo = bool(rows) and rows[0].is_demo
-        spec = dataclasses.replace(self.spec, temperature=1.0 if demo else self.temperature)
-        ref = self._reference_logprobs(batch, demo) if kl else None
-        old = None
-        if old_logps and rows and not demo:
-            old = place([old_logps[r.index] for r in rows], rows, batch.targets)
-
-        def request(head: Any) -> Any:
-            return head.loss(
-                batch.targets, batch.advantages, batch.is_demo, mu=mix.mu, old_logps=old,
-                ref_logps=ref, spec=spec, rollout_norm=norms[0], demo_norm=norms[1],
-            )  # fmt: skip
-
-        if not grad:
-            with torch.no_grad():
-                return self.model(**inputs(batch), request=request)
-        with torch.enable_grad() if sync else self.accelerator.no_sync(self.model):
-            out = self.model(**inputs(batch), request=request)
-            self.accelerator.backward(out.loss * mix.scale)
-        return out
-
     @torch.no_grad()
-    def _reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
-        if demo:
-            return torch.zeros(batch.targets.shape, device=batch.targets.device)
-        request = lambda head: head.logprobs(batch.targets, self.temperature)[0]  # noqa: E731
-        if self.reference is not None:
-            return self.reference(**inputs(batch), request=request)
-        with self.accelerator.unwrap_model(self.model).disable_adapter():
-            return self.model(**inputs(batch), request=request)
+    def losses(
+        self, rows: Sequence[Row], mix: Mix, norms: Norms, old_logps: Sequence[Tensor]
+    ) -> Measured:
+        """Both terms under the present weights, without a gradient; arguments as in a call."""
+        run = _Run(self, norms, False, old_logps)
+        run(rows, mix, grad=False)
+        return run.measured()
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """The policy's log-probs of each row's response tokens, on the CPU, in order."""
-        found: list[Tensor] = []
-        for micro in self._schedule(rows):
+        """The policy's log-probs of each row's response tokens, on the CPU, by `Row.index`."""
+        found: dict[int, Tensor] = {}
+        for micro in self.schedule(rows):
             batch = collate(micro, self.pad_token, self.accelerator.device)
             request = lambda head, b=batch: head.logprobs(b.targets, self.temperature)[0]  # noqa: E731
             logps = self.model(**inputs(batch), request=request).cpu()
-            found += [
-                logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone() for b, r in enumerate(micro)
-            ]
-        return found
+            for b, r in enumerate(micro):
+                found[r.index] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
+        return [found[r.index] for r in rows]
+
+    @contextlib.contextmanager
+    def reference_model(self):
+        """The frozen initial policy; with adapters, the policy without them."""
+        if self.reference is not None:
+            yield self.reference
+        else:
+            with self.accelerator.unwrap_model(self.model).disable_adapter():
+                yield self.model
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
+        """[B, T] log-probs under the reference; 0 for demonstrations, where nothing reads them."""
+        if demo:
+            return torch.zeros(batch.targets.shape, device=batch.targets.device)
+        request = lambda head: head.logprobs(batch.targets, self.temperature)[0]  # noqa: E731
+        with self.reference_model() as model:
+            return model(**inputs(batch), request=request)
+
+
+class _Run:
+    """The forward and backward passes of one step, and the sums of what they find."""
+
+    def __init__(
+        self, owner: Gradients, norms: Norms, kl: bool, old_logps: Sequence[Tensor]
+    ) -> None:
+        self.owner, self.norms, self.kl, self.old_logps = owner, norms, kl, old_logps
+        self.moments = TokenMoments.zeros(owner.accelerator.device)
+        self.losses = torch.zeros(2, device=owner.accelerator.device)
+
+    def __call__(
+        self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
+    ) -> None:
+        """Micro-batches of `rows`; under a `spec` that is not the method's, only gradients."""
+        micro_batches = self.owner.schedule(rows)
+        for i, micro in enumerate(micro_batches):
+            out = self._one(micro, mix, grad, i == len(micro_batches) - 1, spec or self.owner.spec)
+            if spec is None:
+                self.moments = self.moments + out.moments
+                self.losses += torch.stack([out.rollout_loss, out.demo_loss])
+
+    def measured(self) -> Measured:
+        return Measured(self.moments, self.losses[0], self.losses[1])
+
+    def _one(self, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec) -> Any:
+        owner, device = self.owner, self.owner.accelerator.device
+        batch = collate(rows, owner.pad_token, device)
+        demo, weight = (rows[0].is_demo, rows[0].weight) if rows else (False, 1.0)
+        spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
+        ref = owner.reference_logprobs(batch, demo) if self.kl else None
+        old = None
+        if self.old_logps and rows and not demo:
+            old = place([self.old_logps[r.index] for r in rows], rows, batch.targets)
+        request = self._request(batch, mix.mu, old, ref, spec, weight)
+        model, accelerator = owner.model, owner.accelerator
+        if not grad:
+            with torch.no_grad():
+                return model(**inputs(batch), request=request)
+        with torch.enable_grad() if sync else accelerator.no_sync(model):
+            out = model(**inputs(batch), request=request)
+            accelerator.backward(out.loss * mix.scale)
+        return out
+
+    def _request(
+        self, batch: Batch, mu: float, old: Tensor | None, ref: Tensor | None, spec: LossSpec,
+        weight: float,
+    ) -> Any:  # fmt: skip
+        """What is asked of the model's last layer: the loss of `batch`, times `weight`."""
+        norms, owner = (self.norms[0] / weight, self.norms[1] / weight), self.owner
+        if owner.method.own_loss:
+            reference = None
+            if owner.method.uses_reference:
+                with torch.no_grad(), owner.reference_model() as model:
+                    reference = model(**inputs(batch), request=lambda head: head.detached())
+            return lambda head: own_loss(
+                owner.method.token_loss, head, reference, batch, mu, old, ref, spec, norms
+            )
+        pack = (lambda x: None if x is None else x.flatten()) if _mixed(batch) else (lambda x: x)
+        keywords: dict[str, Any] = {
+            "mu": mu, "old_logps": pack(old), "ref_logps": pack(ref), "spec": spec,
+            "rollout_norm": norms[0], "demo_norm": norms[1],
+        }  # fmt: skip
+        if _mixed(batch):
+            keywords["cu_seqlens"] = batch.cu_seqlens
+            return lambda head: head.packed().loss(
+                pack(batch.targets), batch.advantages, batch.is_demo, **keywords
+            )
+        return lambda head: head.loss(batch.targets, batch.advantages, batch.is_demo, **keywords)
+
+
+def _mixed(batch: Batch) -> bool:
+    return batch.cu_seqlens is not None
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:

@@ -87,6 +87,16 @@ class Head:
             self.hidden, self.weight, targets, *batch, bias=self.bias, **keywords
         )
 
+    def packed(self) -> Head:
+        """The same head over [B T, ...] tokens, for the packed layout of the loss."""
+        flat = [None if x is None else x.flatten(0, 1) for x in (self.hidden, self.logits)]
+        return Head(flat[0], self.weight, self.bias, flat[1])
+
+    def detached(self) -> Head:
+        """A copy that stays valid after the forward in which sharded weights are gathered."""
+        parts = (self.hidden, self.weight, self.bias, self.logits)
+        return Head(*(None if x is None else x.detach().clone() for x in parts))
+
     def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each target [B, T] and entropy, both differentiable."""
         if self.logits is not None:

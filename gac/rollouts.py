@@ -1,7 +1,4 @@
-"""Sampling from the policy, and advantages from the rewards.
-
-Legend: Q prompts, K rollouts per prompt.
-"""
+"""Sampling from a policy. Legend: Q prompts, K rollouts per prompt."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from .advantages import ADVANTAGES
 from .model import stop_tokens
-
-ADVANTAGES = ("std", "centered", "batch")
 
 
 @dataclass(frozen=True)
@@ -113,25 +109,3 @@ def _until(tokens: list[int], stops: list[int]) -> tuple[int, ...]:
         if token in stops:
             return tuple(tokens[: i + 1])
     return tuple(tokens)
-
-
-def group_advantages(rewards: Tensor, kind: str) -> Tensor:
-    """[Q, K] rewards -> [Q, K] advantages; nan marks a dropped rollout, which gets 0.
-
-    A group whose rewards are all equal gets exactly 0: its rows teach nothing.
-    """
-    valid = ~rewards.isnan()
-    count = valid.sum(1, keepdim=True)
-    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(valid, rewards - mean, 0)
-    low = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
-    high = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
-    centred = torch.where(low == high, 0, centred)  # the mean of equal numbers may round
-    if kind == "centered":
-        return centred
-    if kind == "std":
-        var = (centred * centred).sum(1, keepdim=True) / (count - 1).clamp(min=1)
-    else:
-        flat = rewards[valid]
-        var = flat.var() if flat.numel() > 1 else torch.ones(())
-    return centred / (var.sqrt() + 1e-4)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gac.checks import is_count, is_real, require
+from gac.config import Choice
 from gac.estimators import Corrections
 from gac.schedules import uniform
 from gac_kernels.contract import Signals, TokenMoments
@@ -32,6 +33,8 @@ class Evidence(NamedTuple):
     """[M_s + M_r, M_s + M_r] inner products of micro-batch gradients, SFT first; float64."""
     sft_count: int = 0
     """M_s, the number of SFT micro-batches in `gram`."""
+    bias_gram: Tensor | None = None
+    """[4, 4] inner products as in `bias_moments`."""
 
 
 class Reading(NamedTuple):
@@ -48,6 +51,10 @@ class SignalSource(Protocol):
     def needs_gram(self) -> bool:
         """Whether `Evidence.gram` must be there (micro-batch gradients cost memory)."""
 
+    @property
+    def needs_bias(self) -> bool:
+        """Whether `Evidence.bias_gram` must be there (two more backward passes)."""
+
     def init(self) -> State:
         """State before the first reading."""
 
@@ -62,6 +69,7 @@ class ProxySignals:
     trim: float = 0.1
     """Share of the demonstrations dropped at each end of the sorted likelihoods, [0, 0.5)."""
     needs_gram = False
+    needs_bias = False
 
     def init(self) -> State:
         """No state."""
@@ -80,24 +88,41 @@ class GradientSignals:
 
     paired: bool = False
     """SFT and RL micro-batch j share their randomness, so that their covariance is estimated."""
+    bias: bool = False
+    """Also measure the biases of the gradients in use, against SFT with every token's weight 1 and
+    RL without a clip. The disagreement is then that of the unbiased gradients, noise included."""
     needs_gram = True
+
+    @property
+    def needs_bias(self) -> bool:
+        """As `bias` says."""
+        return self.bias
 
     def init(self) -> State:
         """No state."""
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Reads `evidence.gram`."""
+        """Reads `evidence.gram`, and `evidence.bias_gram` under `bias`."""
         if evidence.gram is None:
             raise ValueError("evidence.gram=None: measure the micro-batch gradients")
-        return gradient_moments(evidence.gram, evidence.sft_count, paired=self.paired), state
+        reading = gradient_moments(evidence.gram, evidence.sft_count, paired=self.paired)
+        if not self.bias:
+            return reading, state
+        if evidence.bias_gram is None:
+            raise ValueError("evidence.bias_gram=None: measure the gradients without bias")
+        gram = evidence.bias_gram
+        unbiased = (gram[2, 2] - 2 * gram[2, 3] + gram[3, 3]).item()
+        covariance = 0.0 if reading.corrections is None else reading.corrections.covariance
+        signals = reading.signals._replace(disagreement=unbiased)
+        return Reading(signals, bias_moments(gram, covariance)), state
 
 
 @dataclass(frozen=True)
 class ConstantVariance:
     """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
 
-    source: SignalSource = field(default_factory=ProxySignals)
+    source: Source = field(default_factory=ProxySignals)
     """Where the other signals come from."""
     value: float = 1.0
     """sigma_r^2 >= 0."""
@@ -109,6 +134,11 @@ class ConstantVariance:
     def needs_gram(self) -> bool:
         """As the wrapped source."""
         return self.source.needs_gram
+
+    @property
+    def needs_bias(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_bias
 
     def init(self) -> State:
         """The wrapped source's state."""
@@ -127,7 +157,7 @@ class ShuffledDisagreement:
     The values keep their distribution over the last `window` refreshes and lose their order.
     """
 
-    source: SignalSource = field(default_factory=ProxySignals)
+    source: Source = field(default_factory=ProxySignals)
     """Where the signals come from."""
     window: int = 64
     """Refreshes from which a value is drawn, this one included."""
@@ -141,6 +171,11 @@ class ShuffledDisagreement:
     def needs_gram(self) -> bool:
         """As the wrapped source."""
         return self.source.needs_gram
+
+    @property
+    def needs_bias(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_bias
 
     def init(self) -> State:
         """The wrapped source's state and an empty past."""
@@ -161,7 +196,7 @@ class ShuffledDisagreement:
 class RandomDisagreement:
     """Another source whose disagreement is uniform noise: the paper's degradation (c)."""
 
-    source: SignalSource = field(default_factory=ProxySignals)
+    source: Source = field(default_factory=ProxySignals)
     """Where the other signals come from."""
     low: float = 0.0
     """Smallest value."""
@@ -180,6 +215,11 @@ class RandomDisagreement:
         """As the wrapped source."""
         return self.source.needs_gram
 
+    @property
+    def needs_bias(self) -> bool:
+        """As the wrapped source."""
+        return self.source.needs_bias
+
     def init(self) -> State:
         """The wrapped source's state."""
         return self.source.init()
@@ -190,6 +230,16 @@ class RandomDisagreement:
         draw = uniform("disagreement", self.seed, evidence.step)
         value = self.low + (self.high - self.low) * draw
         return reading._replace(signals=reading.signals._replace(disagreement=value)), state
+
+
+SOURCES: dict[str, type] = {
+    "proxy": ProxySignals,
+    "gradients": GradientSignals,
+    "constant-variance": ConstantVariance,
+    "shuffled-disagreement": ShuffledDisagreement,
+    "random-disagreement": RandomDisagreement,
+}
+Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 
 
 def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> Reading:

@@ -6,6 +6,7 @@ never stopped. The trainer never names a method; see `methods/base.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -16,15 +17,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from gac_kernels import Signals
-
 from . import checkpoint, distributed, guards, replay
 from .batch import Row, denominators, norms
 from .config import dump, save
-from .data import Order, load_demos, load_prompts
+from .data import load_prompts
 from .evaluate import evaluate
 from .experience import Rollouts, Sampler
 from .export import export_checkpoint
+from .feed import Feed
 from .gradients import Gradients, Measured, over_ranks
 from .guards import Guard, RunError
 from .heartbeat import Heartbeat
@@ -33,6 +33,7 @@ from .methods import Mix, Observation
 from .model import load_model, load_tokenizer
 from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
 from .rewards import build_reward
+from .signals import Evidence
 from .stopping import StopRequest
 from .train_config import TrainConfig
 
@@ -44,7 +45,9 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
 
     Returns the run directory. Raises KeyboardInterrupt after saving when it is interrupted.
     """
-    return Trainer(config, resume).run()
+    out = Trainer(config, resume).run()
+    distributed.leave()  # after the trainer is gone: DDP's destructor needs the process group
+    return out
 
 
 class Trainer:
@@ -59,16 +62,22 @@ class Trainer:
         self.heartbeat = Heartbeat()
         found = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
-        self.spec = self.method.spec(config.loss)
-        self._load_data()
+        longest = config.loss.max_tokens or config.rollouts.max_new_tokens
+        self.spec = self.method.spec(dataclasses.replace(config.loss, max_tokens=longest))
+        ranks = self.accelerator.num_processes
+        self.feed = Feed(config, self.tokenizer, self.accelerator.process_index, ranks)
+        self.eval_examples = (
+            load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
+        )
         self.needs_kl = self.spec.kl_coef != 0
         self.model = self._prepare(distributed.prepare)
         self.reference = self._make_reference()
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.sampler = Sampler(config.rollouts, self.tokenizer, build_reward(config.reward))
+        reward = build_reward(config.reward)
+        self.sampler = Sampler(config.rollouts, self.tokenizer, reward, self.method)
         self.rollouts: Rollouts | None = None
         self.gradients = Gradients(
-            self.accelerator, self.model, self.reference, self.spec,
+            self.accelerator, self.model, self.reference, self.method, self.spec,
             temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
             pad_token=self.tokenizer.pad_token_id,
         )  # fmt: skip
@@ -79,20 +88,6 @@ class Trainer:
 
     # ---- set-up
 
-    def _load_data(self) -> None:
-        config, ranks = self.config, self.accelerator.num_processes
-        if self.method.uses_rollouts:
-            self.prompts = load_prompts(config.data, self.tokenizer, training=True)
-            self.prompt_order = Order(len(self.prompts), config.seed)
-            _divides("rollouts.prompts", config.rollouts.prompts, ranks)
-        if self.method.uses_demos:
-            self.demos = load_demos(config.data, self.tokenizer)
-            self.demo_order = Order(len(self.demos), config.seed + 1)
-            _divides("demo_batch", config.demo_batch, ranks)
-        self.eval_examples = (
-            load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
-        )
-
     def _prepare(self, how: Any) -> torch.nn.Module:
         config = self.config
         model = load_model(config.model, config.seed)
@@ -101,8 +96,9 @@ class Trainer:
     def _make_reference(self) -> torch.nn.Module | None:
         """A frozen copy of the initial policy, if anything will ask for the KL to it."""
         config = self.config
-        asks = self.needs_kl or config.monitor_kl_every or self.method.wants_signals(0)
-        if not (asks and self.method.uses_rollouts) or config.model.lora is not None:
+        monitors = config.monitor_kl_every and self.method.uses_rollouts
+        asks = self.needs_kl or monitors or self.method.uses_reference
+        if not asks or config.model.lora is not None:
             return None  # with adapters, the reference is the model without them
         return self._prepare(distributed.prepare_frozen)
 
@@ -131,7 +127,7 @@ class Trainer:
         if found:
             self._restore(found)
         config = self.config
-        more = -(-(config.steps - self.step) // config.checkpoint_every)
+        more = -(-(self.feed.steps - self.step) // config.checkpoint_every)
         guards.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -142,33 +138,28 @@ class Trainer:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
     def _restore(self, path: Path) -> None:
-        progress = checkpoint.load(path, self.model, self.optimizer)
+        progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state = progress["step"], progress["method"]
         self.guard.load_state_dict(progress["guard"])
-        self.seen = Observation(**progress["seen"])
-        if self.seen.signals is not None:
-            self.seen = dataclasses.replace(self.seen, signals=Signals(*self.seen.signals))
-        for name in ("prompt_order", "demo_order"):
-            if hasattr(self, name):
-                getattr(self, name).load_state_dict(progress[name])
+        self.seen = Observation.restore(progress["seen"])
+        self.feed.load_state_dict(progress)
         logger.info("resumed from %s", path)
 
     def _save(self) -> None:
-        orders = {n: getattr(self, n).state_dict() for n in ("prompt_order", "demo_order")
-                  if hasattr(self, n)}  # fmt: skip
         progress = {
-            "method": self.state, "seen": dataclasses.asdict(self.seen), **orders,
+            "method": self.state, "seen": dataclasses.asdict(self.seen), **self.feed.state_dict(),
             "guard": self.guard.state_dict(), "config": dump(self.config),
             "ranks": self.accelerator.num_processes,
         }  # fmt: skip
-        checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress)
+        checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress,
+                        self.gradients.tracked)  # fmt: skip
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints)
 
     # ---- the loop
 
     def run(self) -> Path:
         """Train to the last step, evaluate, export. Returns the run directory."""
-        bar = tqdm(total=self.config.steps, initial=self.step, dynamic_ncols=True,
+        bar = tqdm(total=self.feed.steps, initial=self.step, dynamic_ncols=True,
                    disable=not self.accelerator.is_main_process,
                    desc=self.config.name or self.method.name)  # fmt: skip
         try:
@@ -179,30 +170,42 @@ class Trainer:
             if gone is None:
                 raise
             raise RunError(f"{gone}; the job goes on from {self.checkpoints}") from error
+        self.heartbeat.stop()
         if self.config.export and self.accelerator.is_main_process:
-            last = checkpoint.complete(self.checkpoints)[-1]
-            export_checkpoint(self.config.model, last, self.out / "model")
-        self.accelerator.end_training()
+            export_checkpoint(self.config.model, self._chosen(), self.out / "model")
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         return self.out
 
     def _loop(self, bar: tqdm) -> None:
         config = self.config
-        while self.step < config.steps:
+        while not self._done():
             started = time.perf_counter()
             row = self._train_step()
             self.step += 1
             self._record({**row, "seconds": time.perf_counter() - started}, bar)
             if self.guard.exhausted:
                 self._give_up()
-            last = self.step == config.steps
-            if last or (config.eval.every and self.step % config.eval.every == 0):
-                self._evaluate()
+            last, best = self._done(), False
+            if last or _hits(self.step, config.eval.every):
+                best = self._evaluate() and self.method.keeps_best
             boundary = self.step % config.rollouts.reuse == 0 or last
             stopping = boundary and self._agree(self.stop.asked)
-            if boundary and (last or stopping or self._due()):
+            if boundary and (last or stopping or best or self._due()):
                 self._save()
             if stopping and not last:
                 raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
+
+    def _done(self) -> bool:
+        return self.step >= self.feed.steps or self.method.finished(self.state)
+
+    def _chosen(self) -> Path:
+        """The checkpoint that the run ends with."""
+        last = checkpoint.complete(self.checkpoints)[-1]
+        best = (
+            checkpoint.read_best(self.checkpoints).get("step") if self.method.keeps_best else None
+        )
+        return last if best is None else last.with_name(f"step-{best:08d}")
 
     def _give_up(self) -> None:
         """Stop after too many skipped steps; the weights are those before the first of them."""
@@ -229,48 +232,48 @@ class Trainer:
         self.state, mix = self.method.mix(self.state, self.seen)
         draw = _mix_seed(config.seed, step, self.accelerator.process_index)
         torch.manual_seed(draw)
-        rows = self._rollout_rows() + self._demo_rows()
+        rows = self._rollout_rows() + self.feed.demo_rows(step)
         counts = over_ranks(self.accelerator, denominators(rows))
         ranks = self.accelerator.num_processes
-        scaled = tuple(n / ranks for n in norms(counts, self.spec))
-        measure = self.method.wants_signals(step)
-        kl = self.needs_kl or measure or _hits(step, config.monitor_kl_every)
-
+        scaled = tuple(n / ranks for n in norms(counts, self.spec, self.method.pooled))
+        kl = self.needs_kl or self.method.wants_kl(step) or _hits(step, config.monitor_kl_every)
+        kl = kl and self.method.rollouts_at(step)
         old = self.rollouts.old_logps if self.rollouts else ()
-        kl = kl and self.method.uses_rollouts
         self.heartbeat.where = f"step {step}, gradients"
         torch.manual_seed(draw + 1)  # what dropout draws does not hang on the sampling
-        found = self.gradients(rows, mix, scaled, kl=kl, old_logps=old)
+        found = self.gradients(rows, mix, scaled, kl=kl, old_logps=old, step=step)
         losses = self._mean_losses(found)
+        gram = found.parts.gram() if found.parts else None
+        if found.parts and gram is not None:
+            self.state, weights = self.method.solve(self.state, gram, mix, self.seen)
+            mix = found.parts.combine_pair(weights, mix)
         norm, fault = self._update(losses)
         if fault:
             self._keep(replay.Bad(
                 step, fault, draw + 1, rows, mix, scaled, kl, old, norm, losses
             ))  # fmt: skip
-        return self._observe(found, norm, losses, mix, counts, rows, measure, kl)
+        elif self.method.looks_back:
+            after = self._mean_losses(self.gradients.losses(rows, mix, scaled, old))
+            self.state = self.method.after_step(self.state, losses[::-1], after[::-1])
+        return self._observe(found, norm, losses, mix, counts, rows, gram, kl)
 
     def _rollout_rows(self) -> list[Row]:
-        if not self.method.uses_rollouts:
+        if not self.method.rollouts_at(self.step):
+            self.rollouts = None
             return []
-        settings, accelerator = self.config.rollouts, self.accelerator
-        if self.step % settings.reuse == 0 or self.rollouts is None:
-            taken = self.prompt_order.take(settings.prompts)
-            mine = taken[accelerator.process_index :: accelerator.num_processes]
-            examples = [self.prompts[i] for i in mine]
+        reuse, initial = self.config.rollouts.reuse, self.method.samples_reference
+        if self.step % reuse == 0 or self.rollouts is None:
+            examples = self.feed.examples()
             self.heartbeat.where = f"step {self.step}, rollouts"
-            with distributed.gathered(self.model, self.config.parallel):
-                self.rollouts = self.sampler(accelerator.unwrap_model(self.model), examples)
-            if settings.reuse > 1:
+            policy = contextlib.nullcontext(self.model)
+            with (
+                self.gradients.reference_model() if initial else policy as model,
+                distributed.gathered(model, self.config.parallel),
+            ):
+                self.rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
+            if (reuse > 1 or self.method.looks_back) and not initial:
                 self.rollouts.old_logps = self.gradients.row_logprobs(self.rollouts.rows)
         return self.rollouts.rows
-
-    def _demo_rows(self) -> list[Row]:
-        if not self.method.uses_demos:
-            return []
-        taken = self.demo_order.take(self.config.demo_batch)
-        mine = taken[self.accelerator.process_index :: self.accelerator.num_processes]
-        examples = [self.demos[i] for i in mine]
-        return [Row(e.prompt + e.demo, len(e.prompt), True) for e in examples]
 
     def _mean_losses(self, found: Measured) -> tuple[float, float]:
         """The rollout and the demonstration term over all ranks."""
@@ -281,7 +284,7 @@ class Trainer:
     def _update(self, losses: tuple[float, float]) -> tuple[float, str | None]:
         """Clip, step, clear. Returns the gradient norm, and why the step was skipped if it was."""
         config = self.config.optim
-        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.config.steps))
+        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.feed.steps))
         params = [p for p in trainable(self.model) if p.grad is not None]
         norm = 0.0
         if params:
@@ -307,20 +310,24 @@ class Trainer:
 
     def _observe(
         self, found: Measured, norm: float, losses: tuple[float, float], mix: Mix,
-        counts: list[float], rows: list[Row], measure: bool, kl: bool,
+        counts: list[float], rows: list[Row], gram: torch.Tensor | None, kl: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """The metrics of the step; also what the method sees before the next one."""
         total = found.moments.all_reduce()
-        signals = total.signals(self.method.trim)
+        signals, corrections = None, None
+        if self.method.wants_signals(self.step) and not self.guard.in_a_row:
+            count = 0 if gram is None else len(gram) // 2
+            evidence = Evidence(self.step, total, gram, count, found.bias_gram)
+            self.state, signals, corrections = self.method.read(self.state, evidence)
         rollout_loss, demo_loss = losses
         scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
-        rewards = self.rollouts.rewards if self.rollouts and self.method.uses_rollouts else []
+        rewards = self.rollouts.rewards if self.rollouts else []
         squares = sum(r * r for r in rewards)
         sums = [len(rewards), sum(rewards), squares, sum(len(r.ids) for r in rows)]
         n, mean, square, tokens = over_ranks(self.accelerator, sums)
         row: dict[str, Any] = {
             "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
-            "kl": scalars[0] if kl and n else None, **signals._asdict(),
+            "kl": scalars[0] if kl and n else None, **total.signals(self.method.trim)._asdict(),
             "rollout_loss": rollout_loss, "demo_loss": demo_loss,
             "reward_mean": mean / n if n else None, "entropy": scalars[1],
             "clip_fraction": scalars[2],
@@ -333,9 +340,9 @@ class Trainer:
             self.seen = Observation(self.step + 1)
             return row
         self.seen = Observation(
-            self.step + 1, signals if measure else None, row["kl"], row["entropy"],
-            row["reward_mean"], square / n - (mean / n) ** 2 if n else None,
-            rollout_loss if n else None, demo_loss if self.method.uses_demos else None,
+            self.step + 1, signals, row["kl"], row["entropy"], row["reward_mean"],
+            square / n - (mean / n) ** 2 if n else None, rollout_loss if n else None,
+            demo_loss if counts[2] else None, corrections,
         )  # fmt: skip
         return row
 
@@ -351,20 +358,23 @@ class Trainer:
         bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
         bar.update()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate; whether it is the best evaluation so far."""
         if not self.eval_examples:
-            return
+            return False
         model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
         with distributed.gathered(self.model, self.config.parallel):
             found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
                              self.config.eval, self.config.seed)  # fmt: skip
+        before = checkpoint.read_best(self.checkpoints).get("accuracy", -1.0)
+        best = found.get("accuracy", 0.0) > before
+        self.accelerator.wait_for_everyone()  # all ranks have read it before it is written
         if self.accelerator.is_main_process:
             self.evals.append({"step": self.step, **found})
-            if found.get("accuracy", 0.0) > checkpoint.read_best(self.checkpoints).get(
-                "accuracy", -1.0
-            ):
+            if best:
                 checkpoint.write_best(self.checkpoints, self.step, found["accuracy"])
+        return best
 
 
 def _hits(step: int, every: int) -> bool:
@@ -375,8 +385,3 @@ def _mix_seed(seed: int, step: int, rank: int) -> int:
     """A seed of its own for each step and rank."""
     digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
-
-
-def _divides(name: str, value: int, ranks: int) -> None:
-    if value % ranks:
-        raise ValueError(f"{name}={value}: use a multiple of the {ranks} processes")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from gac.advantages import group_advantages
 from gac.batch import Row, collate, denominators, norms
-from gac.rollouts import generate, group_advantages
+from gac.rollouts import generate
 from gac.trainer import Trainer, train
 from gac_kernels import LossSpec
 
@@ -112,7 +113,7 @@ def test_interrupted_run_repeats_the_uninterrupted_one(task, tmp_path):
     whole = train(tiny_config(task, tmp_path / "whole", steps=6))
     config = tiny_config(task, tmp_path / "cut", steps=6)
     trainer = Trainer(config)
-    trainer.stop_signal = 2  # as if Ctrl-C came during the first step
+    trainer.stop.asked = True  # as if Ctrl-C came during the first step
     with pytest.raises(KeyboardInterrupt, match="step 1"):
         trainer.run()
     train(config)
@@ -176,8 +177,9 @@ def test_collate_scores_response_tokens_only():
     assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
     assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
     assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
-    assert denominators(rows) == [1, 2, 1, 1]
-    assert norms([3, 30, 2, 20], LossSpec()) == (3, 20)
+    assert denominators(rows) == [1, 2, 1, 1, 2]
+    assert norms([3, 30, 2, 20, 5], LossSpec()) == (3, 20)
+    assert norms([3, 30, 2, 20, 5], LossSpec(), pooled=True) == (5, 50)
     assert collate([], 0).targets.tolist() == [[-100]]
 
 

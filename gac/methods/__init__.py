@@ -1,14 +1,50 @@
 """Every method, in the order in which `gac methods` prints them."""
 
+from .aligned_mtl import AlignedMTL
+from .asft import ASFT
 from .base import Method, Mix, Observation, State
-from .chord import CHORD, CHORDBoth, CHORDPhi
+from .cagrad import CAGrad
+from .chord import CHORD, HPCD, WCF, CHORDBoth, CHORDPhi
 from .constant import Constant
+from .dpo import DPO, IPO
+from .dwa import DWA
+from .famo import FAMO
 from .gac import GAC
-from .grpo import GRPO
-from .sft import SFT
+from .gac_variants import GAC_VARIANTS
+from .gradnorm import GradNorm
+from .gradnorm_ctrl import GradNormControl
+from .grpo import DAPO, GRPO, GSPO, DrGRPO
+from .gta import GTA
+from .hpt import HPT
+from .kl_ctrl import KLControl
+from .luffy import LUFFY
+from .mgda import MGDA
+from .moco import MoCo
+from .multitask import MultiTask
+from .nash_mtl import NashMTL
+from .pcgrad import PCGrad
+from .reward_threshold import RewardThreshold
+from .rewvar_ctrl import RewardVarianceControl
+from .sdmgrad import SDMGrad
+from .sft import DFT, SFT
+from .sft_budget import SFTBest, SFTLight
+from .sft_then_rl import SFTThenRL
+from .srft import SRFT
+from .trapo import TRAPO
+from .uncertainty import Uncertainty
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (SFT, GRPO, Constant, CHORD, CHORDPhi, CHORDBoth, GAC)
+    method.name: method
+    for method in (
+        *(SFT, SFTLight, SFTBest, DFT, ASFT, GRPO, DrGRPO, DAPO, GSPO, SFTThenRL),
+        *(DPO, IPO),
+        *(Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
+        *(RewardThreshold, KLControl, RewardVarianceControl, GradNormControl),
+        *(MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
+        *(MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
+        *(Uncertainty, DWA, FAMO),
+        *(GAC, *GAC_VARIANTS),
+    )
 }
 
 __all__ = ["METHODS", "Method", "Mix", "Observation", "State"]

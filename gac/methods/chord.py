@@ -9,6 +9,7 @@ from gac.schedules import MixSchedule
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Method, Mix, Observation, State
+from .preset import preset
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,16 @@ class CHORDBoth(CHORD):
 
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations."""
+
+
+HPCD = preset(
+    CHORD, "hpcd",
+    "High peak, cosine decay: our reading of a schedule that the paper names and does not define.",
+    source="the paper, figure 2 (HPCD; undefined)", schedule=MixSchedule.hpcd(),
+)  # fmt: skip
+
+WCF = preset(
+    CHORD, "wcf",
+    "Warm-up, cosine, floor: our reading of a schedule that the paper names and does not define.",
+    source="the paper, figure 2 (WCF; undefined)", schedule=MixSchedule.wcf(),
+)  # fmt: skip

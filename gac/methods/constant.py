@@ -16,7 +16,7 @@ class Constant(Method):
 
     name: ClassVar[str] = "constant"
     family: ClassVar[str] = "schedule"
-    source: ClassVar[str] = "the paper, appendix F (QCM)"
+    source: ClassVar[str] = "the paper, appendix K (QCM)"
 
     mu: float = 0.58
     """Weight of the demonstrations, in [0, 1]."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gac.controller import ControllerConfig, GuidedController
-from gac.schedules import Prior
-from gac_kernels import DemoWeight, LossSpec
+from gac.estimators import Corrections
+from gac.schedules import Prior, RandomPrior
+from gac.signals import Evidence, ProxySignals, Source
+from gac_kernels import DemoWeight, LossSpec, Signals
 
 from .base import Method, Mix, Observation, State
 
@@ -19,27 +21,68 @@ class GAC(ControllerConfig, Method):
     name: ClassVar[str] = "gac"
     family: ClassVar[str] = "noise-aware"
     source: ClassVar[str] = "the paper, section 3 and Algorithm 1"
+    cost: ClassVar[str] = "reference forward of the rollouts, on refresh steps"
+    uses_reference: ClassVar[bool] = True
 
-    prior: Prior = Prior()
+    prior: Prior | RandomPrior = Prior()
     """mu_prior(t)."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
+    signals: Source = field(default_factory=ProxySignals)
+    """Where the three signals come from: the paper's proxies, spoilt ones, or true gradients."""
+    gradient_parts: int = 4
+    """Micro-batches of each side whose gradients a source of true gradients is given, >= 2."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient_parts < 2:
+            raise ValueError(
+                f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
+            )
 
     def spec(self, base: LossSpec) -> LossSpec:
         return replace(base, demo_weight=self.weight)
 
     def init(self) -> State:
-        return GuidedController(self).state_dict()
+        return {
+            "controller": GuidedController(self).state_dict(),
+            "signals": self.signals.init(),
+            "read": None,
+        }
 
     def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
         controller = GuidedController(self)
-        controller.load_state_dict(state)
-        mu = controller.update(seen.signals, seen.kl)
-        return controller.state_dict(), Mix(mu)
+        controller.load_state_dict(state["controller"])
+        mu = controller.update(seen.signals, seen.kl, seen.corrections)
+        return {**state, "controller": controller.state_dict()}, Mix(mu)
 
     def wants_signals(self, step: int) -> bool:
         # update t sees what step t - 1 measured; the very first signals start the averages early
         return step == 0 or self.is_refresh(step + 1)
 
+    def wants_kl(self, step: int) -> bool:
+        return self.alpha_every == "step" or self.wants_signals(step)
+
+    def read(self, state: State, evidence: Evidence) -> tuple[State, Signals, Corrections | None]:
+        reading, after = self.signals.read(evidence, state["signals"])
+        new = {**state, "signals": after, "read": list(reading.signals)}
+        return new, reading.signals, reading.corrections
+
+    @property
+    def trim(self) -> float:
+        return self.signals.trim if isinstance(self.signals, ProxySignals) else 0.1
+
+    def parts(self, step: int) -> int:
+        return self.gradient_parts if self.signals.needs_gram and self.wants_signals(step) else 0
+
+    @property
+    def measures_bias(self) -> bool:
+        return self.signals.needs_bias
+
     def report(self, state: State) -> dict[str, float | None]:
-        return {name: state[name] for name in ("mu_star", "prior", "alpha")}
+        known = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
+        if isinstance(self.signals, ProxySignals):
+            return known
+        # the recorded signals are the proxies; beside them what the source last said
+        names = [f"read_{name}" for name in Signals._fields]
+        return known | dict(zip(names, state["read"] or [None] * 3, strict=True))

@@ -1,11 +1,19 @@
-"""GRPO: the model's own rollouts only."""
+"""GRPO: the model's own rollouts only; and the variants that differ in values or in the ratio."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from gac_kernels import LossSpec
 
 from .base import Method, Mix, Observation, State
+
+if TYPE_CHECKING:
+    from gac.objective import TokenView
 
 
 @dataclass(frozen=True)
@@ -15,7 +23,70 @@ class GRPO(Method):
     name: ClassVar[str] = "grpo"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2402.03300"
-    uses_demos: ClassVar[bool] = False
+    demos: ClassVar[str] = "none"
 
     def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
+
+
+@dataclass(frozen=True)
+class DrGRPO(GRPO):
+    """GRPO without division by the group's deviation or by the length of a response.
+
+    Every response counts `loss.max_tokens` tokens (default: the longest that may be sampled).
+    """
+
+    name: ClassVar[str] = "dr-grpo"
+    source: ClassVar[str] = "arXiv 2503.20783"
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, rollout_reduction="constant")
+
+    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        return super().advantages(rewards, demos, "centered")
+
+
+@dataclass(frozen=True)
+class DAPO(GRPO):
+    """GRPO with a higher upper clip, no KL, and a mean over all tokens.
+
+    Groups without contrast have no gradient here, but are not sampled anew as in the publication.
+    """
+
+    name: ClassVar[str] = "dapo"
+    source: ClassVar[str] = "arXiv 2503.14476"
+
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is clipped above at 1 + clip_high."""
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, clip_low=self.clip_low, clip_high=self.clip_high, kl_coef=0.0,
+                       rollout_reduction="token")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GSPO(GRPO):
+    """GRPO with one ratio per response: the geometric mean of its tokens' ratios, clipped.
+
+    The clip acts where rollouts are reused (`rollouts.reuse` > 1).
+    """
+
+    name: ClassVar[str] = "gspo"
+    source: ClassVar[str] = "arXiv 2507.18071, equations 5 to 7"
+    own_loss: ClassVar[bool] = True
+
+    clip_low: float = 3e-4
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 4e-4
+    """The ratio is clipped above at 1 + clip_high."""
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, rollout_reduction="sequence")
+
+    def token_loss(self, tokens: TokenView) -> Tensor:
+        ratio = tokens.batch.spread(tokens.sequence_mean(tokens.log_ratio).exp())
+        advantage = tokens.batch.advantages
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -torch.minimum(ratio * advantage, clipped * advantage)

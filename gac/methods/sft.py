@@ -1,4 +1,4 @@
-"""SFT: demonstrations only."""
+"""SFT: demonstrations only, with the token weights of its variants."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Method, Mix, Observation, State
+from .preset import preset
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class SFT(Method):
 
     name: ClassVar[str] = "sft"
     family: ClassVar[str] = "single signal"
-    source: ClassVar[str] = "the paper, section 4.1 (SFT-light, SFT-best)"
+    source: ClassVar[str] = "the paper, section 4.1"
     uses_rollouts: ClassVar[bool] = False
 
     weight: DemoWeight = DemoWeight.ONE
@@ -27,3 +28,9 @@ class SFT(Method):
 
     def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
         return state, Mix(1.0)
+
+
+DFT = preset(
+    SFT, "dft", "SFT whose tokens weigh their own probability p, which is not differentiated.",
+    source="arXiv 2508.05629", weight=DemoWeight.P,
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""Which prompts and demonstrations a step takes: data sets, their order, a rank's share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from .batch import Row
+from .data import Example, Order, load_demos, load_prompts
+from .experience import demo_row
+from .train_config import TrainConfig
+
+
+class Feed:
+    """The data of one run on one of `ranks` processes; its state is the positions in the orders.
+
+    steps: optimiser steps of the run, as the method sees them.
+    """
+
+    def __init__(
+        self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, rank: int, ranks: int
+    ) -> None:
+        self.method, self.steps = config.method, config.steps
+        self.batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
+        self.share = slice(rank, None, ranks)
+        self.orders: dict[str, Order] = {}
+        if self.method.uses_rollouts:
+            self.prompts = load_prompts(config.data, tokenizer, training=True)
+            self.orders["prompt_order"] = Order(len(self.prompts), config.seed)
+            _divides("rollouts.prompts", self.prompt_batch, ranks)
+        if self.method.demos == "prompt" and not any(e.demo for e in self.prompts):
+            raise ValueError(
+                f"data.prompts={config.data.prompts!r}: method {self.method.name!r} learns from "
+                "the demonstrations of the sampled prompts; give rows with a field "
+                f"{config.data.demo_field!r} (data.demo_field)"
+            )
+        if self.method.demos == "apart":
+            found = load_demos(config.data, tokenizer)
+            self.demos = found[: self.method.demo_set(len(found))]
+            self.steps = self.method.length(config.steps, len(self.demos), self.batch)
+            self.orders["demo_order"] = Order(len(self.demos), config.seed + 1)
+            _divides("demo_batch", self.batch, ranks)
+
+    def examples(self) -> list[Example]:
+        """This rank's prompts of the next sampling."""
+        taken = self.orders["prompt_order"].take(self.prompt_batch)
+        return [self.prompts[i] for i in taken[self.share]]
+
+    def demo_rows(self, step: int) -> list[Row]:
+        """This rank's demonstrations of step `step`, if it has any apart from the prompts."""
+        if self.method.demos != "apart" or not self.method.demos_at(step):
+            return []
+        taken = self.orders["demo_order"].take(self.batch)
+        return [demo_row(self.demos[i], self.method) for i in taken[self.share]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {name: order.state_dict() for name, order in self.orders.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; entries that are not this feed's are left alone."""
+        for name, order in self.orders.items():
+            order.load_state_dict(state[name])
+
+
+def _divides(name: str, value: int, ranks: int) -> None:
+    if value % ranks:
+        raise ValueError(f"{name}={value}: use a multiple of the {ranks} processes")

@@ -1,0 +1,32 @@
+"""Aligned-MTL: a mix of gradients made orthogonal and equally long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gac.solvers import Gram, Weights, aligned_mtl
+
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class AlignedMTL(GramSolver):
+    """The preferred mix of the gradients after their principal components are made equal.
+
+    Weights may be negative, so it may ascend on one term.
+    """
+
+    name: ClassVar[str] = "aligned-mtl"
+    source: ClassVar[str] = "arXiv 2305.19000"
+
+    mode: Literal["min", "rmse"] = "min"
+    """The common length: of the smallest eigenvalue, or of their mean."""
+    preference: tuple[float, float] = (0.5, 0.5)
+    """Shares of SFT and RL, >= 0."""
+
+    def __post_init__(self) -> None:
+        aligned_mtl(Gram(1.0, 0.0, 1.0), self.mode, self.preference)  # raises if out of range
+
+    def closed_form(self, gram: Gram) -> Weights | None:
+        return aligned_mtl(gram, self.mode, self.preference)

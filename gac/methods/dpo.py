@@ -1,0 +1,109 @@
+"""DPO and IPO on pairs of graded responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from gac_kernels import LossSpec
+
+from .base import Method, Mix, Observation, State
+
+if TYPE_CHECKING:
+    from gac.objective import TokenView
+
+
+@dataclass(frozen=True)
+class Preference(Method):
+    """Prefers a prompt's best response to its worst one.
+
+    Responses are drawn from the reference, which the published methods take as given data;
+    prompts whose responses all earn the same reward give no pair.
+    """
+
+    family: ClassVar[str] = "preference"
+    cost: ClassVar[str] = "reference forward of the pairs"
+    demos: ClassVar[str] = "none"
+    uses_reference: ClassVar[bool] = True
+    samples_reference: ClassVar[bool] = True
+    pairs: ClassVar[bool] = True
+    own_loss: ClassVar[bool] = True
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        # the mean over sequences of a pair's loss, which both of its rows carry
+        return replace(base, rollout_reduction="sequence")
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix(0.0)
+
+    def wants_kl(self, step: int) -> bool:
+        return True
+
+    def token_loss(self, tokens: TokenView) -> Tensor:
+        batch = tokens.batch
+        if batch.ref is None:
+            raise ValueError("ref_logps=None: pairs need the reference's log-probs")
+        ratios = self.sequence_ratios(tokens, torch.where(batch.live, tokens.logps - batch.ref, 0))
+        if len(ratios) % 2:  # the empty batch of a rank without pairs
+            return tokens.logps * 0
+        loss = self.pair_loss(ratios[0::2] - ratios[1::2])
+        return batch.spread(loss.repeat_interleave(2))
+
+    def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
+        """[N] -> [S]: log-ratio of each response to the reference."""
+        return tokens.batch.per_sequence(ratios)
+
+    def pair_loss(self, h: Tensor) -> Tensor:
+        """[S / 2] loss of each pair from the difference of its two log-ratios."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DPO(Preference):
+    """Prefers a prompt's best response to its worst: -log sigmoid(beta h).
+
+    h is the difference of the two log-ratios to the reference, summed over tokens. The responses
+    are drawn from the reference.
+    """
+
+    name: ClassVar[str] = "dpo"
+    source: ClassVar[str] = "arXiv 2305.18290, equation 7"
+
+    beta: float = 0.1
+    """Strength of the tie to the reference, > 0."""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta!r}: use a number > 0")
+
+    def pair_loss(self, h: Tensor) -> Tensor:
+        return -torch.nn.functional.logsigmoid(self.beta * h)
+
+
+@dataclass(frozen=True)
+class IPO(Preference):
+    """DPO's pairs, with a squared distance of h to the margin 1 / (2 tau)."""
+
+    name: ClassVar[str] = "ipo"
+    source: ClassVar[str] = "arXiv 2310.12036, equation 17"
+
+    tau: float = 0.5
+    """The wanted difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
+    normalize: bool = True
+    """Each log-ratio is divided by its response's length, as common libraries do; the publication
+    writes sums."""
+
+    def __post_init__(self) -> None:
+        if not self.tau > 0:
+            raise ValueError(f"tau={self.tau!r}: use a number > 0")
+
+    def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
+        if self.normalize:
+            return tokens.sequence_mean(ratios)
+        return super().sequence_ratios(tokens, ratios)
+
+    def pair_loss(self, h: Tensor) -> Tensor:
+        return (h - 1 / (2 * self.tau)) ** 2

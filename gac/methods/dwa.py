@@ -1,0 +1,44 @@
+"""DWA: more weight to the term whose loss falls more slowly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gac.solvers import DWAState, dwa_step, dwa_weights
+
+from .base import Mix, Observation, State
+from .loss_weights import LossWeights, positive_losses
+
+
+@dataclass(frozen=True)
+class DWA(LossWeights):
+    """Softmax weights of how much of each loss is left after a window of steps."""
+
+    name: ClassVar[str] = "dwa"
+    source: ClassVar[str] = "arXiv 1803.10704"
+
+    temperature: float = 2.0
+    """Of the softmax, > 0; the paper tries 1, 2 and 4."""
+    window: int = 25
+    """Steps in the place of the publication's epoch."""
+
+    def __post_init__(self) -> None:
+        dwa_step(DWAState(), (1.0, 1.0), self.window)  # both raise on a value out of range
+        dwa_weights(DWAState(), self.temperature)
+
+    def init(self) -> State:
+        return _plain(DWAState())
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        known: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in state.items()
+        }
+        before = DWAState(**known)
+        losses = positive_losses(seen)
+        after = before if losses is None else dwa_step(before, losses, self.window) or before
+        return _plain(after), Mix.weights(*dwa_weights(after, self.temperature))
+
+
+def _plain(state: DWAState) -> State:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in state._asdict().items()}

@@ -1,0 +1,66 @@
+"""FAMO: equal rates of descent, from the losses of one batch before and after the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gac.solvers import FAMOState, famo_step, famo_weights
+
+from .base import Losses, Mix, Observation, State
+from .loss_weights import LossWeights
+
+
+@dataclass(frozen=True)
+class FAMO(LossWeights):
+    """Learned weights under which the logarithms of both losses fall at one rate.
+
+    The RL loss is the surrogate less a bound from below, and the weights of a step use the losses
+    of the step before. `rollout_floor` must hold for the run's advantages: divided by the group's
+    deviation, K rollouts reach sqrt(K - 1) in size, and the clip lets 1.2 times that through.
+    """
+
+    name: ClassVar[str] = "famo"
+    source: ClassVar[str] = "arXiv 2306.03792"
+    cost: ClassVar[str] = "forward of every row before and after the update"
+    looks_back: ClassVar[bool] = True
+
+    lr: float = 0.025
+    """Step size of the logits (Adam)."""
+    decay: float = 1e-3
+    """Weight decay of the logits."""
+    rollout_floor: float = -3.2
+    """No RL loss is below it; losses that are count as it. The default is for K = 8."""
+
+    def init(self) -> State:
+        return {"famo": _plain(FAMOState()), "losses": None}
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        if state["losses"] is None:
+            return state, Mix(0.5)
+        s, r = state["losses"]
+        found = famo_weights(_restore(state["famo"]), self._bounded((s, r)), self._floors)
+        return state, Mix(0.5) if found is None else Mix.weights(*found)
+
+    def after_step(self, state: State, before: Losses, after: Losses) -> State:
+        moved = famo_step(_restore(state["famo"]), self._bounded(before), self._bounded(after),
+                          self._floors, lr=self.lr, decay=self.decay)  # fmt: skip
+        if moved is None:
+            return state
+        return {"famo": _plain(moved), "losses": list(before)}
+
+    @property
+    def _floors(self) -> Losses:
+        return 0.0, self.rollout_floor
+
+    def _bounded(self, losses: Losses) -> Losses:
+        return max(losses[0], 0.0), max(losses[1], self.rollout_floor)
+
+
+def _restore(plain: State) -> FAMOState:
+    known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+    return FAMOState(**known)
+
+
+def _plain(state: FAMOState) -> State:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in state._asdict().items()}

@@ -1,0 +1,42 @@
+"""GradNorm: learned weights that bring both weighted gradient norms to a common rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.solvers import GradNormState, Gram, Weights, gradnorm_step
+
+from .base import Observation, State
+from .gram_solver import GramSolver
+from .loss_weights import positive_losses
+
+
+@dataclass(frozen=True)
+class GradNorm(GramSolver):
+    """Learned weights under which both weighted gradients have the norm that their rate asks for.
+
+    With `asymmetry` 0 the norms are made equal. Otherwise the term whose loss fell less gets more;
+    for RL the loss is 1 - mean reward.
+    """
+
+    name: ClassVar[str] = "gradnorm"
+    source: ClassVar[str] = "arXiv 1711.02257"
+
+    asymmetry: float = 1.5
+    """The publication's alpha."""
+    lr: float = 0.025
+    """Step of a weight in units of its gradient norm over the mean one."""
+
+    def init(self) -> State:
+        return {**super().init(), "weights": [1.0, 1.0], "initial": None}
+
+    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+        losses = positive_losses(seen)
+        asymmetry = self.asymmetry if losses is not None else 0.0
+        initial = state["initial"]
+        before = GradNormState(tuple(state["weights"]), None if initial is None else tuple(initial))
+        found, after = gradnorm_step(before, gram, losses, asymmetry=asymmetry, lr=self.lr)
+        initial = after.initial_losses
+        kept = {"weights": list(after.weights), "initial": initial and list(initial)}
+        return {**state, **kept}, found

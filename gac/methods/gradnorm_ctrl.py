@@ -1,0 +1,52 @@
+"""GradNorm-ctrl: mu is the SFT gradient's share of the two gradient norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.solvers import Gram, Weights
+
+from .base import Mix, Observation, State
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class GradNormControl(GramSolver):
+    """mu = |g_s| / (|g_s| + |g_r|), measured now and then.
+
+    It favours the larger gradient, the opposite of balancing; `invert` gives that.
+    """
+
+    name: ClassVar[str] = "gradnorm-ctrl"
+    family: ClassVar[str] = "rule"
+    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
+    cost: ClassVar[str] = "second gradient buffer, on measuring steps"
+
+    update_every: int = 10
+    """Steps between two measurements; mu stays in between."""
+    invert: bool = False
+    """mu = |g_r| / (|g_s| + |g_r|) instead."""
+
+    def __post_init__(self) -> None:
+        if self.update_every < 1:
+            raise ValueError(f"update_every={self.update_every!r}: use a number >= 1")
+        if self.unit_rl:
+            raise ValueError("unit_rl=True: use false; this rule compares the two norms")
+
+    def init(self) -> State:
+        return {**super().init(), "mu": 0.5}
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix(state["mu"])
+
+    def parts(self, step: int) -> int:
+        return int(step % self.update_every == 0)
+
+    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+        sft, rl = math.sqrt(gram.sft), math.sqrt(gram.rl)
+        if sft + rl > 0:
+            mu = (rl if self.invert else sft) / (sft + rl)
+            state = {**state, "mu": mu}
+        return state, Mix(state["mu"]).pair

@@ -1,0 +1,69 @@
+"""What the gradient solvers share: two gradients per step, weights from their inner products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from gac.solvers import Gram, Weights, with_unit_rl
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+
+@dataclass(frozen=True)
+class GramSolver(Method):
+    """A weighting of the two gradients that depends on their inner products."""
+
+    family: ClassVar[str] = "gradient solver"
+    cost: ClassVar[str] = "second gradient buffer"
+
+    unit_rl: bool = False
+    """Divide the RL gradient by its norm first, as the paper's baselines do."""
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations."""
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, demo_weight=self.weight)
+
+    def init(self) -> State:
+        return {"skipped": 0, "cosine": None}
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix(0.5)  # what is logged for a skipped step; `solve` replaces it
+
+    def parts(self, step: int) -> int:
+        return 1
+
+    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+        """The published weights, and the state after them; None where a number is not finite."""
+        return state, self.closed_form(gram)
+
+    def closed_form(self, gram: Gram) -> Weights | None:
+        """The weights of a solver without a state."""
+        raise NotImplementedError
+
+    def solve(
+        self, state: State, gram: Tensor, mix: Mix, seen: Observation
+    ) -> tuple[State, Weights | None]:
+        pair = Gram.of_means(gram, self.parts(seen.step))
+        if not pair.usable:
+            return {**state, "skipped": state["skipped"] + 1}, None
+        if not self.unit_rl:
+            state, weights = self.weights(state, pair, seen)
+        else:
+            after = [state]
+
+            def solver(unit: Gram) -> Weights | None:
+                after[0], found = self.weights(state, unit, seen)
+                return found
+
+            weights = with_unit_rl(solver, pair)
+            state = after[0]
+        skipped = state["skipped"] + (weights is None)
+        return {**state, "skipped": skipped, "cosine": pair.cosine}, weights
+
+    def report(self, state: State) -> dict[str, float | None]:
+        return {"cosine": state["cosine"], "solver_skipped": state["skipped"]}

@@ -1,0 +1,33 @@
+"""KL-ctrl: mu falls with the distance to the initial policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Observation
+from .rules import Rule
+
+LEAST = 1e-6  # nats: a policy that never left the reference has no scale of its own
+
+
+@dataclass(frozen=True)
+class KLControl(Rule):
+    """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
+
+    name: ClassVar[str] = "kl-ctrl"
+    cost: ClassVar[str] = "reference forward of the rollouts"
+    uses_reference: ClassVar[bool] = True
+
+    def wants_kl(self, step: int) -> bool:
+        return True
+
+    def measured(self, seen: Observation) -> float | None:
+        return seen.kl
+
+    def constant(self, mean: float) -> float:
+        return max(mean, LEAST) / (1 - self.mu_init if self.sign > 0 else self.mu_init)
+
+    def rule(self, value: float, constant: float) -> float:
+        share = value / constant
+        return 1 - share if self.sign > 0 else share

@@ -1,0 +1,49 @@
+"""MoCo: a projected step on the weights, from tracked gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.solvers import Gram, Weights, moco_step
+
+from .base import Observation, State
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class MoCo(GramSolver):
+    """Moving averages replace both gradients; their weights take one projected step per update."""
+
+    name: ClassVar[str] = "moco"
+    source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
+    cost: ClassVar[str] = "three more gradient buffers, two of them kept"
+    tracking: ClassVar[bool] = True
+
+    rate: float = 0.1
+    """beta in (0, 1]: y <- y + beta (g - y)."""
+    lr: float = 0.1
+    """Step size of the weights on inner products divided by their trace."""
+    decay: float = 0.5
+    """Both rates fall as (step + 1)^-decay."""
+    regularization: float = 0.0
+    """rho >= 0, added to the diagonal of the inner products."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate={self.rate!r}: use a number in (0, 1]")
+        if not (math.isfinite(self.decay) and self.decay >= 0):
+            raise ValueError(f"decay={self.decay!r}: use a number >= 0")
+
+    def init(self) -> State:
+        return {**super().init(), "weights": [0.5, 0.5]}
+
+    def track(self, step: int) -> float:
+        return self.rate * (step + 1) ** -self.decay
+
+    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+        lr = self.lr * (seen.step + 1) ** -self.decay
+        s, r = state["weights"]
+        found, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
+        return {**state, "weights": list(after)}, found

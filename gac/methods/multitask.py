@@ -1,0 +1,35 @@
+"""The multi-task baseline: GRPO plus cross-entropy on the same prompts' demonstrations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+
+@dataclass(frozen=True)
+class MultiTask(Method):
+    """The RL loss plus a constant times the SFT loss of the same prompts' demonstrations."""
+
+    name: ClassVar[str] = "multitask"
+    family: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = "arXiv 2504.14945, baseline RL w/ SFT loss"
+    demos: ClassVar[str] = "prompt"
+
+    sft_coef: float = 1.0
+    """Factor of the SFT loss, >= 0."""
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations."""
+
+    def __post_init__(self) -> None:
+        if not self.sft_coef >= 0:
+            raise ValueError(f"sft_coef={self.sft_coef!r}: use a number >= 0")
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, demo_weight=self.weight, demo_reduction="token")
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix.weights(self.sft_coef, 1.0)

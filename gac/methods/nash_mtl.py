@@ -1,0 +1,35 @@
+"""Nash-MTL: the Nash bargaining solution between the two terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.solvers import Gram, Weights, nash_mtl
+
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class NashMTL(GramSolver):
+    """The Nash bargaining solution: along the bisector of the two gradients.
+
+    It is exact here, so the paper's number of inner steps has no effect.
+    """
+
+    name: ClassVar[str] = "nash-mtl"
+    source: ClassVar[str] = "arXiv 2202.01017"
+
+    max_norm: float | None = 1.0
+    """Largest norm of the update, as published; null: none, and the update has norm sqrt(2)."""
+    scale: float = 1.0
+    """Factor of the update, the paper's "lr scale"; AdamW hardly feels it."""
+
+    def __post_init__(self) -> None:
+        nash_mtl(Gram(1.0, 0.0, 1.0), self.max_norm)  # raises on a value out of range
+        if not self.scale > 0:
+            raise ValueError(f"scale={self.scale!r}: use a number > 0")
+
+    def closed_form(self, gram: Gram) -> Weights | None:
+        found = nash_mtl(gram, self.max_norm)
+        return None if found is None else (self.scale * found[0], self.scale * found[1])

@@ -1,0 +1,27 @@
+"""PCGrad: each gradient without its part against the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.solvers import Gram, Weights, pcgrad
+
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class PCGrad(GramSolver):
+    """Where the gradients conflict, each loses its part along the other; then they are added."""
+
+    name: ClassVar[str] = "pcgrad"
+    source: ClassVar[str] = "arXiv 2001.06782"
+
+    threshold: float = 0.0
+    """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
+
+    def __post_init__(self) -> None:
+        pcgrad(Gram(1.0, 0.0, 1.0), self.threshold)  # raises on a value out of range
+
+    def closed_form(self, gram: Gram) -> Weights | None:
+        return pcgrad(gram, self.threshold)

@@ -1,0 +1,29 @@
+"""RewVar-ctrl: mu is inverse to the variance of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Observation
+from .rules import Rule
+
+LEAST = 1e-6  # squared reward: added to the variance, so that equal rewards divide by something
+
+
+@dataclass(frozen=True)
+class RewardVarianceControl(Rule):
+    """mu = c / Var(R) over the batch's rewards; with sign -1, mu = c Var(R)."""
+
+    name: ClassVar[str] = "rewvar-ctrl"
+
+    def measured(self, seen: Observation) -> float | None:
+        return seen.reward_variance
+
+    def constant(self, mean: float) -> float:
+        scale = max(mean, 0.0) + LEAST
+        return self.mu_init * scale if self.sign > 0 else self.mu_init / scale
+
+    def rule(self, value: float, constant: float) -> float:
+        scale = max(value, 0.0) + LEAST
+        return constant / scale if self.sign > 0 else constant * scale

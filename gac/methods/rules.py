@@ -1,0 +1,76 @@
+"""What the rule controllers share: a rule from one measured number to mu, and its constant.
+
+The paper gives none of the constants. Here the first steps run at a fixed mu, and the constant is
+chosen so that the rule would have given that mu on average.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+
+@dataclass(frozen=True)
+class Rule(Method):
+    """mu follows a number that training measures."""
+
+    family: ClassVar[str] = "rule"
+    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
+
+    sign: int = 1
+    """1: the printed rule; -1: the opposite direction."""
+    calibration: int = 50
+    """Steps at `mu_init` from which the rule's constant is taken."""
+    mu_init: float = 0.58
+    """mu of these steps, and the mean that the rule would have had on them."""
+    mu_min: float = 0.02
+    """Smallest mu afterwards."""
+    mu_max: float = 0.98
+    """Largest mu afterwards."""
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations."""
+
+    def __post_init__(self) -> None:
+        if self.sign not in (1, -1):
+            raise ValueError(f"sign={self.sign!r}: use 1 or -1")
+        if self.calibration < 1:
+            raise ValueError(f"calibration={self.calibration!r}: use a number >= 1")
+        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
+            raise ValueError(
+                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: use "
+                "numbers in this order in [0, 1]"
+            )
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(base, demo_weight=self.weight)
+
+    def measured(self, seen: Observation) -> float | None:
+        """The number that the rule follows; None where it is not known."""
+        raise NotImplementedError
+
+    def constant(self, mean: float) -> float:
+        """The constant with which `rule(mean, constant)` is `mu_init`."""
+        raise NotImplementedError
+
+    def rule(self, value: float, constant: float) -> float:
+        """mu before it is bounded."""
+        raise NotImplementedError
+
+    def init(self) -> State:
+        return {"sum": 0.0, "count": 0, "mu": self.mu_init}
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        value = self.measured(seen)
+        if value is None or not math.isfinite(value):
+            return state, Mix(state["mu"])
+        if state["count"] < self.calibration:
+            known = {"sum": state["sum"] + value, "count": state["count"] + 1}
+            return {**known, "mu": self.mu_init}, Mix(self.mu_init)
+        constant = self.constant(state["sum"] / state["count"])
+        mu = min(max(self.rule(value, constant), self.mu_min), self.mu_max)
+        return {**state, "mu": mu}, Mix(mu)

@@ -1,0 +1,46 @@
+"""SDMGrad: MGDA on two independent halves of the batch, pulled towards a preference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gac.solvers import Weights, cross_gram, sdmgrad
+
+from .base import Mix, Observation, State
+from .gram_solver import GramSolver
+
+
+@dataclass(frozen=True)
+class SDMGrad(GramSolver):
+    """MGDA whose inner products come from two independent halves of the batch.
+
+    The publication draws three batches per step; here the halves give the weights and their mean
+    gives the direction, at no further backward. The inner loop's optimum is taken exactly.
+    """
+
+    name: ClassVar[str] = "sdmgrad"
+    source: ClassVar[str] = "arXiv 2305.18409"
+    cost: ClassVar[str] = "three more gradient buffers"
+
+    regularization: float = 0.3
+    """Pull towards the preference, >= 0; 0 is MGDA."""
+    preference: tuple[float, float] = (0.5, 0.5)
+    """Shares of SFT and RL, >= 0."""
+
+    def __post_init__(self) -> None:
+        if self.unit_rl:
+            raise ValueError("unit_rl=True: use false; the two halves have no common norm")
+        identity = ((1.0, 0.0), (0.0, 1.0))
+        sdmgrad(identity, self.regularization, self.preference)  # raises if out of range
+
+    def parts(self, step: int) -> int:
+        return 2
+
+    def solve(
+        self, state: State, gram: Tensor, mix: Mix, seen: Observation
+    ) -> tuple[State, Weights | None]:
+        weights = sdmgrad(cross_gram(gram, 2), self.regularization, self.preference)
+        return {**state, "skipped": state["skipped"] + (weights is None)}, weights

@@ -1,0 +1,69 @@
+"""SRFT: SFT and RL on demonstrations and rollouts at once, weighted by entropy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, State
+
+if TYPE_CHECKING:
+    from gac.objective import TokenView
+
+
+@dataclass(frozen=True)
+class SRFT(Method):
+    """Entropy-weighted cross-entropy and policy gradient on demonstrations, likelihood on rollouts.
+
+    With H the mean token entropy of a response: demonstrations lose 0.5 exp(-H) (-log p) - A p,
+    right rollouts 0.1 exp(H) (-log p), wrong ones log p. The means are over each side's tokens.
+    """
+
+    name: ClassVar[str] = "srft"
+    family: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = "arXiv 2506.19767, equations 5 to 13"
+    demos: ClassVar[str] = "prompt"
+    demo_in_group: ClassVar[bool] = True
+    own_loss: ClassVar[bool] = True
+
+    sft_scale: float = 0.5
+    """Factor of exp(-H) in the SFT weight."""
+    rl_scale: float = 0.1
+    """Factor of exp(H) in the weight of right rollouts."""
+    shape: float | None = None
+    """c: the demonstrations' RL loss is -A p / (p + c) instead, as a public program has it."""
+    correct: float = 0.5
+    """A rollout is right if its reward is above this."""
+    least_logp: float | None = None
+    """Tokens of wrong rollouts below this log-probability are not pushed further down; null, as
+    published: pushed without bound."""
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        # SHAPED makes the demonstrations' advantages available; the formula is the one below
+        return replace(base, demo_weight=DemoWeight.SHAPED, rollout_reduction="token",
+                       demo_reduction="token")  # fmt: skip
+
+    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        of_demos = super().advantages(rewards, demos, "std")[1]
+        signs = torch.where(rewards > self.correct, 1.0, -1.0)
+        return torch.where(rewards.isnan(), 0.0, signs).double(), of_demos
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix.weights(1.0, 1.0)
+
+    def token_loss(self, tokens: TokenView) -> Tensor:
+        batch, logps = tokens.batch, tokens.logps
+        entropy = batch.spread(tokens.sequence_mean(tokens.entropy))
+        p = logps.exp()
+        policy = p if self.shape is None else p / (p + self.shape)
+        of_demo = -self.sft_scale * (-entropy).exp() * logps - batch.advantages * policy
+        right, wrong = batch.advantages > 0, batch.advantages < 0
+        pushed = logps if self.least_logp is None else logps.clamp(min=self.least_logp)
+        of_rollout = torch.where(right, -self.rl_scale * entropy.exp() * logps, 0)
+        of_rollout = torch.where(wrong, pushed, of_rollout)
+        return torch.where(batch.demo, of_demo, of_rollout)

@@ -1,0 +1,71 @@
+"""TRAPO: rollouts that continue ever longer prefixes of a demonstration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Method, Mix, Observation, Stage, State
+
+
+@dataclass(frozen=True)
+class TRAPO(Method):
+    """Micro-groups of rollouts; one that follows poor rewards starts from part of a demonstration.
+
+    Prefix tokens are learnt by trust-region SFT, loss -p / max(p, c), the policy's own tokens by
+    RL with centred advantages over the whole group and no clip; all sums over `loss.max_tokens`.
+    Prefixes end at a token, not at a paragraph, and every micro-group takes the same demonstration.
+    """
+
+    name: ClassVar[str] = "trapo"
+    family: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = "arXiv 2512.17636"
+    demos: ClassVar[str] = "prompt"
+    pooled: ClassVar[bool] = True
+
+    sizes: tuple[int, ...] = (4, 2, 1, 1)
+    """Rollouts of each micro-group; their sum must be `rollouts.completions`."""
+    prefixes: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)
+    """Share of the demonstration that each micro-group is given."""
+    below: tuple[float, ...] = (-1.0, 0.5, 0.7, 0.9)
+    """It is given only if the mean reward so far is below this."""
+    trained: tuple[int, ...] = (0, 1, 1, 1)
+    """Rows of each micro-group whose prefix is learnt, as in the released program."""
+    trust: float = 0.1
+    """c of the trust-region SFT, the publication's alpha."""
+
+    def __post_init__(self) -> None:
+        counts = {len(self.sizes), len(self.prefixes), len(self.below), len(self.trained)}
+        if len(counts) != 1 or not self.sizes or min(self.sizes) < 1:
+            raise ValueError(
+                f"sizes={self.sizes!r}: use numbers >= 1, as many as prefixes, below and trained"
+            )
+        if not all(0 <= x <= 1 for x in self.prefixes):
+            raise ValueError(f"prefixes={self.prefixes!r}: use shares in [0, 1]")
+
+    def spec(self, base: LossSpec) -> LossSpec:
+        return replace(
+            base, demo_weight=DemoWeight.TRUST, demo_shape=self.trust, clip_low=None,
+            clip_high=None, rollout_reduction="constant", demo_reduction="constant",
+        )  # fmt: skip
+
+    def stages(self, completions: int) -> Sequence[Stage]:
+        if sum(self.sizes) != completions:
+            raise ValueError(
+                f"rollouts.completions={completions!r}: use {sum(self.sizes)}, the sum of "
+                f"method.sizes={self.sizes!r}, or change the sizes"
+            )
+        rows = zip(self.sizes, self.prefixes, self.below, self.trained, strict=True)
+        return [Stage(n, share, limit if share else math.inf, k) for n, share, limit, k in rows]
+
+    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        return super().advantages(rewards, demos, "centered")
+
+    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+        return state, Mix.weights(1.0, 1.0)

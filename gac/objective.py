@@ -1,0 +1,102 @@
+"""Losses outside the fused kernels' closed set, from differentiable log-probabilities.
+
+The reductions, metrics and sufficient statistics are those of the fused loss, so a method only
+says what one token's loss is. Legend: N tokens, S sequences, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gac_kernels import LossOutput, LossSpec
+from gac_kernels.tokens import Tokens, TokenTerms, finish, plan
+
+from .batch import Batch
+from .model import Head
+
+
+class TokenView(NamedTuple):
+    """What a method sees of a batch: one number per token, 0 where there is no loss."""
+
+    logps: Tensor
+    """[N] log-probabilities of the targets, differentiable."""
+    entropy: Tensor
+    """[N] entropies, nats, detached."""
+    batch: Tokens
+    """Targets, advantages, `demo`, `old`, `ref` per token; `spread` and `lengths` per sequence."""
+    spec: LossSpec
+    head: Head
+    """The policy's last layer."""
+    reference: Head | None
+    """That of the reference, under `uses_reference`."""
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
+        return self.batch.per_sequence(x) / self.batch.lengths.clamp(min=1)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[N] log-ratio to the sampling policy; 0, with a gradient, on-policy."""
+        old = self.logps.detach() if self.batch.old is None else self.batch.old
+        return self.logps - old
+
+    def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
+        """[N] KL between the whole distributions of policy p and reference q, nats.
+
+        forward: KL(q || p), else KL(p || q). Logits exist for `chunk` tokens at a time, and are
+        computed again in the backward.
+        """
+        if self.reference is None:
+            raise ValueError("reference=None: set uses_reference on the method")
+        index = self.batch.live.nonzero()[:, 0]
+        out = self.logps.new_zeros(len(self.logps))
+        for part in index.split(chunk):
+            kl = checkpoint(_chunk_kl, self.head, self.reference, part,
+                            self.spec.temperature, forward, use_reentrant=False)  # fmt: skip
+            out = out.index_add(0, part, kl)
+        return out
+
+
+def own_loss(
+    token_loss: Callable[[TokenView], Tensor], head: Head, reference: Head | None, batch: Batch,
+    mu: float, old_logps: Tensor | None, ref_logps: Tensor | None, spec: LossSpec,
+    norms: tuple[float, float],
+) -> LossOutput:  # fmt: skip
+    """`Head.loss` with `token_loss(TokenView) -> [N]` as the loss of a token."""
+    targets = batch.targets
+    tokens = plan(targets, batch.advantages, batch.is_demo, mu, old_logps, ref_logps, None, spec,
+                  *norms)  # fmt: skip
+    logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
+    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference)
+    loss = torch.where(tokens.live, token_loss(view), 0)
+    gap = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
+    kl = torch.where(tokens.live & ~tokens.demo, gap.exp() - gap - 1, 0)
+    terms = TokenTerms(logps, entropy.detach(), loss, kl, torch.zeros_like(kl))
+    found = finish(tokens, terms, moments=True)
+    return LossOutput(
+        found.loss, found.rollout_loss.detach(), found.demo_loss.detach(), found.kl,
+        found.clip_fraction, logps.detach().view(targets.shape),
+        entropy.detach().view(targets.shape), found.moments,
+    )  # fmt: skip
+
+
+def _chunk_kl(
+    head: Head, reference: Head, index: Tensor, temperature: float, forward: bool
+) -> Tensor:
+    p, q = (_log_distribution(h, index) for h in (head, reference))
+    p, q = ((x / temperature).log_softmax(-1) for x in (p, q))
+    q = q.detach()
+    return ((q.exp() * (q - p)) if forward else (p.exp() * (p - q))).sum(-1)
+
+
+def _log_distribution(head: Head, index: Tensor) -> Tensor:
+    """[M, V] float32 logits of the tokens at `index` [M]."""
+    if head.logits is not None:
+        return head.logits.flatten(0, 1)[index].float()
+    rows = head.hidden.flatten(0, 1)[index]  # type: ignore[union-attr]
+    return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()  # type: ignore[union-attr]

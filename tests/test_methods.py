@@ -1,0 +1,105 @@
+"""One contract for every method: it trains, and a run cut in the middle repeats itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+import torch
+
+from gac.config import dump, load
+from gac.methods import METHODS
+from gac.methods.table import needs
+from gac.train_config import TrainConfig
+from gac.trainer import Trainer
+
+from .tiny import metrics, tiny_config, write_tiny
+
+# What each method needs of the trainer. A method that is not listed fails the suite.
+DEMOS = ("demonstrations",)
+ROLLOUTS = ("rollouts",)
+BOTH = ("rollouts", "demonstrations")
+SAME = ("rollouts", "demonstrations of the sampled prompts")
+TWO = (*BOTH, "separate gradients")
+NEEDS = {
+    **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
+    "sft-best": (*DEMOS, "best weights"),
+    "asft": (*DEMOS, "reference", "log-probs"),
+    **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
+    "gspo": (*ROLLOUTS, "log-probs"),
+    **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
+    **dict.fromkeys(["sft-then-rl", "constant", "hpcd", "wcf", "chord-mu", "chord-phi"], BOTH),
+    **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
+    "kl-ctrl": (*BOTH, "reference"),
+    "gradnorm-ctrl": TWO,
+    **dict.fromkeys(["multitask", "luffy", "hpt"], SAME),
+    "trapo": (*SAME, "prefixes"),
+    "srft": (*SAME, "log-probs"),
+    "gta": TWO,
+    **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], TWO),
+    **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], TWO),
+    "famo": (*BOTH, "losses after the update"),
+    **dict.fromkeys([name for name in METHODS if name.startswith("gac")], (*BOTH, "reference")),
+    **dict.fromkeys(
+        ["gac-covariance", "gac-biased", "gac-biased-paper", "oracle"],
+        (*TWO, "reference"),
+    ),
+}
+# Values that make everything a method does happen within four steps.
+SHORT = {
+    "sft-light": {"epochs": 2, "patience": 9},
+    "sft-then-rl": {"sft_steps": 2},
+    "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
+    "hpt": {"correct": 0.4},
+    "srft": {"correct": 0.4},
+    "gradnorm-ctrl": {"update_every": 2},
+    "kl-ctrl": {"calibration": 1},
+    "rewvar-ctrl": {"calibration": 1},
+    "dwa": {"window": 1},
+    "wcf": {"schedule": {"warmup": 2, "peak": 0.5, "valley": 0.1, "decay": 2}},
+    **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
+    "oracle": {"update_every": 2, "gradient_parts": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(name: str, task, out, **changes) -> TrainConfig:
+    return tiny_config(task, out, method={"name": name, **SHORT.get(name, {})}, **changes)
+
+
+def test_every_method_says_what_it_needs():
+    assert {name: needs(method()) for name, method in METHODS.items()} == NEEDS
+    for name, method in METHODS.items():
+        assert name == method.name
+        assert method.family and method.source and method.__doc__, name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
+    config = config_of(name, task, tmp_path / "whole", eval={})
+    assert load(TrainConfig, dump(config)) == config
+    whole = Trainer(config)
+    before = [p.detach().clone() for p in whole.model.parameters()]
+    whole.run()
+    rows = metrics(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(math.isfinite(row["grad_norm"]) and 0 <= row["mu"] <= 1 for row in rows
+               if name != "aligned-mtl")  # fmt: skip
+    moved = [not torch.equal(a, b) for a, b in zip(before, whole.model.parameters(), strict=True)]
+    assert any(moved) and all(p.isfinite().all() for p in whole.model.parameters())
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
+    again = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
+    assert again.step == 2
+    again.run()
+    assert metrics(tmp_path / "cut") == rows
+    assert again.state == whole.state
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
