@@ -6,6 +6,7 @@ ratios are those of the least times.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -65,7 +66,9 @@ def interleave(
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """Largest allocation of one call above what was allocated before it, in MiB; GPU only."""
+    """Largest allocation of one call above what was allocated before it, in MiB; nan on a CPU."""
+    if device.type == "cpu":
+        return math.nan
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

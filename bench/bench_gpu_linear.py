@@ -1,0 +1,139 @@
+"""The linear loss on a GPU in bfloat16: ours, its three GEMMs, and every peer that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gac_kernels import linear_token_logprobs, reference
+
+from .batches import HEADS, Batch, Head, linear_batch
+from .linear_losses import Loss, cross_entropy_truth, errors, ours, providers, step, truth
+from .record import Record
+from .timing import Step, gemm_step, interleave, peak_mib
+
+pytestmark = pytest.mark.gpu
+TOKENS = (2048, 8192, 32768)
+SECONDS = 5  # for the rounds of one case
+LOGP_TARGET = 2e-4
+EAGER_LIMIT = 60e9  # bytes that eager PyTorch may take before it is left out
+GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows dead", "ours, forward only"
+TARGETS = {  # of what ours costs, relative to another
+    GEMMS: ("at most", 1.08),
+    "per token": ("at most", 1 / 1.3),
+    "scalar": ("at most", 1.0),
+}
+
+
+def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str, Any], dict]:
+    """Relative errors against float64 of all that run, and why the others fail."""
+    found, failed = {}, {}
+    for name, (loss, scalar) in losses.items():
+        try:
+            found[name] = errors(loss, cross_entropy_truth if scalar else truth, small)
+        except Exception as error:
+            if name == "ours":
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, failed
+
+
+def logp_error(batch: Batch) -> float:
+    """Largest error of our log-probs against float64 on the same inputs."""
+    with torch.no_grad():
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        exact, _ = reference.linear_token_logprobs(
+            batch.hidden.double(), batch.weight.double(), batch.targets
+        )
+    return (logps - exact).abs().max().item()
+
+
+def forward_only(batch: Batch) -> None:
+    with torch.no_grad():
+        ours(batch)
+
+
+def compare(
+    record: Record,
+    device: torch.device,
+    shape: str,
+    head: Head,
+    tokens: int,
+    seconds: float = SECONDS,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, float]:
+    """Check, time and record one shape; the least milliseconds of each provider."""
+    found, missing = providers(device, compiled)
+    small = linear_batch(512, head, dtype, device)
+    wrong, failed = check({n: (p.loss, p.scalar) for n, p in found.items()}, small)
+    worst = [max(wrong["eager"][1:]), max(wrong["ours"][1:])]
+    assert worst[1] <= 1.05 * worst[0], f"gradients worse than eager PyTorch's: {worst}"
+    logp = logp_error(small)
+    assert logp <= LOGP_TARGET, f"log-probs are off by {logp:.1e}"
+    del small
+
+    batch = linear_batch(tokens, head, dtype, device)
+    if tokens * head.vocab * 24 > EAGER_LIMIT:
+        failed |= dict.fromkeys(["eager", "torch.compile"], "would not fit")
+    steps: dict[str, Step] = {GEMMS: gemm_step(tokens, *head, dtype, device)}
+    steps |= {
+        name: lambda loss=p.loss: step(loss, batch)
+        for name, p in found.items()
+        if name not in failed
+    }
+    steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))  # no demonstration has a gradient
+    steps[FORWARD] = lambda: forward_only(batch)
+    timings = interleave(steps, device, seconds)
+    flops = 6 * tokens * head.hidden * head.vocab
+    for name, timing in timings.items():
+        batch.hidden.grad = batch.weight.grad = None
+        record.add(
+            device=device.type, work="linear", shape=shape, tokens=tokens, provider=name,
+            case="all live", ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
+            tflops=(1 / 3 if name == FORWARD else 1) * flops / timing.best / 1e9,
+            fraction_of_gemms=timings[GEMMS].best / timing.best,
+            mib=peak_mib(steps[name], device) - gradients_mib(name, batch),
+            scalar=name in found and found[name].scalar, errors=wrong.get(name),
+            logp_error=logp if name == "ours" else None,
+        )  # fmt: skip
+    for name, reason in (missing | failed).items():
+        record.add(
+            device=device.type, work="linear", shape=shape, tokens=tokens, provider=name,
+            case="all live", not_run=reason,
+        )  # fmt: skip
+    return {name: timing.best for name, timing in timings.items()}
+
+
+def gradients_mib(name: str, batch: Batch) -> float:
+    """The gradients that a step leaves behind: not extra memory."""
+    if name in (GEMMS, FORWARD):
+        return 0.0
+    return (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
+
+
+def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
+    mine = best["ours"]
+    print(f"\n{title}")
+    for name, ms in best.items():
+        print(f"{name:40} {ms:9.3f} ms   it / ours {ms / mine:5.2f}")
+    print(f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half dead / all live "
+          f"{best[HALF] / mine:.3f} (target 0.72)")  # fmt: skip
+    for name in best.keys() - {GEMMS, HALF, FORWARD, "ours", "eager"}:
+        kind = "scalar" if name in scalar else "per token"
+        print(f"ours / {name}: {mine / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", HEADS)
+def test_linear(shape: str, tokens: int, record: Record, benchmark) -> None:
+    device = torch.device("cuda")
+    compiled = shape == "Qwen2.5-7B" and tokens == 8192  # once: it takes a minute to compile
+    best = compare(record, device, shape, HEADS[shape], tokens, compiled=compiled)
+    scalar = {name for name, p in providers(device, False)[0].items() if p.scalar}
+    report(f"{shape}, {tokens} tokens, bfloat16", best, scalar)
+    benchmark.extra_info |= best
+    batch = linear_batch(tokens, HEADS[shape], torch.bfloat16, device)
+    benchmark.pedantic(lambda: (step(ours, batch), torch.cuda.synchronize()), rounds=3)

@@ -1,0 +1,189 @@
+"""The logits-level loss on a GPU: Triton, csrc/cuda and peers against the copy bandwidth."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import backends, fused_gac_loss, reference, token_logprobs
+from gac_kernels.backends import cuda
+
+from .batches import HEADS, LENGTH, Batch, peaked_logits
+from .linear_losses import SPEC, mixed_loss
+from .record import Record
+from .timing import Step, copy_bandwidth, interleave, peak_mib
+
+pytestmark = pytest.mark.gpu
+TOKENS = (2048, 8192)
+BACKENDS = {"ours, Triton": "triton", "ours, csrc": "native"}
+SECONDS = 3
+SPLITS = ((2, 28), (4, 14), (4, 28), (8, 7), (8, 14))  # blocks and tiles to compare
+
+
+def make_batch(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Batch:
+    """`hidden` holds the logits [B, T, V], a leaf; the weight is not used."""
+    logits = peaked_logits(tokens, vocab, dtype, device)
+    g = torch.Generator(device).manual_seed(2)
+    targets = torch.randint(vocab, logits.shape[:2], device=device, generator=g)
+    # half of the targets are the likely word
+    targets = torch.where(targets % 2 == 0, logits.argmax(-1), targets)
+    sequences = tokens // LENGTH
+    return Batch(
+        logits.requires_grad_(), torch.empty(0, device=device), targets,
+        torch.randn(sequences, device=device, generator=g),
+        torch.arange(sequences, device=device) % 2 == 1, 0.5,
+    )  # fmt: skip
+
+
+def fused(batch: Batch, backend: str, overwrite: bool = False) -> Tensor:
+    return fused_gac_loss(
+        batch.hidden, batch.targets, batch.advantages, batch.is_demo, mu=batch.mu, spec=SPEC,
+        overwrite=overwrite, backend=backend,
+    ).loss  # fmt: skip
+
+
+def eager(batch: Batch) -> Tensor:
+    whole = batch.hidden.float().log_softmax(-1)
+    with torch.no_grad():
+        (whole.exp() * whole).sum(-1).neg()
+    return mixed_loss(whole.gather(-1, batch.targets[..., None]).squeeze(-1), batch)
+
+
+def trl(batch: Batch) -> Tensor:
+    module = importlib.import_module("trl.kernels.logprob_entropy")
+    logps, _ = module.selective_log_softmax_and_entropy(batch.hidden, batch.targets)
+    return mixed_loss(logps, batch)
+
+
+def backward(loss: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+    batch.hidden.grad = None
+    value = loss(batch)
+    value.backward()
+    return value.detach()
+
+
+def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], dict[str, str]]:
+    """What runs here, and why the rest does not."""
+    found: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
+    missing = {}
+    for title, name in BACKENDS.items():
+        if reason := backends.load(name).unavailable(device, torch.bfloat16):
+            missing[title] = reason
+            continue
+        found[title] = functools.partial(fused, backend=name)
+        found[f"{title}, overwrite"] = functools.partial(fused, backend=name, overwrite=True)
+    try:
+        importlib.import_module("trl.kernels.logprob_entropy")
+    except (ImportError, RuntimeError) as error:
+        missing["TRL log-softmax and entropy"] = str(error)
+    else:
+        found["TRL log-softmax and entropy"] = trl
+    return found, missing
+
+
+def check(name: str, loss: Callable[[Batch], Tensor], batch: Batch) -> None:
+    """Loss and gradient against float64, once in each dtype's rounding."""
+    exact = batch._replace(hidden=batch.hidden.detach().double().requires_grad_())
+    want = reference.fused_gac_loss(
+        exact.hidden, exact.targets, exact.advantages, exact.is_demo, mu=exact.mu, spec=SPEC
+    ).loss
+    want.backward()
+    mine = batch._replace(hidden=batch.hidden.detach().clone().requires_grad_())
+    value = backward(loss, mine)
+    assert abs(value.item() - want.item()) <= 1e-4 * abs(want.item()), f"{name}: {value} not {want}"
+    gap = (mine.hidden.grad.double() - exact.hidden.grad).norm() / exact.hidden.grad.norm()
+    assert gap <= 2**-8, f"{name}: gradient off by {gap:.1e}"
+
+
+def compare(
+    record: Record, device: torch.device, shape: str, tokens: int, vocab: int, bandwidth: float,
+    seconds: float = SECONDS, dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, float]:  # fmt: skip
+    """Check, time and record; least milliseconds. bandwidth: of a copy, GB/s."""
+    found, missing = losses(device)
+    small = make_batch(512, vocab, dtype, device)
+    for name, loss in found.items():
+        check(name, loss, small)
+    batch = make_batch(tokens, vocab, dtype, device)
+    source = batch.hidden.detach().clone()  # what was overwritten is put back, untimed
+    into = torch.empty_like(source)
+    steps: dict[str, Step] = {"copy": lambda: into.copy_(source)}
+    steps |= {name: lambda loss=loss: backward(loss, batch) for name, loss in found.items()}
+    for title, backend in BACKENDS.items():
+        if title in found:
+            steps[f"{title}, forward only"] = lambda b=backend: forward_only(batch, b)
+
+    def restore(name: str) -> None:
+        if "overwrite" in name:
+            batch.hidden.data.copy_(source)
+
+    timings = interleave(steps, device, seconds, prepare=restore)
+    for name, timing in timings.items():
+        passes = 1 if "forward" in name else 2
+        moved = passes * source.nbytes / timing.best / 1e6  # GB/s if no byte moves twice
+        restore(name)
+        record.add(
+            device=device.type, work="logits", shape=shape, tokens=tokens, provider=name,
+            case="forward" if passes == 1 else "loss + gradient", ms=timing.best,
+            median_ms=timing.median, rounds=timing.rounds, gbs=moved,
+            fraction_of_copy=moved / bandwidth, mib=peak_mib(steps[name], device),
+        )  # fmt: skip
+    for name, reason in missing.items():
+        record.add(
+            device=device.type, work="logits", shape=shape, tokens=tokens, provider=name,
+            case="loss + gradient", not_run=reason,
+        )  # fmt: skip
+    return {name: timing.best for name, timing in timings.items()}
+
+
+def forward_only(batch: Batch, backend: str) -> None:
+    with torch.no_grad():
+        token_logprobs(batch.hidden, batch.targets, backend=backend)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", HEADS)
+def test_logits(shape: str, tokens: int, record: Record, benchmark) -> None:
+    device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device)
+    vocab = HEADS[shape].vocab
+    best = compare(record, device, shape, tokens, vocab, bandwidth)
+    bound = 2 * tokens * vocab / bandwidth / 1e6  # ms of one pass in bfloat16
+    print(f"\n{shape}, {tokens} tokens; a copy runs at {bandwidth:.0f} GB/s")
+    for name, ms in best.items():
+        print(f"{name:32} {ms:8.3f} ms   {ms / bound:5.2f} passes at copy bandwidth")
+    print("targets: Triton 3 / 0.85 = 3.53 passes, csrc 2 / 0.85 = 2.35, forward 1 / 0.9 = 1.11")
+    benchmark.extra_info |= best
+    batch = make_batch(tokens, vocab, torch.bfloat16, device)
+    run = functools.partial(fused, backend="triton")
+    benchmark.pedantic(lambda: (backward(run, batch), torch.cuda.synchronize()), rounds=3)
+
+
+def test_splits_of_a_row(record: Record) -> None:
+    """How many blocks share a row, and how much shared memory each takes: what `split` chooses."""
+    device, shape, tokens = torch.device("cuda"), "Qwen2.5-7B", 8192
+    if reason := backends.load("native").unavailable(device, torch.bfloat16):
+        pytest.skip(reason)
+    batch = make_batch(tokens, HEADS[shape].vocab, torch.bfloat16, device)
+
+    def with_split(split: cuda.Split) -> None:
+        with mock.patch.object(cuda, "split", lambda *_, **__: split):
+            backward(functools.partial(fused, backend="native"), batch)
+
+    needed = HEADS[shape].vocab * 2 / 8192
+    splits = [cuda.Split(*s) for s in SPLITS if s[0] * s[1] > needed + s[0]]
+    steps = {
+        f"{s.cluster} blocks x {s.slots} tiles": functools.partial(with_split, s) for s in splits
+    }
+    for name, timing in interleave(steps, device, SECONDS).items():
+        print(f"{name:24} {timing.best:8.3f} ms")
+        record.add(
+            device="cuda", work="splits", shape=shape, tokens=tokens, provider=name, case="",
+            ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
+        )  # fmt: skip

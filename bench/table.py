@@ -1,0 +1,192 @@
+"""Results as the README's tables and the roofline plot: nobody types a number.
+
+`python -m bench.table` prints the tables of the newest results of each kind of device, writes them
+between the markers of README.md, and draws docs/roofline.png.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .batches import HEADS
+from .record import RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_MEASURED = "not measured"
+GPU_TOKENS = (2048, 8192, 32768)
+MARKERS = "<!-- results -->", "<!-- /results -->"
+Row = dict[str, Any]
+
+
+def newest(kind: str) -> dict[str, Any] | None:
+    """The newest results file whose rows are of `kind` ("cpu" or "cuda")."""
+    documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    of_kind = [d for d in documents if d["rows"] and d["rows"][0]["device"] == kind]
+    return max(of_kind, key=lambda d: d["date"], default=None)
+
+
+def find(rows: Iterable[Row], **fields: Any) -> Row | None:
+    """The first row with these fields that was run."""
+    for row in rows:
+        if "not_run" not in row and all(row.get(k) == v for k, v in fields.items()):
+            return row
+    return None
+
+
+def number(row: Row | None, field: str, form: str = "{:.2f}") -> str:
+    if row is None or row.get(field) is None:
+        return NOT_MEASURED
+    return form.format(row[field])
+
+
+def ratio(row: Row | None, other: Row | None) -> str:
+    """How many times as long as `row` the other takes."""
+    if row is None or other is None:
+        return NOT_MEASURED
+    return f"{other['ms'] / row['ms']:.2f}x"
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body])
+
+
+def providers(rows: list[Row], **fields: Any) -> list[str]:
+    """Names in the order of the file, without repeats."""
+    found = [r["provider"] for r in rows if all(r.get(k) == v for k, v in fields.items())]
+    return list(dict.fromkeys(found))
+
+
+def cpu_table(document: dict[str, Any] | None) -> str:
+    if document is None:
+        return f"CPU: {NOT_MEASURED}; run `make bench`."
+    rows, parts = document["rows"], [f"{document['device']}, {document['date']}:"]
+    for work, title in (
+        ("logits", "loss and gradient of given logits"),
+        ("linear", "hidden times weight, loss, both gradients"),
+    ):
+        names = providers(rows, work=work)
+        if not names:
+            continue
+        mine = find(rows, work=work, provider="ours")
+        body = []
+        for name in names:
+            row = find(rows, work=work, provider=name)
+            memory = find(rows, work=f"{work} memory", provider=name)
+            note = " (scalar only)" if row and row.get("scalar") else ""
+            body.append([name + note, number(row, "ms", "{:.0f}"), ratio(mine, row),
+                         number(memory, "mib", "{:.0f}") if memory else ""])  # fmt: skip
+        shape = f"{title}, {rows[0]['tokens']} tokens, {find(rows, work=work)['shape']}"  # type: ignore[index]
+        parts.append(markdown([shape, "ms", "time / ours", "extra MiB"], body))
+    return "\n\n".join(parts)
+
+
+def gpu_linear(rows: list[Row]) -> str:
+    """One line per shape and number of tokens; a missing run stays visible."""
+    body = []
+    for shape in HEADS:
+        for tokens in GPU_TOKENS:
+            place = {"work": "linear", "shape": shape, "tokens": tokens}
+            mine = find(rows, **place, provider="ours")
+            gemms = find(rows, **place, provider="three GEMMs")
+            half = find(rows, **place, provider="ours, half the rows dead")
+            body.append([
+                shape, str(tokens), number(mine, "ms"), number(mine, "tflops", "{:.0f}"),
+                ratio(gemms, mine), ratio(mine, half), best_peer(rows, mine, place, scalar=False),
+                best_peer(rows, mine, place, scalar=True), number(mine, "mib", "{:.0f}"),
+            ])  # fmt: skip
+    head = ["head", "tokens", "ms", "TFLOP/s", "/ its GEMMs", "half dead / all live",
+            "best per-token peer / ours", "best scalar peer / ours", "extra MiB"]  # fmt: skip
+    return markdown(head, body)
+
+
+def best_peer(rows: list[Row], mine: Row | None, place: Row, scalar: bool) -> str:
+    peers = [
+        row
+        for row in rows
+        if "not_run" not in row
+        and all(row.get(k) == v for k, v in place.items())
+        and row.get("scalar") == scalar
+        and not row["provider"].startswith(("ours", "three GEMMs"))
+    ]
+    if mine is None or not peers:
+        return NOT_MEASURED
+    best = min(peers, key=lambda row: row["ms"])
+    return f"{best['ms'] / mine['ms']:.2f}x ({best['provider']})"
+
+
+def gpu_logits(rows: list[Row]) -> str:
+    names = ("ours, Triton", "ours, Triton, overwrite", "ours, csrc", "ours, csrc, overwrite",
+             "ours, Triton, forward only", "ours, csrc, forward only", "eager",
+             "TRL log-softmax and entropy")  # fmt: skip
+    body = []
+    for name in names:
+        row = find(rows, work="logits", shape="Qwen2.5-7B", tokens=8192, provider=name)
+        share = number(row, "fraction_of_copy", "{:.0%}")
+        body.append([name, number(row, "ms"), number(row, "gbs", "{:.0f}"), share])
+    head = ["given logits, Qwen2.5-7B, 8192 tokens", "ms", "GB/s", "of copy bandwidth"]
+    return markdown(head, body)
+
+
+def gpu_table(document: dict[str, Any] | None) -> str:
+    rows = document["rows"] if document else []
+    title = f"{document['device']}, {document['date']}" if document else f"GPU: {NOT_MEASURED}"
+    return "\n\n".join([f"{title} (`make bench-gpu`):", gpu_linear(rows), gpu_logits(rows)])
+
+
+def roofline(document: dict[str, Any] | None, path: Path) -> None:
+    """FLOP/s over FLOPs per byte of memory traffic; without results only the plan is drawn."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = document["rows"] if document else []
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    gemms = [r for r in rows if r["provider"] == "three GEMMs"]
+    copies = [r for r in rows if r["work"] == "logits" and r["provider"] == "copy"]
+    if gemms and copies:
+        peak, slope = max(r["tflops"] for r in gemms), max(r["gbs"] for r in copies) / 1e3
+        x = [1, peak / slope, 1e5]
+        axes.plot(x, [slope, peak, peak], color="black", label="measured limits")
+        for row in rows:
+            if row["work"] == "linear" and row["provider"] == "ours" and "ms" in row:
+                axes.plot(intensity(row), row["tflops"], "o", color="tab:blue")
+                axes.annotate(f"{row['shape']}, {row['tokens']}", (intensity(row), row["tflops"]))
+    else:
+        axes.text(0.5, 0.5, NOT_MEASURED, transform=axes.transAxes, ha="center")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s",
+             xlim=(1, 1e5), ylim=(1, 2e3),
+             title=document["device"] if document else "no GPU results")  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def intensity(row: Row) -> float:
+    """FLOPs per byte of the chunked head in bfloat16: per chunk the logits in float32 once written
+    and read, their gradient once written and read twice; the weight and its float32 gradient per
+    chunk; see docs/kernels.md."""
+    hidden, vocab = HEADS[row["shape"]]
+    tokens = row["tokens"]
+    chunks = -(-tokens // ((960 << 20) // (6 * vocab) // 128 * 128))
+    traffic = tokens * vocab * (2 * 4 + 3 * 2) + chunks * hidden * vocab * (2 * 2 + 2 * 4)
+    return 6 * tokens * hidden * vocab / traffic
+
+
+def main() -> None:
+    cpu, gpu = newest("cpu"), newest("cuda")
+    text = f"{cpu_table(cpu)}\n\n{gpu_table(gpu)}"
+    print(text)
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(MARKERS[0])
+    after = rest.split(MARKERS[1])[1]
+    readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
+    roofline(gpu, ROOT / "docs" / "roofline.png")
+
+
+if __name__ == "__main__":
+    main()
