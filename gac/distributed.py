@@ -143,18 +143,38 @@ def reshard(model: nn.Module) -> None:
 def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """Hold all weights inside, so that ranks may call the model a different number of times.
 
-    Without `gather_for_rollouts` nothing is held, and the ranks have to step together.
+    Without `gather_for_rollouts` nothing is held, and the ranks have to step in lockstep.
     """
-    held = units(model) if config.gather_for_rollouts else []
+    held = units(model)
+    if not config.gather_for_rollouts:
+        yield
+        reshard(model)
+        return
     for unit in held:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
+        unit.held = True
     try:
         yield
     finally:
         for unit in held:
+            unit.held = False
             unit.set_reshard_after_forward(unit is not held[0], recurse=False)
             unit.reshard()
+
+
+def in_lockstep(model: nn.Module) -> bool:
+    """Whether every call of the model gathers weights, so that all ranks must make it."""
+    return any(not getattr(unit, "held", False) for unit in units(model))
+
+
+def calls(model: nn.Module, mine: int) -> int:
+    """How many calls this rank makes when it needs `mine`: all ranks' most in lockstep."""
+    if not in_lockstep(model):
+        return mine
+    most = torch.tensor(mine, device=next(model.parameters()).device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def full(value: Tensor) -> float:

@@ -37,16 +37,17 @@ class Heartbeat:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
             wait_for_workers=False, timeout=timedelta(seconds=30),
         )  # fmt: skip
-        self._heard, self._last, self._running = time.monotonic(), "", True
+        self._heard, self._last, self._count = time.monotonic(), "", 0
+        self._running = True
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def gone(self) -> str | None:
         """A sentence about the next rank if its process is gone; waits long enough to know."""
         if self._alone:
             return None
-        asked = time.monotonic()
+        asked, count = time.monotonic(), self._count
         while time.monotonic() - asked < SILENCE + INTERVAL:
-            if self._heard > asked:
+            if self._count > count + 1:  # the first one may be from before its end
                 return None
             time.sleep(INTERVAL / 4)
         return self._sentence()
@@ -72,6 +73,7 @@ class Heartbeat:
                 return  # the store went with the launcher
             if heard != self._last:
                 self._heard, self._last, warned = time.monotonic(), heard, False
+                self._count += 1
             elif time.monotonic() - self._heard > PATIENCE and not warned:
                 logger.warning("%s", self._sentence())
                 warned = True

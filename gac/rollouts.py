@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .advantages import ADVANTAGES
+from .distributed import calls, in_lockstep
 from .model import stop_tokens
 
 
@@ -85,8 +86,8 @@ def generate(
     model.eval()
     model.generation_config = GenerationConfig()  # its own top-k or penalties would be off-policy
     responses: list[tuple[int, ...]] = []
-    for first in range(0, len(prompts), per_call):
-        part = prompts[first : first + per_call]
+    parts = [prompts[i : i + per_call] for i in range(0, len(prompts), per_call)]
+    for part in parts + [((stops[0],),)] * (calls(model, len(parts)) - len(parts)):
         width = max(map(len, part))
         ids = torch.full((len(part), width), tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -97,11 +98,12 @@ def generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             generation_config=settings,
+            synced_gpus=in_lockstep(model),
         )
         responses += [_until(row, stops) for row in out[:, width:].tolist()]
     model.generation_config = defaults
     model.train(was_training)
-    return responses
+    return responses[: len(prompts) * samples]
 
 
 def _until(tokens: list[int], stops: list[int]) -> tuple[int, ...]:

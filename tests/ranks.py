@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import time
@@ -61,7 +62,7 @@ def collect(pipe: Any, timeout: float = 120) -> Any:
     if not pipe.poll(timeout):
         raise TimeoutError(f"a rank did not answer within {timeout} s")
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return None
 
@@ -89,12 +90,9 @@ def _child(
     try:
         result = work(*args)
     except BaseException as error:  # an interrupt, too, is a result here
-        try:
-            pipe.send(Failed(error))
-        except Exception:  # an error that cannot be pickled
-            pipe.send(Failed(RuntimeError(repr(error))))
-        os._exit(1)
-    pipe.send(result)
+        result = Failed(error)
+    # plain pickle: the one of torch's queues shares memory that ends with this process
+    pipe.send_bytes(pickle.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
     os._exit(0)
