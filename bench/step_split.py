@@ -1,0 +1,124 @@
+"""Where a training step's time goes: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
+
+Without a configuration it trains the demo's tiny model by GAC from random weights. Time in a nested
+part counts there only; "rest" is rewards, batches, statistics, controller and logging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gac.model
+from gac.config import load
+from gac.demo.run import method_config
+from gac.demo.task import write_task
+from gac.train_config import TrainConfig
+from gac.trainer import Trainer
+
+TARGET = 0.05
+REST, MODEL = "rest", ("generation", "forward", "backward")
+
+
+class Stopwatch:
+    """Seconds per part; the innermost part that is running gets the time."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.running: list[str] = []
+        self.since = 0.0
+
+    def _turn(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.running:
+            self.seconds[self.running[-1]] += now - self.since
+        self.since = now
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count the time in owner.name as `part`."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **keywords: Any) -> Any:
+            outside = part != REST and not self.running  # of the training steps
+            if outside or "generation" in self.running:  # whose forwards are its own
+                return inner(*args, **keywords)
+            self._turn()
+            self.running.append(part)
+            try:
+                return inner(*args, **keywords)
+            finally:
+                self._turn()
+                self.running.pop()
+
+        setattr(owner, name, timed)
+
+
+def demo_config(folder: Path, steps: int) -> TrainConfig:
+    """The demo's GAC run on an untrained model, without evaluations and checkpoints."""
+    write_task(folder / "task", seed=0)
+    config = method_config(folder, folder / "task" / "init", "gac", 0, steps)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, random_init=True),
+        eval=dataclasses.replace(config.eval, every=0),
+        checkpoint_every=10**9,
+    )
+
+
+def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
+    """Seconds per step of each part, the first steps left out."""
+    trainer = Trainer(config, resume=False)
+    watch = Stopwatch()
+    watch.watch(trainer.accelerator.unwrap_model(trainer.model), "generate", "generation")
+    watch.watch(trainer.model, "forward", "forward")
+    watch.watch(gac.model, "fused_linear_gac_loss", "loss")
+    watch.watch(trainer.accelerator, "backward", "backward")
+    watch.watch(trainer.optimizer, "step", "optimiser")
+    watch.watch(trainer, "_train_step", REST)
+    step, done = trainer._train_step, 0
+
+    def counted() -> Any:
+        nonlocal done
+        if done == warmup:
+            watch.seconds.clear()
+        done += 1
+        return step()
+
+    trainer._train_step = counted  # type: ignore[method-assign]
+    trainer.run()
+    return {part: seconds / (done - warmup) for part, seconds in watch.seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.step_split", description=__doc__)
+    parser.add_argument("config", type=Path, nargs="?", help="a run configuration")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.config:
+            config = dataclasses.replace(
+                load(TrainConfig, arguments.config), out=folder, steps=arguments.steps
+            )
+        else:
+            config = demo_config(Path(folder), arguments.steps)
+        parts = measure(config)
+    total = sum(parts.values())
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        print(f"{part:12} {1e3 * seconds:8.2f} ms  {seconds / total:6.1%}")
+    outside = 1 - sum(parts.get(part, 0) for part in (*MODEL, "loss", "optimiser")) / total
+    print(f"total {1e3 * total:.1f} ms; outside model, loss and optimiser {outside:.1%}, "
+          f"target {TARGET:.0%}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
