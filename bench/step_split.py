@@ -80,7 +80,8 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
     trainer = Trainer(config, resume=False)
     watch = Stopwatch()
     watch.watch(trainer.accelerator.unwrap_model(trainer.model), "generate", "generation")
-    watch.watch(trainer.model, "forward", "forward")
+    for model in filter(None, (trainer.model, trainer.reference)):
+        watch.watch(model, "forward", "forward")
     watch.watch(gac.model, "fused_linear_gac_loss", "loss")
     watch.watch(trainer.accelerator, "backward", "backward")
     watch.watch(trainer.optimizer, "step", "optimiser")
