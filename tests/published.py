@@ -1,0 +1,254 @@
+"""The published formulas again, written for reading: one row at a time, plain autograd, float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from gac.batch import Row
+from gac.methods import METHODS
+
+TEMPERATURE = 1.3
+LONGEST = 5  # rollouts.max_new_tokens of the tiny run
+
+
+class Seen(SimpleNamespace):
+    """One row under the float64 model: logp, p, entropy [n] of its tokens, `demo` [n], ref logp."""
+
+
+def look(model, reference, row: Row) -> Seen:
+    """Log-probabilities of the tokens of `row` that have a loss, differentiable."""
+    ids = torch.tensor([row.ids])
+    start = max(row.start, 1)
+    temperature = 1.0 if row.is_demo else TEMPERATURE
+    targets = ids[0, start:]
+    out = {}
+    for name, net in (("own", model), ("ref", reference)):
+        logits = net(input_ids=ids).logits[0, start - 1 : -1] / temperature
+        out[name] = logits.log_softmax(-1)
+    logp = out["own"].gather(1, targets[:, None])[:, 0]
+    switch = len(row.ids) if row.is_demo else max(row.switch, start)
+    return Seen(
+        row=row, logp=logp, p=logp.detach().exp(), a=row.advantage, n=len(targets),
+        entropy=-(out["own"].exp() * out["own"]).sum(-1), log_p=out["own"],
+        log_q=out["ref"].detach(), ref=out["ref"].gather(1, targets[:, None])[:, 0].detach(),
+        demo=torch.arange(start, len(row.ids)) < switch,
+    )  # fmt: skip
+
+
+# ---- the two terms, from the papers' equations
+
+
+def nll(rows: list[Seen], weight: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
+    """Token mean of -w log p over demonstrations."""
+    rows = [r for r in rows if r.row.is_demo]
+    return -sum((weight(r.p) * r.logp).sum() for r in rows) / sum(r.n for r in rows)
+
+
+def phi(p: Tensor) -> Tensor:
+    return p * (1 - p)
+
+
+def policy_gradient(rows: list[Seen]) -> Tensor:
+    """GRPO on-policy: mean over responses of their token mean of -A p / p.detach()."""
+    rows = [r for r in rows if not r.row.is_demo]
+    return -sum((r.a * (r.logp - r.logp.detach()).exp()).mean() for r in rows) / len(rows)
+
+
+def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
+    """Sum over tokens / (rows x longest response), as LUFFY, HPT and TRAPO do."""
+    return sum(p.sum() for p in parts) / (rows * LONGEST)
+
+
+def surrogate(r: Seen) -> Tensor:
+    return -r.a * (r.logp - r.logp.detach()).exp()
+
+
+def mixture(mu: float, weight: Callable[[Tensor], Tensor] = torch.ones_like):
+    return lambda rows: (1 - mu) * policy_gradient(rows) + mu * nll(rows, weight)
+
+
+def asft(rows: list[Seen]) -> Tensor:
+    kl = sum((r.log_q.exp() * (r.log_q - r.log_p)).sum() for r in rows)
+    return nll(rows, lambda p: p) + 0.1 * kl / sum(r.n for r in rows)
+
+
+def dr_grpo(rows: list[Seen]) -> Tensor:
+    return constant_sum([surrogate(r) for r in rows], len(rows))
+
+
+def dapo(rows: list[Seen]) -> Tensor:
+    return sum(surrogate(r).sum() for r in rows) / sum(r.n for r in rows)
+
+
+def gspo(rows: list[Seen]) -> Tensor:
+    ratios = [(r.logp - r.logp.detach()).mean().exp() for r in rows]
+    return -sum(r.a * ratio for r, ratio in zip(rows, ratios, strict=True)) / len(rows)
+
+
+def preference(rows: list[Seen], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
+    """Mean over pairs, best response first."""
+    assert [r.a for r in rows] == [1.0, -1.0] * (len(rows) // 2)
+    found = [(r.logp - r.ref).mean() if mean else (r.logp - r.ref).sum() for r in rows]
+    losses = [loss(w - lose) for w, lose in zip(found[0::2], found[1::2], strict=True)]
+    return sum(losses) / len(losses)
+
+
+def dpo(rows: list[Seen]) -> Tensor:
+    return preference(rows, lambda h: -torch.log(torch.sigmoid(0.1 * h)), mean=False)
+
+
+def ipo(rows: list[Seen]) -> Tensor:
+    return preference(rows, lambda h: (h - 1.0) ** 2, mean=True)
+
+
+def multitask(rows: list[Seen]) -> Tensor:
+    return policy_gradient(rows) + nll(rows)
+
+
+def luffy(rows: list[Seen]) -> Tensor:
+    shaped = [-r.a * r.logp.exp() / (r.logp.exp() + 0.1) for r in rows if r.row.is_demo]
+    own = [surrogate(r) - 0.001 * r.entropy for r in rows if not r.row.is_demo]
+    return constant_sum(shaped + own, len(rows))
+
+
+def srft(rows: list[Seen]) -> Tensor:
+    demos = [r for r in rows if r.row.is_demo]
+    rollouts = [r for r in rows if not r.row.is_demo]
+    spread = {id(r): r.entropy.mean().detach() for r in rows}
+    sft = sum((-0.5 * (-spread[id(r)]).exp() * r.logp - r.a * r.logp.exp()).sum() for r in demos)
+    own = sum((-0.1 * spread[id(r)].exp() * r.logp if r.a > 0 else r.logp).sum() for r in rollouts)
+    assert {r.a for r in rollouts} == {1.0, -1.0}
+    return sft / sum(r.n for r in demos) + own / sum(r.n for r in rollouts)
+
+
+def hpt(rows: list[Seen]) -> Tensor:
+    own = [r for r in rows if not r.row.is_demo]
+    assert own and len(own) < len(rows)
+    return constant_sum([surrogate(r) - 0.001 * r.entropy for r in own], len(own)) + nll(rows)
+
+
+def trapo(rows: list[Seen]) -> Tensor:
+    """Prefix tokens -p / max(p, 0.1), the policy's own tokens -A times the ratio."""
+    assert any(r.demo.any() and not r.demo.all() for r in rows)  # a row that is half and half
+    assert any(r.row.is_demo for r in rows)  # a whole demonstration
+    parts = [torch.where(r.demo, -r.logp.exp() / r.p.clamp(min=0.1), surrogate(r)) for r in rows]
+    return constant_sum(parts, len(rows))
+
+
+LOSSES = {
+    **dict.fromkeys(["sft", "sft-light", "sft-best", "sft-then-rl"], nll),
+    "dft": lambda rows: nll(rows, lambda p: p),
+    "asft": asft,
+    "grpo": policy_gradient,
+    "dr-grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "dpo": dpo,
+    "ipo": ipo,
+    "constant": mixture(0.58),
+    "hpcd": mixture(0.9),
+    "wcf": mixture(0.0),
+    "chord-mu": mixture(0.9),
+    "chord-phi": mixture(0.1, phi),
+    "chord": mixture(0.9, phi),
+    "reward-threshold": mixture(0.5),
+    **dict.fromkeys(["kl-ctrl", "rewvar-ctrl"], mixture(0.58)),
+    "multitask": multitask,
+    "luffy": luffy,
+    "srft": srft,
+    "hpt": hpt,
+    "trapo": trapo,
+    **dict.fromkeys(["uncertainty"], lambda rows: 0.5 * nll(rows) + 0.5 * policy_gradient(rows)),
+    "dwa": lambda rows: nll(rows) + policy_gradient(rows),
+    "famo": mixture(0.5),
+    # first update: mu* = alpha_init = 0.7, m = 0.99 * 0.5 + 0.01 * 0.7, prior 0.85, capped at 0.51
+    **{name: mixture(0.51, phi) for name in METHODS if name.startswith("gac")},
+    "gac-no-phi": mixture(0.51),
+    "gac-no-cap": mixture(0.5 * 0.85 + 0.5 * 0.502, phi),
+    "gac-no-prior": mixture(0.502, phi),
+    "gac-prior-low": mixture(0.49, phi),
+    "oracle": mixture(0.7, phi),
+}  # fmt: skip
+
+
+# ---- two gradients: weights by hand from a, b, c = <s, s>, <s, r>, <r, r>
+
+
+def mgda(a: float, b: float, c: float) -> tuple[float, float]:
+    w = min(max((c - b) / (a + c - 2 * b), 0), 1)
+    return w, 1 - w
+
+
+def pcgrad(a: float, b: float, c: float) -> tuple[float, float]:
+    return (1 - b / a, 1 - b / c) if b < 0 else (1, 1)
+
+
+def cagrad(a: float, b: float, c: float) -> tuple[float, float]:
+    """The dual by brute force: min over x of g_w . g_0 + radius |g_0| |g_w|."""
+    x = torch.linspace(0, 1, 2_000_001, dtype=torch.float64)
+    norm = (x * x * a + 2 * x * (1 - x) * b + (1 - x) ** 2 * c).sqrt()
+    reach = 0.5 * 0.5 * math.sqrt(a + 2 * b + c)
+    best = x[(0.5 * (x * (a + b) + (1 - x) * (b + c)) + reach * norm).argmin()].item()
+    pull = reach / math.sqrt(best**2 * a + 2 * best * (1 - best) * b + (1 - best) ** 2 * c)
+    return 0.5 + pull * best, 0.5 + pull * (1 - best)
+
+
+def nash(a: float, b: float, c: float) -> tuple[float, float]:
+    """The unit bisector of the two gradients."""
+    norm = math.sqrt(2 + 2 * b / math.sqrt(a * c))
+    return 1 / math.sqrt(a) / norm, 1 / math.sqrt(c) / norm
+
+
+def aligned(a: float, b: float, c: float) -> tuple[float, float]:
+    """sqrt(least eigenvalue) G^(-1/2) (1/2, 1/2)."""
+    values, vectors = torch.linalg.eigh(torch.tensor([[a, b], [b, c]], dtype=torch.float64))
+    root = vectors @ torch.diag((values[0] / values).sqrt()) @ vectors.T
+    return tuple((root @ torch.tensor([0.5, 0.5], dtype=torch.float64)).tolist())
+
+
+def moco(a: float, b: float, c: float) -> tuple[float, float]:
+    """From (1/2, 1/2): a step of 0.1 on the tracked Gram over its trace, then the projection."""
+    share = (0.1 * (c - a) / (a + c) / 2 + 1) / 2
+    return 0.1 * share, 0.1 * (1 - share)  # tracked gradients are 0.1 g after one step
+
+
+def gradnorm(a: float, b: float, c: float) -> tuple[float, float]:
+    """Both weights 1; the larger norm's weight falls by 0.025 |g| / mean, the other's rises."""
+    s, r = math.sqrt(a), math.sqrt(c)
+    mean = (s + r) / 2
+    s, r = (
+        1 - 0.025 * math.copysign(s / mean, s - mean),
+        1 - 0.025 * math.copysign(r / mean, r - mean),
+    )
+    return 2 * s / (s + r), 2 * r / (s + r)
+
+
+def gradnorm_ctrl(a: float, b: float, c: float) -> tuple[float, float]:
+    s, r = math.sqrt(a), math.sqrt(c)
+    return s / (s + r), r / (s + r)
+
+
+def gta(a: float, b: float, c: float) -> tuple[float, float]:
+    return (0.0 if b < 0 else 1.0), 1.0
+
+
+SOLVERS = {
+    "mgda": mgda, "pcgrad": pcgrad, "cagrad": cagrad, "nash-mtl": nash, "aligned-mtl": aligned,
+    "moco": moco, "gradnorm": gradnorm, "gradnorm-ctrl": gradnorm_ctrl, "gta": gta,
+    "sdmgrad": None,  # needs halves of the batch: below
+}  # fmt: skip
+EXTRA = {
+    "sft-then-rl": {"sft_steps": 2},
+    "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
+    "hpt": {"correct": 0.5},
+    "srft": {"correct": 0.3},
+    "oracle": {"gradient_parts": 2},
+    **{
+        name: {"gradient_parts": 2} for name in ("gac-covariance", "gac-biased", "gac-biased-paper")
+    },
+}

@@ -1,0 +1,330 @@
+"""Each method against its published formula: the gradient of a real step, and its weights.
+
+The truth is plain autograd in float64 over the very rows of a step, one row at a time, so that
+masks, normalisers, temperatures and prefixes are part of what is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac.batch import Batch, Row
+from gac.gradient_parts import GradientParts
+from gac.methods import METHODS, Observation
+from gac.model import Head
+from gac.objective import own_loss
+from gac.solvers import cross_gram
+from gac.trainer import Trainer
+from gac_kernels import LossSpec, Signals
+
+from .published import (
+    EXTRA,
+    LONGEST,
+    LOSSES,
+    SOLVERS,
+    TEMPERATURE,
+    constant_sum,
+    look,
+    nll,
+    policy_gradient,
+    surrogate,
+)
+from .tiny import tiny_config, write_tiny
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_every_method_has_golden_values():
+    assert set(LOSSES) | set(SOLVERS) == set(METHODS)
+    assert not set(LOSSES) & set(SOLVERS)
+
+
+def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], list[Tensor], object]:
+    """A real step: its rows, the gradient given to the optimiser, and the model before it."""
+    rollouts = {"prompts": 6, "completions": 4, "max_new_tokens": LONGEST,
+                "temperature": TEMPERATURE}  # fmt: skip
+    fields = EXTRA.get(name, {}) if fields is None else fields
+    config = tiny_config(task, out, method={"name": name, **fields}, rollouts=rollouts, eval={},
+                         micro_batch=5)  # fmt: skip
+    trainer = Trainer(config)
+    before = copy.deepcopy(trainer.model).double()
+    del before.forward  # the head's patch still calls the model that it was made for
+    rows: list[Row] = []
+    call = trainer.gradients.__class__.__call__
+    found: list[Tensor] = []
+    step = trainer.optimizer.step
+
+    def watch(self, given, *args, **keywords):
+        rows.extend(given)
+        return call(self, given, *args, **keywords)
+
+    def take(*args, **keywords):
+        found.extend(p.grad.double() for p in trainer.model.parameters())
+        return step(*args, **keywords)
+
+    trainer.optimizer.step = take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.gradients.__class__, "__call__", watch)
+        trainer._train_step()
+    return trainer, rows, found, before
+
+
+def gradient(loss: Tensor, model) -> list[Tensor]:
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g
+            for g, p in zip(found, model.parameters(), strict=True)]  # fmt: skip
+
+
+def close(ours: list[Tensor], truth: list[Tensor]) -> None:
+    """Relative to the largest entry of the whole gradient: float32 against float64."""
+    size = max(t.abs().max() for t in truth)
+    assert size > 0
+    for x, y in zip(ours, truth, strict=True):
+        assert (x - y).abs().max() < 2e-5 * size
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_of_a_step_is_that_of_the_published_loss(name, task, tmp_path):
+    _, rows, found, model = one_step(name, task, tmp_path)
+    seen = [look(model, model, row) for row in rows]  # before the first step, it is the reference
+    close(found, gradient(LOSSES[name](seen), model))
+
+
+@pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
+def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
+    trainer, rows, found, model = one_step(name, task, tmp_path)
+    seen = [look(model, model, row) for row in rows]
+    s, r = gradient(nll(seen), model), gradient(policy_gradient(seen), model)
+    a, b, c = (sum((x * y).sum().item() for x, y in zip(p, q, strict=True))
+               for p, q in ((s, s), (s, r), (r, r)))  # fmt: skip
+    w_s, w_r = SOLVERS[name](a, b, c)
+    close(found, [w_s * x + w_r * y for x, y in zip(s, r, strict=True)])
+    if name != "gradnorm-ctrl":
+        assert trainer.state["cosine"] == pytest.approx(b / math.sqrt(a * c), rel=1e-3)
+
+
+def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
+    _, rows, found, model = one_step("sdmgrad", task, tmp_path)
+    seen = [look(model, model, row) for row in rows]
+    demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
+    tokens, n = sum(r.n for r in demos), len(rollouts)
+    halves = [
+        *(2 * -sum(r.logp.sum() for r in part) / tokens for part in (demos[:2], demos[2:])),
+        *(2 * sum(surrogate(r).mean() for r in part) / n
+          for part in (rollouts[: n // 2], rollouts[n // 2 :])),
+    ]  # fmt: skip
+    parts = [torch.cat([g.flatten() for g in gradient_kept(loss, model)]) for loss in halves]
+    stacked = torch.stack(parts)
+    (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
+    # minimise (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x): linear in x
+    gain = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731
+    slope = gain(1.0) - gain(0.0)
+    x = min(max(-gain(0.0) / slope, 0), 1) if slope > 0 else float(gain(0.5) < 0)
+    w_s, w_r = (x + 0.15) / 1.3, (1 - x + 0.15) / 1.3
+    truth = w_s * (stacked[0] + stacked[1]) / 2 + w_r * (stacked[2] + stacked[3]) / 2
+    close([torch.cat([g.flatten() for g in found])], [truth])
+
+
+def gradient_kept(loss: Tensor, model) -> list[Tensor]:
+    return torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+
+
+def test_gspo_clips_the_ratio_of_a_whole_response():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 7, generator=generator, requires_grad=True)
+    targets = torch.randint(7, (3, 5), generator=generator)
+    targets[1, 3:] = -100
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    now = logits.double().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    # mean log-ratios 0.0001 (inside the clip), -0.01 (outside, below), 0.02 (outside, above)
+    old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02]])).float()
+    method = METHODS["gspo"]()
+    batch = Batch(targets, targets, targets, advantages, torch.zeros(3, dtype=torch.bool))
+    out = own_loss(method.token_loss, Head(None, logits=logits), None, batch, 0.0, old, None,
+                   method.spec(LossSpec()), (3.0, 1.0))  # fmt: skip
+    lengths = torch.tensor([5, 3, 5])
+    ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
+    parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
+    truth = -parts.mean()
+    assert out.loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    ours, expected = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (out.loss, truth)
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
+    assert ours[0].abs().max() > 0
+    assert ours[2].abs().max() == 0  # beyond the clip there is no gradient
+
+
+def test_a_gradient_that_only_one_term_has_is_left_as_it_is():
+    shared, lone = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
+    parts = GradientParts([("shared", shared), ("lone", lone)])
+    (shared * torch.tensor([3.0, 0.0])).sum().backward()
+    parts.take()
+    ((shared * torch.tensor([1.0, 1.0])).sum() + (lone * torch.tensor([0.0, 2.0])).sum()).backward()
+    parts.take()
+    assert parts.gram().tolist() == [[9.0, 3.0], [3.0, 6.0]]
+    parts.combine([0.5, 2.0])
+    assert shared.grad.tolist() == [3.5, 2.0] and lone.grad.tolist() == [0.0, 4.0]
+
+
+def test_gradients_that_are_not_finite_skip_the_step_and_are_counted(task, tmp_path, monkeypatch):
+    trainer = Trainer(tiny_config(task, tmp_path, method={"name": "nash-mtl"}, eval={}))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    broken = torch.tensor([[1.0, math.nan], [math.nan, 1.0]], dtype=torch.float64)
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientParts, "gram", lambda self: broken)
+        row = trainer._train_step()
+    assert row["solver_skipped"] == 1
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    row = trainer._train_step()
+    assert row["solver_skipped"] == 1 and row["grad_norm"] == pytest.approx(1, rel=1e-4)
+    assert not any(map(torch.equal, before, trainer.model.parameters()))
+
+
+# ---- weights over a few steps, from what training measured
+
+
+def run_mixes(method, observations: list[Observation]) -> list[float]:
+    state, found = method.init(), []
+    for seen in observations:
+        state, mix = method.mix(state, seen)
+        found.append(mix.mu)
+    return found
+
+
+def steps(**columns) -> list[Observation]:
+    """One observation per entry of the columns."""
+    rows = zip(*columns.values(), strict=True)
+    return [Observation(t, **dict(zip(columns, row, strict=True))) for t, row in enumerate(rows)]
+
+
+MIXES = {
+    # kappa = mean(0.02, 0.04) / (1 - 0.58) = 0.0714...; then 1 - KL / kappa
+    "kl-ctrl": ({"calibration": 2}, steps(kl=[None, 0.02, 0.04, 0.03, 0.05, 0.09, None]),
+                [0.58, 0.58, 0.58, 0.58, 1 - 0.05 * 0.42 / 0.03, 0.02, 0.02]),
+    # c = 0.58 mean(0.2, 0.3); then c / Var, at most 0.98
+    "rewvar-ctrl": ({"calibration": 2}, steps(reward_variance=[None, 0.2, 0.3, 0.5, 0.1]),
+                    [0.58, 0.58, 0.58, 0.58 * 0.250001 / 0.500001, 0.98]),
+    "reward-threshold": ({}, steps(reward_mean=[None, 0.1, 0.49, 0.7]), [0.5, 0.4, 0.01, 0.0]),
+    # s = log-variances: s += 0.025 (exp(-s) L - 1) / 2, for L = 2 and 1 - 0.5
+    "uncertainty": ({}, steps(demo_loss=[None, 2.0], reward_mean=[None, 0.5]),
+                    [0.5, math.exp(-0.0125) / (math.exp(-0.0125) + math.exp(0.00625))]),
+    # ratios of window means 1 / 2 and 0.5 / 0.5 at temperature 2
+    "dwa": ({"window": 1}, steps(demo_loss=[None, 2.0, 1.0], reward_mean=[None, 0.5, 0.5]),
+            [0.5, 0.5, math.exp(0.25) / (math.exp(0.25) + math.exp(0.5))]),
+    "sft-then-rl": ({"sft_steps": 2}, steps(kl=[None] * 4), [1.0, 1.0, 0.0, 0.0]),
+    "wcf": ({}, [Observation(t) for t in (0, 100, 200, 400, 600)], [0, 0.25, 0.5, 0.26, 0.02]),
+    "hpcd": ({}, [Observation(t) for t in (0, 100, 200)], [0.9, 0.475, 0.05]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_weights_over_several_steps(name):
+    fields, observations, expected = MIXES[name]
+    assert run_mixes(METHODS[name](**fields), observations) == pytest.approx(expected, rel=1e-6)
+
+
+def test_opposite_signs_of_the_rules():
+    rising = METHODS["kl-ctrl"](calibration=1, sign=-1)
+    assert run_mixes(rising, steps(kl=[0.02, 0.03])) == pytest.approx([0.58, 0.87])
+    rising = METHODS["rewvar-ctrl"](calibration=1, sign=-1)
+    found = run_mixes(rising, steps(reward_variance=[0.2, 0.1]))
+    assert found == pytest.approx([0.58, 0.29], rel=1e-4)
+
+
+def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
+    method = METHODS["famo"]()
+    state = method.init()
+    for _ in range(20):
+        state = method.after_step(state, (1.0, 0.0), (0.5, -0.01))
+    logits = state["famo"]["logits"]
+    assert logits[0] < 0 < logits[1]
+    # w_i ~ z_i / (L_i - floor_i)
+    z = [math.exp(x) for x in logits]
+    share = z[0] / 1.0 / (z[0] / 1.0 + z[1] / 3.2)
+    assert method.mix(state, Observation(20))[1].mu == pytest.approx(share, rel=1e-6)
+
+
+def test_sft_light_stops_on_a_plateau():
+    method = METHODS["sft-light"](patience=3, decay=0.0)
+    state = method.init()
+    for loss in (2.0, 1.0, 1.1, 1.2):
+        state, _ = method.mix(state, Observation(1, demo_loss=loss))
+        assert not method.finished(state)
+    state, _ = method.mix(state, Observation(1, demo_loss=1.0))
+    assert method.finished(state)
+    assert method.demo_set(5000) == 1000
+    assert method.length(10**6, 1000, 64) == 1000 // 64
+    assert METHODS["sft-best"]().length(10**6, 5000, 64) == 15000 // 64
+
+
+def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
+    table = (0.9, 0.6, 0.3, 0.1, 0.0)
+    _, rows, found, model = one_step("hpt", task, tmp_path, fields={"correct": 0.3, "table": table})
+    seen = [look(model, model, row) for row in rows]
+    assert {round(r.row.weight, 6) for r in seen if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
+    assert len({r.row.weight for r in seen}) > 3
+    own = [r for r in seen if not r.row.is_demo]
+    demos = [r for r in seen if r.row.is_demo]
+    rl = constant_sum([r.row.weight * (surrogate(r) - 0.001 * r.entropy) for r in own], len(own))
+    sft = -sum(r.row.weight * r.logp.sum() for r in demos) / sum(r.n for r in demos)
+    close(found, gradient(rl + sft, model))
+
+
+def test_gates():
+    method = METHODS["hpt"](table=(1.0, 0.75, 0.0))
+    assert method.gate([0.0, 0.0]) == (0.0, 1.0)
+    assert method.gate([1.0, 0.0]) == (0.25, 0.75)
+    assert method.gate([1.0, 1.0, 1.0]) == (1.0, 0.0)
+    assert METHODS["hpt"](switch=2).gate([1.0, 1.0, 0.0]) == (0.0, 1.0)
+
+
+# ---- GAC and its variants: the controller itself is tested in test_controller.py
+
+
+def gac_mixes(name: str, fields: dict, steps: int = 30) -> list[float]:
+    """mu under noisy RL, quiet SFT and a KL on target."""
+    method = METHODS[name](**fields)
+    state, found = method.init(), []
+    for t in range(steps):
+        seen = Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02)
+        state, mix = method.mix(state, seen)
+        found.append(mix.mu)
+    return found
+
+
+def test_variants_differ_from_gac_where_they_say():
+    star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
+    base = gac_mixes("gac", {})
+    assert max(abs(b - a) for a, b in itertools.pairwise(base)) <= 0.01 + 1e-12
+    assert gac_mixes("oracle", {})[0] == pytest.approx(star)  # nothing between mu* and mu
+    assert gac_mixes("gac-no-ema", {"max_step": 1.0})[0] == pytest.approx(0.5 * 0.85 + 0.5 * star)
+    m = 0.99 * 0.5 + 0.01 * star
+    assert gac_mixes("gac-no-prior", {"max_step": 1.0})[0] == pytest.approx(m)
+    assert gac_mixes("gac-no-cap", {})[0] == pytest.approx(0.5 * 0.85 + 0.5 * m)
+    low, high = gac_mixes("gac-prior-low", {}), gac_mixes("gac-prior-high", {})
+    assert low[-1] < base[-1] < high[-1]
+    printed = gac_mixes("gac-paper", {"max_step": 1.0}, 400)
+    prior = METHODS["gac"]().prior(399)
+    assert printed[-1] == pytest.approx(0.9901 * prior + 0.0099 * star, abs=2e-3)
+    early = METHODS["gac-early-refresh"]()
+    assert [t for t in range(20) if early.wants_signals(t)] == [0, *range(1, 20, 2)]
+    assert METHODS["gac-no-trim"]().trim == 0.0
+
+
+def test_state_of_gac_survives_json_with_every_source():
+    for name in METHODS:
+        state = METHODS[name]().init()
+        assert json.loads(json.dumps(state)) == state, name
+        assert dataclasses.replace(METHODS[name]()) == METHODS[name]()
