@@ -130,23 +130,30 @@ class Gradients:
         still = row.advantage == 0 and self.spec.kl_coef == 0 and self.spec.entropy_coef == 0
         return mix.mu == 1 or still
 
-    def schedule(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Micro-batches of one kind each; every rank gets the same number, some of them empty."""
+    def schedule(self, rows: Sequence[Row]) -> list[tuple[bool, list[Row]]]:
+        """Micro-batches of one kind each, and whether they are demonstrations.
+
+        Every rank gets the same number of both sorts in the same order, some of them empty,
+        because each forward of the policy or of the reference may be a collective.
+        """
         unit = 2 if self.method.pairs else 1
-        micro = [
-            list(part)
-            for kind in sorted({r.kind for r in rows})
-            for part in split([r for r in rows if r.kind == kind], self.micro_batch, unit)
+        micro: dict[bool, list[list[Row]]] = {False: [], True: []}
+        for kind in sorted({r.kind for r in rows}):
+            alike = [r for r in rows if r.kind == kind]
+            micro[kind[0]] += map(list, split(alike, self.micro_batch, unit))
+        most = over_ranks(self.accelerator, [len(parts) for parts in micro.values()], "max")
+        return [
+            (demo, parts[i] if i < len(parts) else [])
+            for (demo, parts), count in zip(micro.items(), most, strict=True)
+            for i in range(int(count))
         ]
-        most = int(over_ranks(self.accelerator, [len(micro)], "max")[0])
-        return micro + [[] for _ in range(most - len(micro))]
 
     @torch.no_grad()
     def losses(
         self, rows: Sequence[Row], mix: Mix, norms: Norms, old_logps: Sequence[Tensor]
     ) -> Measured:
         """Both terms under the present weights, without a gradient; arguments as in a call."""
-        run = _Run(self, norms, False, old_logps)
+        run = _Run(self, norms, self.spec.kl_coef != 0, old_logps)
         run(rows, mix, grad=False)
         return run.measured()
 
@@ -154,7 +161,7 @@ class Gradients:
     def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
         """The policy's log-probs of each row's response tokens, on the CPU, by `Row.index`."""
         found: dict[int, Tensor] = {}
-        for micro in self.schedule(rows):
+        for _, micro in self.schedule(rows):
             batch = collate(micro, self.pad_token, self.accelerator.device)
             request = lambda head, b=batch: head.logprobs(b.targets, self.temperature)[0]  # noqa: E731
             logps = self.model(**inputs(batch), request=request).cpu()
@@ -196,8 +203,9 @@ class _Run:
     ) -> None:
         """Micro-batches of `rows`; under a `spec` that is not the method's, only gradients."""
         micro_batches = self.owner.schedule(rows)
-        for i, micro in enumerate(micro_batches):
-            out = self._one(micro, mix, grad, i == len(micro_batches) - 1, spec or self.owner.spec)
+        for i, (demo, micro) in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            out = self._one(demo, micro, mix, grad, last, spec or self.owner.spec)
             if spec is None:
                 self.moments = self.moments + out.moments
                 self.losses += torch.stack([out.rollout_loss, out.demo_loss])
@@ -205,10 +213,12 @@ class _Run:
     def measured(self) -> Measured:
         return Measured(self.moments, self.losses[0], self.losses[1])
 
-    def _one(self, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec) -> Any:
+    def _one(
+        self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
+    ) -> Any:
         owner, device = self.owner, self.owner.accelerator.device
         batch = collate(rows, owner.pad_token, device)
-        demo, weight = (rows[0].is_demo, rows[0].weight) if rows else (False, 1.0)
+        weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
         ref = owner.reference_logprobs(batch, demo) if self.kl else None
         old = None
