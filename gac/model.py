@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class LoraConfig:
 
     rank: int = 16
     """Rank of the adapters."""
-    alpha: float = 32.0
+    alpha: int = 32
     """Scale of the adapters."""
     dropout: float = 0.0
     """Dropout on the adapters' input."""
@@ -75,7 +75,7 @@ class Head:
     """What the last layer offers to a loss: hidden states and the head's weight, or logits."""
 
     hidden: Tensor | None  # [B, T, H]
-    weight: Tensor | None = field(default=None)  # [V, H]
+    weight: Tensor | None = None  # [V, H]
     bias: Tensor | None = None  # [V]
     logits: Tensor | None = None  # [B, T, V]: for a model whose head we do not know
 
@@ -83,6 +83,7 @@ class Head:
         """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
         if self.logits is not None:
             return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
+        assert self.hidden is not None and self.weight is not None
         return fused_linear_gac_loss(
             self.hidden, self.weight, targets, *batch, bias=self.bias, **keywords
         )
@@ -101,6 +102,7 @@ class Head:
         """Log-probability of each target [B, T] and entropy, both differentiable."""
         if self.logits is not None:
             return token_logprobs(self.logits, targets, temperature=temperature)
+        assert self.hidden is not None and self.weight is not None
         return linear_token_logprobs(
             self.hidden, self.weight, targets, bias=self.bias, temperature=temperature
         )
@@ -116,8 +118,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """The model with its head attached, in training mode. `seed` draws new weights and adapters."""
+def load_model(config: ModelConfig, seed: int = 0) -> Any:
+    """The PreTrainedModel (or peft's wrap of it) with its head attached, in training mode.
+
+    seed: draws new weights and adapters.
+    """
     if not config.path:
         raise ValueError("model.path is empty: give a folder or a hub name, e.g. model.path=./base")
     keywords: dict[str, Any] = {"dtype": DTYPES[config.dtype]}
@@ -141,7 +146,7 @@ def load_model(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
     return model.train()
 
 
-def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+def _add_lora(model: Any, config: LoraConfig) -> Any:
     try:
         import peft
     except ImportError:
@@ -206,7 +211,7 @@ def _plain_head(model: PreTrainedModel) -> bool:
     return torch.allclose(logits, head(hidden).to(logits.dtype), rtol=1e-3, atol=1e-5)
 
 
-def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a plain transformers folder that `from_pretrained` loads."""
     forward = model.__dict__.pop("forward", None)  # the instance's patch cannot be pickled
     try:
