@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .advantages import ADVANTAGES
@@ -52,7 +53,7 @@ class RolloutConfig:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[tuple[int, ...]],
     *,
