@@ -54,9 +54,14 @@ Kernel kernel_of(int32_t in, int32_t out) {
   }
 }
 
-cudaError_t set_shared_memory(Kernel kernel, int bytes) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// All that a block may have, and as much of the multiprocessor's memory as that can be.
+cudaError_t set_shared_memory(const void* kernel) {
+  const int most = kHeaderBytes + kMaxSlots * kTileBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
 }
 
 // Clusters that run at once, asked of the driver once per kind of launch.
@@ -70,11 +75,9 @@ cudaError_t resident(Kernel kernel, const cudaLaunchConfig_t& config, int device
     clusters = found->second;
     return cudaSuccess;
   }
-  const int most = kHeaderBytes + kMaxSlots * kTileBytes;
-  cudaError_t error = set_shared_memory(kernel, most);
-  if (error == cudaSuccess)
-    error = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel),
-                                           &config);
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = set_shared_memory(function);
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, function, &config);
   if (error == cudaSuccess && clusters < 1) error = cudaErrorInvalidConfiguration;
   if (error == cudaSuccess) known[key] = clusters;
   return error;

@@ -2,6 +2,11 @@
 
 `unavailable(device, dtype) -> str | None`
     Why it cannot run there, in words; None when it can.
+`plan(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec, rollout_norm,
+      demo_norm, dtype) -> Tokens`
+    One row of numbers per token: `tokens.plan`, which defines it, in few launches.
+`reduce(tokens, terms, moments) -> Summary`
+    The sums over all tokens in float64: `tokens.finish`, which defines it, in few launches.
 `row_stats(logits, targets, temperature) -> (logps, entropy, lse)`
     float32 [N] each, one read of the rows that have a loss; 0 in the other places.
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out) -> None`
@@ -13,6 +18,7 @@
 `scale_(tensor, factor) -> None`
     tensor *= factor (0-d, where the tensor lives), without touching the tensor when factor is 1.
 
+`plan` and `reduce` make constants: they run under no_grad and never wait for a device.
 `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last dimension;
 `out` may be the logits' own storage and may have another float dtype than the logits. Rows whose
 target is -100 are never read and get an all-zero gradient, as does a row with zero coefficients.
@@ -27,6 +33,7 @@ from types import ModuleType
 import torch
 
 NAMES = ("reference", "triton", "native")
+# The fastest first. On CUDA "native" will join where bench/ has shown it to win: not measured yet.
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 

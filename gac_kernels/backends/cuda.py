@@ -99,6 +99,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return "there is no CUDA device"
     if torch.cuda.get_device_capability(device) not in _CAPABILITIES:
         return f"{torch.cuda.get_device_name(device)} is not of compute capability 9.0 or 10.0"
+    return _problem()
+
+
+@functools.cache
+def _problem() -> str | None:
+    """Why there is no library; asked once, since a build that fails takes its time."""
     try:
         library()
     except (RuntimeError, OSError) as error:
@@ -153,12 +159,10 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
         tensor.mul_(factor)
         return
     factor = factor.to(device=tensor.device, dtype=torch.float32)
-    _check(
-        library().gac_cuda_scale(
-            ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.numel()),
-            ctypes.c_void_p(factor.data_ptr()), _DTYPES.index(tensor.dtype), tensor.device.index,
-            _stream(tensor.device),
-        )
+    _call(
+        library().gac_cuda_scale, tensor.device, ctypes.c_void_p(tensor.data_ptr()),
+        ctypes.c_int64(tensor.numel()), ctypes.c_void_p(factor.data_ptr()),
+        _DTYPES.index(tensor.dtype), tensor.device.index,
     )  # fmt: skip
 
 
@@ -194,14 +198,14 @@ def _launch(
         device=logits.device.index or 0,
         **options,
     )
-    _check(library().gac_cuda_rows(ctypes.byref(arguments), _stream(logits.device)))
+    _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
 
 
-def _stream(device: torch.device) -> ctypes.c_void_p:
-    on_gpu = device.type == "cuda"  # else the library is the emulation that the tests build
-    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream if on_gpu else None)
-
-
-def _check(error: bytes | None) -> None:
+def _call(function: Any, device: torch.device, *arguments: Any) -> None:
+    """Run it on the current stream of `device`; on a CPU the library is the tests' emulation."""
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device if on_gpu else -1):  # the library sets it and does not set back
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None
+        error = function(*arguments, ctypes.c_void_p(stream))
     if error:
         raise RuntimeError(f"the CUDA row kernel failed: {error.decode()}")

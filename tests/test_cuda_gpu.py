@@ -1,0 +1,133 @@
+"""The CUDA cluster kernels on a GPU: real vocabularies, splits, addresses, streams and graphs.
+
+What needs no GPU is in test_cuda_source.py; here the same source meets the real instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
+from gac_kernels.backends import cuda, native
+
+from .triton_cases import DEVICE, FIELDS, error, evaluate, make_batch, scale_of
+
+pytestmark = pytest.mark.gpu
+EVERYTHING = LossSpec(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.5, temperature=0.9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Builds the library on first use; skips, with the reason, on other GPUs."""
+    if reason := native.unavailable(torch.device("cuda"), torch.float32):
+        pytest.skip(f"native backend: {reason}")
+
+
+def check(batch: dict[str, Any], **keywords: Any) -> None:
+    """Values and gradients are no further from float64 than twice the same-dtype reference."""
+    out, grad = evaluate(batch, backend="native", **keywords)
+    truth, true_grad = evaluate(batch, torch.float64, backend="reference", **keywords)
+    plain, plain_grad = evaluate(batch, backend="reference", **keywords)
+    pairs = [(n, getattr(out, n), getattr(plain, n), getattr(truth, n)) for n in FIELDS]
+    for name, value, baseline, exact in [*pairs, ("gradient", grad, plain_grad, true_grad)]:
+        bound = 2 * error(baseline, exact) + 2e-6 * scale_of(exact)
+        assert error(value, exact) <= bound, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab", [152064, 151936, 128256, 32000, 50257, 11])
+def test_real_vocabularies(vocab: int, dtype: torch.dtype, poison: None) -> None:
+    """50257 words leave every other row unaligned."""
+    check(make_batch(rows=6, width=5, vocab=vocab, dtype=dtype, peak=12.0), spec=EVERYTHING)
+
+
+@pytest.mark.parametrize("weight", DemoWeight)
+def test_demonstration_weights(weight: DemoWeight) -> None:
+    check(make_batch(vocab=3000), spec=LossSpec(demo_weight=weight))
+
+
+@pytest.mark.parametrize("split", [(1, 28), (2, 28), (4, 14), (8, 7), (8, 28)])
+def test_splits_of_a_row(split: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block to eight, a ring that is full and one with room."""
+    monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(*split))
+    check(make_batch(rows=40, width=9, vocab=100_000, dtype=torch.bfloat16), spec=EVERYTHING)
+
+
+def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
+    batch = make_batch(rows=256, width=16, vocab=32000, dtype=torch.bfloat16, peak=12.0)
+    results = [evaluate(batch, backend="native") for _ in range(3)]
+    for other in results[1:]:
+        assert torch.equal(results[0][1], other[1])
+        assert torch.equal(results[0][0].logps, other[0].logps)
+        assert torch.equal(results[0][0].loss, other[0].loss)
+    triton, _ = evaluate(batch, backend="triton")
+    assert error(results[0][0].logps, triton.logps) < 2e-5
+
+
+def test_gradient_over_the_logits_is_the_same() -> None:
+    batch = make_batch(rows=32, width=16, vocab=152064, dtype=torch.bfloat16)
+    _, apart = evaluate(batch, backend="native")
+    copy = dict(batch, logits=batch["logits"].clone())
+    _, over = evaluate(copy, backend="native", overwrite=True)
+    assert torch.equal(apart, over)
+
+
+def test_more_than_two_to_the_31_logits() -> None:
+    """The last rows lie beyond what 32 bits address."""
+    vocab = 151936
+    rows = 2**31 // vocab + 8
+    logits = torch.empty(1, rows, vocab, dtype=torch.bfloat16, device=DEVICE)
+    for part in logits.split(1024, dim=1):
+        part.normal_()
+    targets = torch.randint(vocab, (rows,), device=DEVICE)
+    logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
+    exact = reference.token_logprobs(logits[0, -8:].double(), targets[-8:])
+    assert error(logps[-8:], exact[0]) < 2e-5 and error(entropy[-8:], exact[1]) < 2e-5
+
+
+def test_rows_without_a_loss_are_never_read() -> None:
+    batch = make_batch(rows=6, width=7, vocab=9001)
+    batch["targets"][:, 3] = -100
+    out, grad = evaluate(batch, backend="native")
+    batch["logits"][:, 3] = torch.nan
+    again, other = evaluate(batch, backend="native")
+    assert torch.equal(out.loss, again.loss) and torch.equal(grad, other)
+
+
+def test_whole_loss_records_in_a_cuda_graph() -> None:
+    batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
+    batch["mu"] = torch.tensor(0.3, device=DEVICE)
+    logits = batch.pop("logits")
+
+    def work() -> tuple[Tensor, Tensor]:
+        leaf = logits.detach().requires_grad_()
+        out = fused_gac_loss(leaf, backend="native", **batch)
+        return out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()  # asks for the number of clusters, once
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = work()
+    logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    replayed = [x.clone() for x in recorded]
+    for value, exact in zip(replayed, work(), strict=True):
+        assert torch.equal(value, exact)
+
+
+def test_scaling() -> None:
+    """By 1, by 0.5, of an odd length, of a view that is not aligned."""
+    for tensor in (torch.randn(1001, device=DEVICE), torch.randn(1002, device=DEVICE)[1:]):
+        before = tensor.clone()
+        cuda.scale_(tensor, torch.tensor(1.0, device=DEVICE))
+        assert torch.equal(tensor, before)
+        cuda.scale_(tensor, torch.tensor(0.5, device=DEVICE))
+        assert torch.equal(tensor, before * 0.5)
