@@ -15,7 +15,7 @@ MODE = os.environ.get("GAC_EXT", "auto")
 if MODE not in ("auto", "0", "1"):
     raise SystemExit(f"GAC_EXT={MODE!r}: use auto, 0 or 1")
 
-SOURCES = ["csrc/ops.cpp", "csrc/cpu/backend.cpp", "csrc/cpu/dispatch.cpp"]
+SOURCES = ["csrc/ops.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("backend", "batch", "dispatch"))]
 ROWS = {
     "default": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

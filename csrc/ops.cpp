@@ -5,6 +5,18 @@
 TORCH_LIBRARY(gac_native, m) {
   m.def("cpu_capability() -> str");
   m.def(
+      "plan(Tensor targets, Tensor advantages, Tensor is_demo, float mu, Tensor? old, Tensor? ref,"
+      " Tensor? cu_seqlens, bool shaped, int rollout_reduction, int demo_reduction,"
+      " float max_tokens, float? rollout_norm, float? demo_norm)"
+      " -> (Tensor live, Tensor demo, Tensor advantage, Tensor old_logps, Tensor ref_logps,"
+      " Tensor weight, Tensor scale, Tensor sequence, Tensor offsets, Tensor lengths)");
+  m.def(
+      "reduce(Tensor live, Tensor demo, Tensor advantages, Tensor weight, Tensor offsets,"
+      " Tensor lengths, Tensor is_demo, float mu, bool has_ref, Tensor logps, Tensor entropy,"
+      " Tensor loss, Tensor kl, Tensor clipped, bool moments)"
+      " -> (Tensor mixed_loss, Tensor rollout_loss, Tensor demo_loss, Tensor mean_kl,"
+      " Tensor clip_fraction, Tensor rollouts, Tensor demo_nll, Tensor totals)");
+  m.def(
       "row_stats(Tensor logits, Tensor targets, float temperature)"
       " -> (Tensor logps, Tensor entropy, Tensor lse)");
   m.def(

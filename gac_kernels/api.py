@@ -12,7 +12,6 @@ from . import backends, checks, ops, reference
 from .autograd import FusedLinearLoss, FusedLoss, LinearLogprobs, TokenLogprobs, loss_output
 from .contract import LossOutput, LossSpec
 from .linear import Needs
-from .tokens import plan
 
 
 def fused_gac_loss(
@@ -74,7 +73,7 @@ def fused_gac_loss(
             moments=moments,
         )  # fmt: skip
     with torch.no_grad():
-        tokens = plan(
+        tokens = chosen.plan(
             targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
             rollout_norm, demo_norm,
         )  # fmt: skip
@@ -163,7 +162,7 @@ def fused_linear_gac_loss(
     chosen = backends.choose(backend, hidden.device, exact)
     checks.values(targets, weight.shape[0], cu_seqlens)
     with torch.no_grad():
-        tokens = plan(
+        tokens = chosen.plan(
             targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
             rollout_norm, demo_norm, exact,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .tokens import Tokens, TokenTerms, finish, in_units
+from .tokens import Summary, Tokens, TokenTerms, in_units
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
@@ -50,7 +50,7 @@ class FusedLoss(Function):
                 increment_version(logits)  # whoever saved the logits must notice
             ctx.save_for_backward(out)
             ctx.backend = backend
-        return _outputs(ctx, tokens, terms, moments)
+        return _outputs(ctx, backend.reduce(tokens, terms, moments), terms)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -110,7 +110,7 @@ class FusedLinearLoss(Function):
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # with a unit they are rounded once it is multiplied back
         ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
-        return _outputs(ctx, tokens, terms, moments)
+        return _outputs(ctx, backend.reduce(tokens, terms, moments), terms)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -158,11 +158,9 @@ class LinearLogprobs(Function):
         return (*_cast(grads, dtypes), *(None,) * 5)
 
 
-def _outputs(
-    ctx: Any, tokens: Tokens, terms: TokenTerms, moments: bool
-) -> tuple[Tensor | None, ...]:
+def _outputs(ctx: Any, summary: Summary, terms: TokenTerms) -> tuple[Tensor | None, ...]:
     """The flat outputs of a loss function; all but the first are constants to autograd."""
-    *scalars, statistics = finish(tokens, terms, moments)
+    *scalars, statistics = summary
     flat = (
         (statistics.rollouts, statistics.demo_nll, statistics.totals)
         if statistics

@@ -18,7 +18,7 @@ from . import backends, checks, linear
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .reference import arithmetic
-from .tokens import finish, in_units, plan
+from .tokens import in_units
 
 _SPEC_FIELDS = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
@@ -85,7 +85,7 @@ def _loss(
         _value(rollout_norm), _value(demo_norm),
     )  # fmt: skip
     chosen = _chosen(rows, weight, targets, cu_seqlens, backend, compute)
-    tokens = plan(*batch, arithmetic(compute))
+    tokens = chosen.plan(*batch, arithmetic(compute))
     unit, shares = in_units(tokens, compute)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None
@@ -104,7 +104,7 @@ def _loss(
             rows.new_empty(0) if g is None or x is None else g.to(d).view(x.shape)
             for g, x, d in zip(sums, (rows, weight, bias), dtypes, strict=True)
         ]
-    *scalars, statistics = finish(tokens, terms, moments=True)
+    *scalars, statistics = chosen.reduce(tokens, terms, moments=True)
     assert statistics is not None
     return (
         torch.stack(scalars), terms.logps.clone(), terms.entropy.clone(), statistics.rollouts,

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "../token_math.h"
+#include "column.h"
 #include "rows.h"
 
 namespace gac {
@@ -76,25 +77,6 @@ void set(Dtype dtype, void* row, int64_t i, float value) {
   }
 }
 
-// A [N] input, contiguous.
-template <class T>
-struct Column {
-  Tensor held;
-  const T* data = nullptr;
-
-  Column(const char* name, const std::optional<Tensor>& t, int64_t count) {
-    if (!t) return;
-    TORCH_CHECK_TYPE(t->scalar_type() == c10::CppTypeToScalarType<T>::value, name, " has dtype ",
-                     t->scalar_type(), ": expected ", c10::CppTypeToScalarType<T>::value);
-    TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == count, name, " has shape ", t->sizes(),
-                      ": expected [", count, "]");
-    held = t->contiguous();
-    data = held.const_data_ptr<T>();
-  }
-  explicit operator bool() const { return data != nullptr; }
-  T operator[](int64_t i) const { return data[i]; }
-};
-
 // A [N] float32 result; what is not written is 0.
 struct Result {
   Tensor tensor;
@@ -107,6 +89,7 @@ struct Result {
 struct Statistics {
   RowSums sums;
   double log_sum, lse, entropy, logp;
+  float* powers;  // where they replaced the logits; null: in the scratch
 };
 
 // The working state of one thread: reads a row, then may write its gradient.
@@ -122,24 +105,29 @@ class Worker {
     stream_ = out->data != logits.data && out->count * out->width * out->item > kStreamBytes;
   }
 
-  Statistics read(int64_t i, int64_t target) const {
-    const void* row = logits_[i];
-    const RowSums s = kernels_.sums(logits_.dtype, row, logits_.width, slope_, scratch_);
-    const double log_sum = std::log(s.sum);
+  // `disposable`: the gradient needs no logit. In its own storage the row then turns into powers.
+  Statistics read(int64_t i, int64_t target, bool disposable) const {
+    void* row = logits_[i];
+    const bool replace = disposable && out_ && out_->dtype == Dtype::float32 &&
+                         logits_.dtype == Dtype::float32 && (*out_)[i] == row;
+    float* powers = replace ? static_cast<float*>(row) : nullptr;
     const bool known = target >= 0 && target < logits_.width;  // never read out of bounds
     const double x = known ? get(logits_.dtype, row, target) : std::nan("");
+    const RowSums s = kernels_.sums(logits_.dtype, row, logits_.width, slope_, scratch_, powers);
+    const double log_sum = std::log(s.sum);
     const double entropy = log_sum - kLn2 * s.dot / s.sum;
     const double logp = (x - s.base) * slope_ * kLn2 - log_sum;
     // The rounded slope is a temperature a little off; d logp / d log(slope) = logp + entropy.
     return {s, log_sum, s.base / temperature_ + log_sum, entropy,
-            logp * (1 - slope_error_) - slope_error_ * entropy};
+            logp * (1 - slope_error_) - slope_error_ * entropy, powers};
   }
 
   void write_zero(int64_t i) const {
     if (out_) std::memset((*out_)[i], 0, out_->width * out_->item);
   }
 
-  // The gradient of d_logp logp + d_entropy entropy, right after `read` of the same row.
+  // The gradient of d_logp logp + d_entropy entropy, right after `read` of the same row, which
+  // was disposable only if d_entropy is 0.
   void write(int64_t i, int64_t target, const Statistics& s, double d_logp,
              double d_entropy) const {
     if (!out_) return;
@@ -149,7 +137,7 @@ class Worker {
                         -d_entropy * kLn2 * per_power};
     char* to = (*out_)[i];
     kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, slope_, s.sums,
-                      g, scratch_, stream_);
+                      g, scratch_, s.powers, stream_);
     if (target < 0 || target >= logits_.width) return;
     // 1 - p without cancelling; a target of probability 0 adds 0 log 0 = 0 to the entropy.
     const double p = std::exp(s.logp);
@@ -200,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor> row_stats(const Tensor& logits, const Tensor&
   const Column<int64_t> y("targets", targets, rows.count);
   const Result logps(rows.count), entropy(rows.count), lse(rows.count);
   each_row(rows, y, temperature, nullptr, [&](const Worker& worker, int64_t i, int64_t target) {
-    const Statistics s = worker.read(i, target);
+    const Statistics s = worker.read(i, target, false);
     logps.data[i] = static_cast<float>(s.logp);
     entropy.data[i] = static_cast<float>(s.entropy);
     lse.data[i] = static_cast<float>(s.lse);
@@ -216,7 +204,7 @@ void row_grads(const Tensor& logits, const Tensor& targets, const Tensor& d_logp
   const auto to = output(out, logits);
   each_row(rows, y, temperature, &*to, [&](const Worker& worker, int64_t i, int64_t target) {
     if (dl[i] == 0 && dh[i] == 0) return worker.write_zero(i);
-    worker.write(i, target, worker.read(i, target), dl[i], dh[i]);
+    worker.write(i, target, worker.read(i, target, dh[i] == 0), dl[i], dh[i]);
   });
 }
 
@@ -238,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
   const Result logps(n), entropy(n), loss(n), kl(n), clipped(n);
   each_row(rows, y, temperature, to ? &*to : nullptr,
            [&](const Worker& worker, int64_t i, int64_t target) {
-    const Statistics s = worker.read(i, target);
+    const Statistics s = worker.read(i, target, entropy_coef == 0);
     logps.data[i] = static_cast<float>(s.logp);
     entropy.data[i] = static_cast<float>(s.entropy);
     const double logp = logps.data[i];  // as the caller stores it: a ratio to it is exactly 1

@@ -25,12 +25,15 @@ struct RowKernels {
   const char* name;
   // Floats of scratch that a thread needs for rows of `width` logits.
   int64_t (*scratch)(int64_t width);
-  // Reads the row from memory once. With `scratch` it keeps what `gradient` needs.
-  RowSums (*sums)(Dtype, const void* row, int64_t width, float slope, float* scratch);
+  // Reads the row from memory once. With `scratch` it keeps what `gradient` needs: the powers 2^t_i
+  // at `powers` if given, else in the scratch. `powers` may be a float32 row itself.
+  RowSums (*sums)(Dtype, const void* row, int64_t width, float slope, float* scratch,
+                  float* powers);
   // Writes the gradient of the row that `sums` saw last. `out` may start where `row` does;
-  // `stream` sends a float32 result past the caches.
+  // `stream` sends a float32 result past the caches. The logits are read under `linear` != 0 only.
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float slope,
-                   const RowSums&, RowGradient, const float* scratch, bool stream);
+                   const RowSums&, RowGradient, const float* scratch, const float* powers,
+                   bool stream);
 };
 
 namespace baseline {

@@ -12,14 +12,16 @@ namespace {
 
 constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, a quarter of the L1
 constexpr int kUnroll = 2;        // with 16 registers, more would spill
+constexpr int kMaxima = 4;        // independent chains: one maximum takes two cycles
 constexpr int64_t kStep = kUnroll * kLanes;
 constexpr double kLn2 = 0.693147180559945309417;
 
 int64_t blocks(int64_t width) { return (width + kBlock - 1) / kBlock; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The powers of every block, then the base of each block.
-int64_t scratch_size(int64_t width) { return blocks(width) * (kBlock + 1); }
+// The scratch holds the base of each block, then, from a cache line on, the powers of all.
+int64_t bases_size(int64_t width) { return (blocks(width) + 15) / 16 * 16; }
+int64_t scratch_size(int64_t width) { return bases_size(width) + width; }
 
 // Subtracting first is exact near the base, however large the logits are. A -inf logit gets the
 // power 0, not nan.
@@ -37,44 +39,50 @@ double add_lanes(const Floats (&parts)[kUnroll]) {
 
 template <class In>
 float largest(const In* row, int64_t count) {
-  Floats top[kUnroll];
+  Floats top[kMaxima];
   for (Floats& t : top) t = splat(-FLT_MAX);  // finite: -inf minus it stays -inf
   int64_t i = 0;
-  for (; i + kStep <= count; i += kStep)
-    for (int u = 0; u < kUnroll; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
+  for (; i + kMaxima * kLanes <= count; i += kMaxima * kLanes)
+    for (int u = 0; u < kMaxima; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
   for (; i < count; i += kLanes) top[0] = max(load_some(row + i, count - i), top[0]);
-  float lanes[kStep], result = -FLT_MAX;
+  float lanes[kMaxima * kLanes], result = -FLT_MAX;
   std::memcpy(lanes, top, sizeof(lanes));
   for (float lane : lanes) result = lane > result ? lane : result;
   return result;
 }
 
 // Adds one block to `all`, whose base is set, and fetches the block that follows into the L1.
+// `powers` may be the row itself: a logit is read before its power is written.
 template <bool kKeep, class In>
 void accumulate(const In* row, int64_t count, float slope, float* powers, RowSums& all) {
   const Floats slopes = splat(slope), base = splat(all.base);
   Floats sums[kUnroll] = {}, dots[kUnroll] = {};
-  const auto add = [&](int u, int64_t i, Floats x) __attribute__((always_inline)) {
+  const auto add = [&](int u, Floats x) __attribute__((always_inline)) {
     const Floats t = exponent(x, base, slopes);
     const Floats power = exp2(t);
     sums[u] += power;
     dots[u] += power * t;
-    if constexpr (kKeep) store(powers + i, power);
+    return power;
   };
   int64_t i = 0;
   for (; i + kStep <= count; i += kStep) {
     for (int64_t byte = 0; byte < int64_t(kStep * sizeof(In)); byte += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(row + i + kBlock) + byte);
-    for (int u = 0; u < kUnroll; ++u) add(u, i + u * kLanes, load(row + i + u * kLanes));
+    for (int u = 0; u < kUnroll; ++u) {
+      const Floats power = add(u, load(row + i + u * kLanes));
+      if constexpr (kKeep) store(powers + i + u * kLanes, power);
+    }
   }
-  for (; i < count; i += kLanes) add(0, i, load_some(row + i, count - i));
+  for (; i < count; i += kLanes) {
+    const Floats power = add(0, load_some(row + i, count - i));
+    if constexpr (kKeep) store_some(powers + i, power, least(count - i, kLanes));
+  }
   all.sum += add_lanes(sums);
   all.dot += add_lanes(dots);
 }
 
 template <bool kKeep, class In>
-RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
-  float* bases = scratch + blocks(width) * kBlock;
+RowSums sums(const In* row, int64_t width, float slope, float* bases, float* powers) {
   RowSums all{-FLT_MAX, 0, 0};
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     const int64_t count = least(kBlock, width - begin);
@@ -86,7 +94,7 @@ RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
       all.base = top;
     }
     if constexpr (kKeep) bases[begin / kBlock] = all.base;
-    accumulate<kKeep>(row + begin, count, slope, scratch + begin, all);
+    accumulate<kKeep>(row + begin, count, slope, powers + begin, all);
   }
   // A nan logit is sure to be seen in `dot` only; a row of -inf has no distribution either.
   if (all.dot != all.dot || all.sum == 0) all.sum = NAN;
@@ -95,28 +103,33 @@ RowSums sums(const In* row, int64_t width, float slope, float* scratch) {
 
 template <bool kEntropy, bool kStream, class In, class Out>
 void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums& sums,
-              RowGradient g, const float* scratch) {
-  const float* bases = scratch + blocks(width) * kBlock;
+              RowGradient g, const float* bases, const float* powers) {
   const Floats slopes = splat(slope), base = splat(sums.base);
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     const double shift = (double(bases[begin / kBlock]) - sums.base) * slope;
     const double factor = std::exp(shift * kLn2);
     const Floats constant = splat(g.constant * factor), linear = splat(g.linear * factor);
-    const auto value = [&](int64_t i, Floats x) __attribute__((always_inline)) {
+    const auto value = [&](Floats x, Floats power) __attribute__((always_inline)) {
       Floats weight = constant;
       if constexpr (kEntropy) weight += linear * exponent(x, base, slopes);
-      return weight * load(scratch + i);
+      return weight * power;
+    };
+    const auto whole = [&](int64_t i) __attribute__((always_inline)) {
+      return value(load(row + i), load(powers + i));
+    };
+    const auto some = [&](int64_t i, int64_t count) {
+      store_some(out + i, value(load_some(row + i, count), load_some(powers + i, count)), count);
     };
     const int64_t end = least(width, begin + kBlock);
     int64_t i = begin;
     if constexpr (kStream) {
       const int64_t head = least(end - i, to_alignment(out + i));
-      if (head) store_some(out + i, value(i, load_some(row + i, head)), head);
-      for (i += head; i + kLanes <= end; i += kLanes) stream(out + i, value(i, load(row + i)));
+      if (head) some(i, head);
+      for (i += head; i + kLanes <= end; i += kLanes) stream(out + i, whole(i));
     } else {
-      for (; i + kLanes <= end; i += kLanes) store(out + i, value(i, load(row + i)));
+      for (; i + kLanes <= end; i += kLanes) store(out + i, whole(i));
     }
-    if (i < end) store_some(out + i, value(i, load_some(row + i, end - i)), end - i);
+    if (i < end) some(i, end - i);
   }
   if constexpr (kStream) finish_streams();
 }
@@ -130,29 +143,31 @@ auto with_dtype(Dtype dtype, F f) {
   }
 }
 
-RowSums any_sums(Dtype dtype, const void* row, int64_t width, float slope, float* scratch) {
+RowSums any_sums(Dtype dtype, const void* row, int64_t width, float slope, float* scratch,
+                 float* powers) {
   return with_dtype(dtype, [=](auto in) {
     const auto* from = static_cast<const decltype(in)*>(row);
-    return scratch ? sums<true>(from, width, slope, scratch)
-                   : sums<false>(from, width, slope, scratch);
+    if (!scratch) return sums<false>(from, width, slope, nullptr, nullptr);
+    return sums<true>(from, width, slope, scratch, powers ? powers : scratch + bases_size(width));
   });
 }
 
 void any_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* out, int64_t width,
                   float slope, const RowSums& sums, RowGradient g, const float* scratch,
-                  bool to_memory) {
+                  const float* powers, bool to_memory) {
+  if (!powers) powers = scratch + bases_size(width);
   with_dtype(in_dtype, [&](auto in) {
     with_dtype(out_dtype, [&](auto result) {
       const auto* from = static_cast<const decltype(in)*>(row);
       auto* to = static_cast<decltype(result)*>(out);
       if constexpr (sizeof(result) == sizeof(float)) {
         if (to_memory && g.linear == 0)
-          return gradient<false, true>(from, to, width, slope, sums, g, scratch);
-        if (to_memory) return gradient<true, true>(from, to, width, slope, sums, g, scratch);
+          return gradient<false, true>(from, to, width, slope, sums, g, scratch, powers);
+        if (to_memory) return gradient<true, true>(from, to, width, slope, sums, g, scratch, powers);
       }
       if (g.linear == 0)
-        return gradient<false, false>(from, to, width, slope, sums, g, scratch);
-      return gradient<true, false>(from, to, width, slope, sums, g, scratch);
+        return gradient<false, false>(from, to, width, slope, sums, g, scratch, powers);
+      return gradient<true, false>(from, to, width, slope, sums, g, scratch, powers);
     });
   });
 }

@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..contract import KL_ESTIMATORS, DemoWeight, LossSpec
-from ..tokens import Tokens, TokenTerms
-from . import cuda
+from ..contract import KL_ESTIMATORS, REDUCTIONS, DemoWeight, LossSpec, TokenMoments
+from ..tokens import Summary, Tokens, TokenTerms
+from . import cuda, triton
+from . import reference as definition
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +43,53 @@ def capability() -> str:
     if reason := _load():
         raise RuntimeError(f"no native kernels: {reason}")
     return torch.ops.gac_native.cpu_capability()
+
+
+def plan(
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    mu: float | Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: LossSpec,
+    rollout_norm: float | Tensor | None,
+    demo_norm: float | Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tokens:
+    if targets.is_cuda:
+        return _beside_cuda(targets.device).plan(
+            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+            rollout_norm, demo_norm, dtype,
+        )  # fmt: skip
+    norms = (None if norm is None else float(norm) for norm in (rollout_norm, demo_norm))
+    live, demo, advantage, old, ref, *rest = torch.ops.gac_native.plan(
+        targets, advantages, is_demo, float(mu), old_logps, ref_logps, cu_seqlens,
+        spec.demo_weight is DemoWeight.SHAPED, REDUCTIONS.index(spec.rollout_reduction),
+        REDUCTIONS.index(spec.demo_reduction), spec.max_tokens or 1.0, *norms,
+    )  # fmt: skip
+    weight, scale, sequence, offsets, lengths = rest
+    return Tokens(
+        targets.reshape(-1), live, demo, advantage, None if old_logps is None else old,
+        None if ref_logps is None else ref, weight, scale, sequence, offsets, lengths, is_demo, mu,
+    )  # fmt: skip
+
+
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    if tokens.live.is_cuda:
+        return _beside_cuda(tokens.live.device).reduce(tokens, terms, moments)
+    results = torch.ops.gac_native.reduce(
+        tokens.live, tokens.demo, tokens.advantages, tokens.weight, tokens.offsets, tokens.lengths,
+        tokens.is_demo, float(tokens.mu), tokens.ref is not None, terms.logps, terms.entropy,
+        terms.loss, terms.kl, terms.clipped, moments,
+    )  # fmt: skip
+    return Summary(*results[:5], TokenMoments(*results[5:]) if moments else None)
+
+
+def _beside_cuda(device: torch.device) -> ModuleType:
+    """Who does the work of size N around the CUDA kernels."""
+    return definition if triton.unavailable(device, torch.float32) else triton
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +162,31 @@ def _load() -> str | None:
 
 
 def _register_fakes() -> None:
+    @torch.library.register_fake("gac_native::plan")
+    def _(
+        targets: Tensor, advantages: Tensor, is_demo: Tensor, mu: float, old: Tensor | None,
+        ref: Tensor | None, *_: object,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        def new(count: int, dtype: torch.dtype) -> Tensor:
+            return targets.new_empty(count, dtype=dtype)
+
+        n, sequences = targets.numel(), is_demo.numel()
+        floats = (n, 0 if old is None else n, 0 if ref is None else n, n, n)
+        return (
+            *(new(n, torch.bool) for _ in range(2)),
+            *(new(count, torch.float32) for count in floats),
+            *(new(count, torch.int64) for count in (n, sequences + 1, sequences)),
+        )
+
+    @torch.library.register_fake("gac_native::reduce")
+    def _(live: Tensor, *others: Tensor | float) -> tuple[Tensor, ...]:
+        sequences = others[5].numel() if others[-1] else 0  # type: ignore[union-attr]
+        fixed = (7, sequences, 6) if others[-1] else (0, 0, 0)
+        return (
+            *(live.new_empty((), dtype=torch.float32) for _ in range(5)),
+            *(live.new_empty(count, dtype=torch.float64) for count in fixed),
+        )
+
     def columns(logits: Tensor, count: int) -> tuple[Tensor, ...]:
         shape = logits.shape[0] * logits.shape[1]
         return tuple(logits.new_empty(shape, dtype=torch.float32) for _ in range(count))

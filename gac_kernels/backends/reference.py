@@ -7,16 +7,17 @@ from torch import Tensor
 
 from .. import reference
 from ..contract import LossSpec
-from ..tokens import Tokens, TokenTerms
+from ..tokens import Tokens, TokenTerms, plan
+from ..tokens import finish as reduce
+
+__all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def row_stats(
-    logits: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     logps, entropy, lse = _stats(_live_rows(logits, targets), targets, temperature)
     return _fill(targets, logps), _fill(targets, entropy), _fill(targets, lse)
 

@@ -14,10 +14,11 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
 
+    from .reference import plan, reduce
     from .triton_launch import row_grads, row_loss, row_stats, scale_
     from .triton_rows import loss_kernel
 
-    __all__ = ["row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
+    __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,0 +1,29 @@
+// One number per token or per sequence, as the operators take it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace gac {
+
+// A [count] input, contiguous; absent: false.
+template <class T>
+struct Column {
+  at::Tensor held;
+  const T* data = nullptr;
+
+  Column(const char* name, const std::optional<at::Tensor>& t, int64_t count) {
+    if (!t) return;
+    TORCH_CHECK_TYPE(t->scalar_type() == c10::CppTypeToScalarType<T>::value, name, " has dtype ",
+                     t->scalar_type(), ": expected ", c10::CppTypeToScalarType<T>::value);
+    TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == count, name, " has shape ", t->sizes(),
+                      ": expected [", count, "]");
+    held = t->contiguous();
+    data = held.const_data_ptr<T>();
+  }
+  explicit operator bool() const { return data != nullptr; }
+  T operator[](int64_t i) const { return data[i]; }
+};
+
+}  // namespace gac
