@@ -166,6 +166,18 @@ def test_gradient_over_the_logits(kernels: ctypes.CDLL, clusters) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_narrower_gradient_in_the_logits_own_rows(kernels: ctypes.CDLL, clusters) -> None:
+    """The linear form on a GPU: a bfloat16 gradient in the first half of each float32 row."""
+    clusters(2, 3)
+    logits = torch.randn(2, 5, 4003)
+    tokens = batch(logits, LossSpec())
+    apart = torch.empty(logits.shape, dtype=torch.bfloat16)
+    cuda.row_loss(logits, tokens, LossSpec(), apart)
+    inside = logits.view(torch.bfloat16)[..., :4003]
+    cuda.row_loss(logits, tokens, LossSpec(), inside)
+    assert torch.equal(inside, apart)
+
+
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: int) -> None:
     clusters(blocks, 4)

@@ -1,0 +1,78 @@
+"""The linear form on a GPU: half-precision GEMMs into float32, chunks, dead rows, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import LossSpec, backends, fused_linear_gac_loss, reference
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.01)
+
+
+def make(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Four sequences, the second and fourth demonstrations; a masked tail."""
+    weight = torch.randn(vocab, hidden, device=DEVICE) / hidden**0.5
+    targets = torch.randint(vocab, (4, tokens // 4), device=DEVICE)
+    states = 2 * torch.randn(*targets.shape, hidden, device=DEVICE)
+    states += 10 * torch.rand(*targets.shape, 1, device=DEVICE) * weight[targets]
+    targets[2, -3:] = -100
+    return {
+        "hidden": states.to(dtype),
+        "weight": weight.to(dtype),
+        "targets": targets,
+        "advantages": torch.tensor([1.0, 0.0, -0.7, 0.0], device=DEVICE),
+        "is_demo": torch.tensor([False, True, False, True], device=DEVICE),
+        "old_logps": torch.full(targets.shape, -2.0, device=DEVICE),
+        "ref_logps": torch.full(targets.shape, -2.2, device=DEVICE),
+    }
+
+
+def run(call, batch: dict[str, Tensor], dtype: torch.dtype | None = None, **keywords):
+    leaves = [batch[n].to(dtype or batch[n].dtype).requires_grad_() for n in ("hidden", "weight")]
+    rest = {n: x for n, x in batch.items() if n not in ("hidden", "weight")}
+    out = call(*leaves, **rest, spec=SPEC, **keywords)
+    return out, torch.autograd.grad(out.loss, leaves)
+
+
+def relative(x: Tensor, truth: Tensor) -> float:
+    return ((x.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("backend", ["triton", "native"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
+    """In one chunk and in many; gradients no further off than PyTorch's in the same dtype."""
+    if reason := backends.load(backend).unavailable(DEVICE, dtype):
+        pytest.skip(reason)
+    batch = make(480, 256, 50257, dtype)
+    truth, true_grads = run(reference.fused_linear_gac_loss, batch, torch.float64)
+
+    def plain(hidden: Tensor, weight: Tensor, *_: Tensor, **keywords):
+        logits = torch.nn.functional.linear(hidden, weight)
+        return reference.fused_gac_loss(logits, **keywords)
+
+    _, plain_grads = run(plain, batch)
+    for chunk_bytes in (None, 128 * 50257 * 4):
+        out, grads = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk_bytes)
+        assert (out.logps - truth.logps).abs().max() < 2e-4
+        assert (out.entropy - truth.entropy).abs().max() < 2e-4
+        assert relative(out.loss, truth.loss) < 1e-4
+        for ours, theirs, exact in zip(grads, plain_grads, true_grads, strict=True):
+            assert relative(ours, exact) <= 1.05 * relative(theirs, exact) + 1e-6
+
+
+def test_extra_memory_is_bounded() -> None:
+    """Above inputs and gradients (the weight's in float32 while it is summed): 1 GiB."""
+    batch = make(8192, 1024, 151936, torch.bfloat16)
+    run(fused_linear_gac_loss, batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, grads = run(fused_linear_gac_loss, batch)
+    peak = torch.cuda.max_memory_allocated() - before
+    summed = 4 * batch["weight"].numel() + sum(g.nbytes for g in grads)
+    assert peak - summed <= 2**30, f"{(peak - summed) / 2**20:.0f} MiB"
