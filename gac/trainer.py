@@ -236,8 +236,8 @@ class Trainer:
         counts = over_ranks(self.accelerator, denominators(rows))
         ranks = self.accelerator.num_processes
         scaled = tuple(n / ranks for n in norms(counts, self.spec, self.method.pooled))
-        kl = self.needs_kl or self.method.wants_kl(step) or _hits(step, config.monitor_kl_every)
-        kl = kl and self.method.rollouts_at(step)
+        kl = self.method.wants_kl(step) or _hits(step, config.monitor_kl_every)
+        kl = self.needs_kl or (kl and self.method.rollouts_at(step))
         old = self.rollouts.old_logps if self.rollouts else ()
         self.heartbeat.where = f"step {step}, gradients"
         torch.manual_seed(draw + 1)  # what dropout draws does not hang on the sampling
