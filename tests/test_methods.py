@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
-from gac.methods.table import needs
+from gac.methods.table import PAGE, RESULTS, needs, page
 from gac.train_config import TrainConfig
 from gac.trainer import Trainer
 
 from .tiny import metrics, tiny_config, write_tiny
 
+ROOT = Path(__file__).parents[1]
 # What each method needs of the trainer. A method that is not listed fails the suite.
 DEMOS = ("demonstrations",)
 ROLLOUTS = ("rollouts",)
@@ -78,6 +81,13 @@ def test_every_method_says_what_it_needs():
     for name, method in METHODS.items():
         assert name == method.name
         assert method.family and method.source and method.__doc__, name
+
+
+def test_the_page_about_the_methods_is_what_the_program_writes():
+    study = json.loads((ROOT / RESULTS).read_text()) if (ROOT / RESULTS).exists() else None
+    assert (ROOT / PAGE).read_text() == page(study), "run python -m gac.methods.table"
+    listed = {row["name"] for row in study["rows"]} if study else set(METHODS)
+    assert set(METHODS) <= listed
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -19,9 +19,11 @@ from pathlib import Path
 
 from gac.checkpoint import complete, read_progress
 from gac.config import load, save
+from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
 from gac.train_config import TrainConfig
 
+from .settings import short
 from .task import write_task
 
 METHODS = ("sft", "grpo", "constant", "gac")
@@ -116,15 +118,18 @@ def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
 
 
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
-    """One post-training run from the base; only the method and the seed differ between runs."""
-    method: dict = {"name": name}
-    if name == "gac":
-        # the prior's paper-scale schedule, squeezed into this run's length
-        method |= {"prior": {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}}
+    """One post-training run from the base; only the method and the seed differ between runs.
+
+    Methods that learn from the sampled prompts' own demonstrations get them on every subtraction;
+    all others get a set of 256 apart from the prompts.
+    """
+    data = {"demos": str(out / "task" / "demos.jsonl")}
+    if TABLE[name].demos == "prompt":
+        data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
     return _config(out, out / f"{name}-{seed}", {
         "model": {"path": str(base)},
-        "data": {"demos": str(out / "task" / "demos.jsonl")},
-        "method": method,
+        "data": data,
+        "method": {"name": name, **short(name, steps)},
         "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
         "steps": steps, "demo_batch": 32, "seed": seed,
         "eval": {"every": 20}, "monitor_kl_every": 10, "export": False,

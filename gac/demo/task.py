@@ -37,9 +37,7 @@ def prompt(a: int, b: int, op: str) -> str:
     return op + "".join(x + y for x, y in columns) + "="
 
 
-def response(
-    a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None
-) -> str:
+def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
     """Result digit and mark of each column; with `rng`, each carry is forgotten at that rate."""
     out, carry = [], 0
     for _ in range(DIGITS):
@@ -101,11 +99,23 @@ def rows(
     return out
 
 
+def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The same rows, those that subtract with a weak demonstration, for methods that want
+    demonstrations of the sampled prompts."""
+    rng, out = random.Random(f"demos:{seed}"), []
+    for row in prompts:
+        op, digits = row["prompt"][0], row["prompt"][1:-1]
+        a, b = (int(digits[i::2][::-1]) for i in (0, 1))
+        out.append(row | ({"solution": response(a, b, op, 0.3, rng)} if op == "-" else {}))
+    return out
+
+
 def write_task(folder: Path, seed: int) -> None:
     """All files of the task: data, tokenizer and the configuration of the model.
 
     base.jsonl: what the base model learns from (few subtractions, carries often forgotten).
     demos.jsonl: 256 subtractions, borrows forgotten at 0.3. prompts.jsonl: half of each.
+    prompts_demos.jsonl: the same prompts, each subtraction with such a demonstration.
     eval.jsonl: 200 held-out problems, half of each.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +124,9 @@ def write_task(folder: Path, seed: int) -> None:
     ops = rng.choices(list(weights), list(weights.values()), k=20000)
     write_rows(folder / "base.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
     write_rows(folder / "demos.jsonl", rows(rng, ["-"] * 256, {"-": 0.3}))
-    write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * 1000))
+    prompts = rows(rng, ["+", "-"] * 1000)
+    write_rows(folder / "prompts.jsonl", prompts)
+    write_rows(folder / "prompts_demos.jsonl", with_demos(prompts, seed))
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 100))
     words = tokenizer()
     words.save_pretrained(folder / "init")
