@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
 from .batch import Batch, Row, collate, split
+from .distributed import reshard
 from .experience import place
 from .gradient_parts import GradientParts
 from .methods import Method, Mix
@@ -167,6 +168,7 @@ class Gradients:
             logps = self.model(**inputs(batch), request=request).cpu()
             for b, r in enumerate(micro):
                 found[r.index] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
+        reshard(self.model)
         return [found[r.index] for r in rows]
 
     @contextlib.contextmanager
@@ -209,6 +211,8 @@ class _Run:
             if spec is None:
                 self.moments = self.moments + out.moments
                 self.losses += torch.stack([out.rollout_loss, out.demo_loss])
+        if not grad:  # no backward will do it
+            reshard(self.owner.model)
 
     def measured(self) -> Measured:
         return Measured(self.moments, self.losses[0], self.losses[1])

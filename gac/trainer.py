@@ -285,6 +285,7 @@ class Trainer:
         """Clip, step, clear. Returns the gradient norm, and why the step was skipped if it was."""
         config = self.config.optim
         set_learning_rate(self.optimizer, learning_rate(config, self.step, self.feed.steps))
+        distributed.reshard(self.model)  # gathered parameters are other objects, without gradient
         params = [p for p in trainable(self.model) if p.grad is not None]
         norm = 0.0
         if params:
@@ -292,7 +293,6 @@ class Trainer:
             norm = distributed.full(torch.nn.utils.clip_grad_norm_(params, clip))
         fault = self.guard.judge(norm, {"rollout_loss": losses[0], "demo_loss": losses[1]})
         if params and fault is None:
-            distributed.reshard(self.model)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, fault

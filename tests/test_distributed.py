@@ -17,7 +17,7 @@ from gac.methods import Mix
 from gac.trainer import Trainer
 
 from . import ranks
-from .tiny import tiny_config, write_tiny
+from .tiny import digit_reward, tiny_config, write_tiny
 
 pytestmark = pytest.mark.dist
 STEPS = 5
@@ -138,6 +138,11 @@ def untied(task, folder):
     return folder
 
 
+def half_constant(completion, example):
+    """Every second prompt teaches nothing: its rows get a forward, and no backward."""
+    return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
+
+
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [
@@ -147,6 +152,7 @@ def untied(task, folder):
         pytest.param(FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers"),
         pytest.param(FSDP, {"reuse": 2}, id="fsdp-reused-rollouts"),
         pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram"),
+        pytest.param(FSDP, {"method": "pcgrad", "silent": True}, id="fsdp-gram-and-silent-rows"),
         pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
         pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
         pytest.param(FSDP, {"method": "moco"}, id="fsdp-tracked-gradients"),
@@ -161,6 +167,8 @@ def test_any_kind_of_training_computes_the_same(task, tmp_path, parallel, change
     rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 1}
     rollouts["reuse"] = changes.pop("reuse", 1)
     made = {"rollouts": rollouts}
+    if changes.pop("silent", False):
+        made |= {"reward": "tests.test_distributed:half_constant", "loss": {}}
     if "method" in changes:
         made["method"] = {"name": changes.pop("method")}
     made["model"] = {"path": str(folder / "init"), "random_init": True, **changes}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac import distributed, experience
+from gac import distributed, experience, gradients
 from gac.config import ConfigError
 from gac.distributed import ParallelConfig, make_accelerator
 from gac.methods import Mix
@@ -75,13 +75,13 @@ def losses(made, reshard):
     experience.generate = fixed_responses
     trainer = Trainer(made)
     if not reshard:
-        distributed.reshard = lambda model: None
+        distributed.reshard = gradients.reshard = lambda model: None
     rows, norms = trainer.feed.demo_rows(0), (1.0, 4.0 / trainer.accelerator.num_processes)
     found = []
     for _ in range(3):
         measured = trainer.gradients(rows, Mix(1.0), norms, kl=False)
         found.append(trainer._mean_losses(measured)[1])
-        trainer.gradients.row_logprobs(rows)  # leaves the root gathered
+        trainer.gradients.row_logprobs(rows)  # would leave the root gathered
         trainer._update((0.0, 0.0))
         trainer.step += 1
     return found
