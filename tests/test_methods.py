@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -113,3 +115,16 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     assert again.state == whole.state
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_map_of_the_paper_points_at_things_that_exist():
+    text = (ROOT / "docs" / "paper_map.md").read_text()
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)
+    assert len(tests) > 10 and len(code) > 10
+    for path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+    for module, name in code:
+        assert hasattr(importlib.import_module(module), name), (module, name)
+    for name in METHODS:
+        assert f"`{name}`" in text, name
