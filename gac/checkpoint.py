@@ -55,7 +55,9 @@ def save(
     tensors, moments = get_state_dict(model, optimizer)
     if not stepped:  # torch made a state to save; training must go on as if it had not
         optimizer.state.clear()
-    state = {"model": tensors, "optimizer": moments, **({"further": further} if further else {})}
+    state: dict[str, Any] = {"model": tensors, "optimizer": moments}
+    if further:
+        state["further"] = further
     _together(lambda: _on_main(lambda: _fresh(aside)), folder)
     _together(lambda: _write(state, aside), folder)
     sums = _together(lambda: _checksums(aside, _mine(aside)), folder)
@@ -77,7 +79,9 @@ def load(
     """Fill all but `path` from the checkpoint there, in place; returns its progress."""
     progress = read_progress(path)
     tensors, moments = get_state_dict(model, optimizer)
-    state = {"model": tensors, "optimizer": moments, **({"further": further} if further else {})}
+    state: dict[str, Any] = {"model": tensors, "optimizer": moments}
+    if further:
+        state["further"] = further
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
