@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
+# one process is what a run without torchrun means
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 BLOCK = 1 << 24  # bytes read at once for a checksum
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -354,8 +355,9 @@ class Trainer:
         if self.config.trackers:
             numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
             self.accelerator.log(numbers, step=row["step"])
-        shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy") if row[k] is not None}
-        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
+        shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy")}
+        texts = {k: f"{v:.3g}" for k, v in shown.items() if v is not None and not math.isnan(v)}
+        bar.set_postfix(texts, refresh=False)
         bar.update()
 
     def _evaluate(self) -> bool:
