@@ -1,7 +1,8 @@
-"""The command line: `gac train | eval | report | methods | demo`.
+"""The command line: `gac train | eval | export | replay | report | methods | demo`.
 
 Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
-0 done, 2 a mistake in the command or the configuration (one line says which), 130 interrupted.
+0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says
+which), 130 interrupted.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-OK, USAGE, INTERRUPTED = 0, 2, 130
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 EXAMPLES = """\
 examples:
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _mistakes() as error:
         print(f"gac: {error}", file=sys.stderr)
         return USAGE
+    except _failures() as error:
+        print(f"gac: {error}", file=sys.stderr)
+        return FAILED
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -64,6 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_eval(commands)
+    _add_export(commands)
+    _add_replay(commands)
     _add_report(commands)
     _add_methods(commands)
     commands.add_parser(
@@ -103,6 +109,30 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     _add_set(evaluate)
     evaluate.more = lambda: _keys("gac.evaluate", "EvalConfig")
     evaluate.set_defaults(run=_eval)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint's model as a transformers folder",
+        description="Write what transformers' from_pretrained loads, whatever number of processes "
+        "trained it; adapters are merged.",
+    )
+    export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    export.add_argument("--step", type=int, help="which checkpoint (default: the last intact one)")
+    export.set_defaults(run=_export)
+
+
+def _add_replay(commands: argparse._SubParsersAction) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="compute a skipped step again and name the rows that broke it",
+        description="A step whose loss or gradient was not finite or too large is skipped and kept "
+        "under RUN/replay. Print what was recorded, what comes out now and the rows at fault.",
+    )
+    replay.add_argument("step", type=Path, metavar="RUN/replay/step-N", help="a kept step")
+    replay.set_defaults(run=_replay)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -166,6 +196,20 @@ def _eval(options: argparse.Namespace) -> int:
     return OK
 
 
+def _export(options: argparse.Namespace) -> int:
+    from gac.export import export_run
+
+    print(f"{export_run(options.source, options.out, options.step)} -> {options.out}")
+    return OK
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from gac.replay import replay
+
+    print(json.dumps(replay(options.step), indent=2))
+    return OK
+
+
 def _report(options: argparse.Namespace) -> int:
     from gac.report import find_runs, results_table, write_report
 
@@ -215,7 +259,15 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from gac.config import ConfigError
     from gac.data_source import DataError
 
-    return ConfigError, DataError, FileNotFoundError
+    return ConfigError, DataError, FileNotFoundError, FileExistsError
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Errors of a run that cannot go on, whose message says what to do."""
+    from gac.checkpoint import CheckpointError
+    from gac.guards import RunError
+
+    return CheckpointError, RunError
 
 
 if __name__ == "__main__":
