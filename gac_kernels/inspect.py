@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .contract import DemoWeight, LossSpec
-from .tokens import Tokens, plan
+from .tokens import Tokens, TokenTerms, plan
 
 ARCHITECTURES = (80, 90, 100)
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/.*;", re.MULTILINE)
@@ -127,6 +127,28 @@ def _meta_tokens(ref: bool) -> Tokens:
     return Tokens(*(move(x) for x in tokens))
 
 
+def batch_configurations() -> Iterator[Configuration]:
+    """The kernels of size N and S around the rows, with everything that they may be given."""
+    from .backends import triton_batch_launch as batch
+    from .contract import TokenMoments
+
+    spec = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
+    floats = torch.empty(5, 8, device="meta")
+    sums = torch.empty(9, 2, dtype=torch.float64, device="meta")
+    for mu, cu_seqlens, name in (
+        (0.5, None, "padded"),
+        (floats[0, 0], torch.empty(3, dtype=torch.int32, device="meta"), "packed, mu a tensor"),
+    ):
+        tokens = _meta_tokens(ref=True)._replace(mu=mu)
+        launches = (
+            batch.lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4),
+            batch.tokens_launch(tokens, floats, floats[0], floats[0], floats[0], spec, None, 3, 1),
+            batch.sequence_launch(tokens, TokenTerms(*floats), sums, TokenMoments(*sums[:3])),
+            batch.merge_launch(tokens, sums, floats[0], floats[0], TokenMoments(*sums[:3])),
+        )
+        yield from (Configuration(name, launch) for launch in launches)
+
+
 def compile_triton(configuration: Configuration, arch: int) -> Report:
     """Compile one launch as Triton would on that GPU, with all pointers 16-byte aligned."""
     import triton
@@ -193,10 +215,12 @@ def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, 
 
 
 _POINTEES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
     torch.bool: "i1",
 }
 
@@ -215,7 +239,7 @@ def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
             f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r}: unset it, "
             "interpreted kernels are not compiled"
         )
-    for configuration in triton_configurations():
+    for configuration in (*triton_configurations(), *batch_configurations()):
         for arch in architectures:
             yield compile_triton(configuration, arch)
 

@@ -84,7 +84,8 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.is_demo, float(tokens.mu), tokens.ref is not None, terms.logps, terms.entropy,
         terms.loss, terms.kl, terms.clipped, moments,
     )  # fmt: skip
-    return Summary(*results[:5], TokenMoments(*results[5:]) if moments else None)
+    statistics = TokenMoments(*results[5:]) if moments else None
+    return Summary(*(*results[:5], statistics))
 
 
 def _beside_cuda(device: torch.device) -> ModuleType:

@@ -14,7 +14,7 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    from .reference import plan, reduce
+    from .triton_batch_launch import plan, reduce
     from .triton_launch import row_grads, row_loss, row_stats, scale_
     from .triton_rows import loss_kernel
 

@@ -1,0 +1,255 @@
+"""`plan` and `reduce` of the kernel backends against their definitions in `gac_kernels.tokens`.
+
+Tolerances: what is copied or counted is equal; a float32 number may round to its neighbour, sums in
+float64 may differ by their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
+from gac_kernels.tokens import Summary, Tokens, TokenTerms, finish, plan
+
+from .cases import Case, available, build, each_case
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+KERNELS = ("native", "triton")
+PLANNED = (
+    "targets", "advantages", "is_demo", "mu", "old_logps", "ref_logps", "cu_seqlens", "spec",
+    "rollout_norm", "demo_norm",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences meet several blocks of the Triton kernels, as real ones do."""
+    if backends.load("triton").unavailable(torch.device("cpu"), torch.float32) is None:
+        from gac_kernels.backends import triton_batch_launch
+
+        monkeypatch.setattr(triton_batch_launch, "BLOCK", 16)
+
+
+class Given(NamedTuple):
+    """The arguments of `plan`, in its order."""
+
+    targets: Tensor
+    advantages: Tensor
+    is_demo: Tensor
+    mu: float | Tensor = 0.4
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    spec: LossSpec = LossSpec()
+    rollout_norm: float | Tensor | None = None
+    demo_norm: float | Tensor | None = None
+
+
+def of_case(case: Case) -> Given:
+    batch = build(case)
+    keywords = {k: v for k, v in batch.keywords.items() if k in PLANNED}
+    return Given(batch.targets, batch.advantages, batch.is_demo, **keywords)
+
+
+def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
+    """Token terms as a backend would return them, for made-up log-probabilities."""
+    g = torch.Generator().manual_seed(1)
+    logps = -2 * torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
+    entropy = torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
+    return TokenTerms(*(x.detach() for x in reference.token_terms(logps, entropy, tokens, spec)))
+
+
+def close(name: str, ours: Tensor, theirs: Tensor, scale: float = 1.0) -> None:
+    """One unit in the last place of float32, 2^-40 of `scale` for sums in float64."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
+    if theirs.dtype == torch.float32:
+        tolerance = {"rtol": 2.0**-23, "atol": 2.0**-24 * scale}
+    else:
+        tolerance = {"rtol": 1e-12, "atol": 2.0**-40 * scale}
+    torch.testing.assert_close(
+        ours, theirs, **tolerance, equal_nan=True, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def check_plan(name: str, given: Given) -> Tokens:
+    ours, theirs = backends.load(name).plan(*given), plan(*given)
+    for field in Tokens._fields:
+        mine, definition = getattr(ours, field), getattr(theirs, field)
+        if field in ("weight", "scale"):
+            close(field, mine, definition, scale=0.0)
+        elif isinstance(definition, Tensor):
+            assert mine.dtype == definition.dtype, field
+            assert torch.equal(mine, definition), field
+        else:
+            assert mine == definition, field
+    return theirs
+
+
+def flat(summary: Summary) -> dict[str, Tensor]:
+    scalars = {k: v for k, v in summary._asdict().items() if k != "moments"}
+    return scalars | (vars(summary.moments) if summary.moments else {})
+
+
+def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
+    """Equal to `finish`, and to itself bit for bit."""
+    ours = backends.load(name).reduce(tokens, terms, moments)
+    theirs = finish(tokens, terms, moments)
+    again = flat(backends.load(name).reduce(tokens, terms, moments))
+    assert flat(ours).keys() == flat(theirs).keys()
+    for field, definition in flat(theirs).items():
+        close(field, flat(ours)[field], definition)
+        assert flat(ours)[field].numpy().tobytes() == again[field].numpy().tobytes(), field
+    return ours
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@each_case
+def test_every_case(case: Case, name: str, poison: None) -> None:
+    given = of_case(case)
+    tokens = check_plan(available(name), given)
+    summary = check_reduce(name, tokens, terms_of(tokens, case.spec))
+    assert summary.loss != 0 and summary.moments is not None and summary.moments.rollouts[3] > 0
+
+
+def padded(*shape: int, demos: tuple[int, ...]) -> Given:
+    g = torch.Generator().manual_seed(2)
+    targets = torch.randint(9, shape, generator=g)
+    targets[torch.rand(shape, generator=g) < 0.3] = -100
+    return Given(targets, torch.randn(shape[0], generator=g), torch.tensor(demos) > 0)
+
+
+def packed(lengths: list[int]) -> Given:
+    ends = torch.tensor(lengths).cumsum(0)
+    given = padded(1, sum(lengths), demos=(0,))
+    g = torch.Generator().manual_seed(3)
+    return given._replace(
+        targets=given.targets[0],
+        advantages=torch.randn(len(lengths), generator=g),
+        is_demo=torch.arange(len(lengths)) % 3 == 1,
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
+    )
+
+
+SMALL = padded(4, 6, demos=(0, 1, 0, 1))
+GIVEN: dict[str, Callable[[], Given]] = {
+    "no rollouts: their signals are nan": lambda: padded(2, 5, demos=(1, 1)),
+    "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
+    "nothing has a loss: every norm is 0": lambda: SMALL._replace(
+        targets=torch.full((4, 6), -100)
+    ),
+    "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
+    "packed without tokens": lambda: packed([0, 0]),
+    "one token": lambda: padded(1, 1, demos=(0,))._replace(targets=torch.tensor([[3]])),
+    "empty sequences at both ends and side by side": lambda: packed([0, 3, 0, 0, 4, 0]),
+    "sequences of several blocks": lambda: packed([50, 2, 33]),
+    "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
+    "more sequences than a block": lambda: packed([1, 2, 0] * 7),
+    "mu where it lives": lambda: SMALL._replace(mu=torch.tensor(0.3)),
+    "norms from outside": lambda: SMALL._replace(rollout_norm=7, demo_norm=11.0),
+    "norms as tensors": lambda: SMALL._replace(
+        rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)
+    ),
+    "a norm of 0 weighs nothing": lambda: SMALL._replace(rollout_norm=0.0),
+    "constant norms from outside": lambda: SMALL._replace(
+        spec=LossSpec(rollout_reduction="constant", max_tokens=9), rollout_norm=5
+    ),
+    "other float types": lambda: SMALL._replace(
+        advantages=SMALL.advantages.double(), old_logps=torch.randn(4, 6).bfloat16(),
+        ref_logps=torch.randn(4, 6).double(),
+    ),
+    "strided inputs": lambda: SMALL._replace(
+        targets=SMALL.targets.repeat(1, 2)[:, ::2].contiguous().T.contiguous().T,
+        old_logps=torch.randn(6, 4).T, advantages=torch.randn(8)[::2],
+        is_demo=torch.tensor([0, 1] * 4).bool()[::2],
+    ),
+    "advantages of demonstrations under SHAPED": lambda: SMALL._replace(
+        advantages=torch.randn(4, 6), spec=LossSpec(demo_weight=DemoWeight.SHAPED)
+    ),
+    "nan where there is no loss": lambda: SMALL._replace(
+        advantages=torch.where(SMALL.targets == -100, math.nan, torch.randn(4, 6)),
+        old_logps=torch.where(SMALL.targets == -100, math.nan, torch.randn(4, 6)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_edges(given: Callable[[], Given], name: str, poison: None) -> None:
+    arguments = given()
+    tokens = check_plan(available(name), arguments)
+    check_reduce(name, tokens, terms_of(tokens, arguments.spec))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sequence", (0, 1), ids=("rollout", "demonstration"))
+def test_a_broken_token_is_seen_where_the_definition_sees_it(name: str, sequence: int) -> None:
+    tokens = plan(*SMALL)
+    terms = terms_of(tokens, SMALL.spec)
+    broken = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
+    terms.logps[broken] = terms.loss[broken] = terms.entropy[broken] = math.nan
+    summary = check_reduce(available(name), tokens, terms)
+    assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_centred_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -> None:
+    given = SMALL._replace(advantages=1e4 + 1e-2 * torch.randn(4, 6))
+    tokens = plan(*given)
+    summary = check_reduce(available(name), tokens, terms_of(tokens, given.spec))
+    ours, exact = (x.moments.rollouts[4] for x in (summary, finish(tokens, terms_of(
+        tokens, given.spec), True)))  # fmt: skip
+    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_without_moments(name: str) -> None:
+    tokens = plan(*SMALL)
+    summary = check_reduce(available(name), tokens, terms_of(tokens, SMALL.spec), moments=False)
+    assert summary.moments is None
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_loss_may_change_in_place(name: str) -> None:
+    """Trainers write loss /= steps and loss += auxiliary."""
+    logits = torch.randn(2, 3, 11, requires_grad=True)
+    batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
+    plain = fused_gac_loss(logits, *batch, backend=available(name)).loss
+    (whole,) = torch.autograd.grad(plain, logits)
+    loss = fused_gac_loss(logits, *batch, backend=name).loss
+    loss /= 4
+    loss += 1
+    (quarter,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(quarter, whole / 4)
+
+
+@pytest.mark.gpu
+def test_recorded_in_a_cuda_graph() -> None:
+    """Nothing waits for the device; a replay on new numbers gives theirs, bit for bit."""
+    cuda = [x.cuda() if isinstance(x, Tensor) else x for x in packed([3, 0, 1300, 7])]
+    given = Given(*cuda)._replace(mu=torch.tensor(0.3, device="cuda"))
+    triton = backends.load("triton")
+    logps = torch.zeros(len(given.targets), device="cuda")
+
+    def run() -> tuple[Tokens, Summary]:
+        tokens = triton.plan(*given)
+        return tokens, triton.reduce(tokens, TokenTerms(*[logps] * 5), True)
+
+    run()  # compile
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, summary = run()
+    given.targets[1] = -100
+    logps.copy_(torch.where(given.targets == -100, 0.0, -torch.rand_like(logps)))
+    graph.replay()
+    expected = plan(*given)
+    for field in ("live", "lengths", "offsets", "sequence", "advantages"):
+        assert torch.equal(getattr(tokens, field), getattr(expected, field)), field
+    close("weight", tokens.weight, expected.weight)
+    for field, value in flat(finish(expected, TokenTerms(*[logps] * 5), True)).items():
+        close(field, flat(summary)[field], value, scale=float(len(logps)))
