@@ -16,6 +16,8 @@ from torch import Tensor
 from gac_kernels import fused_gac_loss
 from gac_kernels.backends import native
 
+from .record import Record
+
 N, V, SEQUENCES = 1024, 32000, 8
 SECONDS = 12  # for all rounds together
 TARGETS = {"ours": {"eager": 4.0, "compile": 1.5}, "ours, overwrite": {"eager": 10.0}}
@@ -66,7 +68,7 @@ def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[s
     return best
 
 
-def test_cpu_logits(benchmark, mapped_memory: bool) -> None:
+def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
     if reason := native.unavailable(torch.device("cpu"), torch.float32):
         pytest.skip(f"native backend: {reason}")
     logits, *batch = make_batch()
@@ -107,6 +109,10 @@ def test_cpu_logits(benchmark, mapped_memory: bool) -> None:
         ratio = best["eager"] / seconds
         print(f"{name:16} {seconds * 1e3:8.1f} ms   eager / it {ratio:5.2f}")
         benchmark.extra_info[f"{name} ms"] = round(seconds * 1e3, 2)
+        record.add(
+            device="cpu", work="logits", shape=f"V={V} float32", tokens=N, provider=name,
+            case="loss + gradient", ms=1e3 * seconds,
+        )  # fmt: skip
     for name, targets in TARGETS.items():
         for peer, target in targets.items():
             ratio = best[peer] / best[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Read when libgomp loads, so before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+WRITTEN: list[Path] = []
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
@@ -26,7 +28,8 @@ def mapped_memory() -> bool:
     whoever allocates less. False where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)])
+    return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(WRITTEN: list[Path] = []
+M_TRIM_THRESHOLD, -1)])
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +39,12 @@ def record() -> Iterator[Record]:
 
     rows = Record()
     yield rows
-    for path in rows.save():
-        print(f"\nwrote {path}")
+    WRITTEN.extend(rows.save())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The tables of what was just measured, shown whether output is captured or not."""
+    from .table import tables
+
+    for path in WRITTEN:
+        terminalreporter.write_line(f"\nwrote {path}\n\n{tables(path)}")

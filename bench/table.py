@@ -28,6 +28,13 @@ def newest(kind: str) -> dict[str, Any] | None:
     return max(of_kind, key=lambda d: d["date"], default=None)
 
 
+def tables(path: Path) -> str:
+    """The tables of one results file."""
+    document = json.loads(path.read_text())
+    gpu = document["rows"][0]["device"] == "cuda"
+    return gpu_table(document) if gpu else cpu_table(document)
+
+
 def find(rows: Iterable[Row], **fields: Any) -> Row | None:
     """The first row with these fields that was run."""
     for row in rows:
@@ -79,7 +86,8 @@ def cpu_table(document: dict[str, Any] | None) -> str:
             note = " (scalar only)" if row and row.get("scalar") else ""
             body.append([name + note, number(row, "ms", "{:.0f}"), ratio(mine, row),
                          number(memory, "mib", "{:.0f}") if memory else ""])  # fmt: skip
-        shape = f"{title}, {rows[0]['tokens']} tokens, {find(rows, work=work)['shape']}"  # type: ignore[index]
+        first = next(row for row in rows if row["work"] == work)
+        shape = f"{title}, {first['tokens']} tokens, {first['shape']}"
         parts.append(markdown([shape, "ms", "time / ours", "extra MiB"], body))
     return "\n\n".join(parts)
 
