@@ -28,8 +28,7 @@ def mapped_memory() -> bool:
     whoever allocates less. False where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(WRITTEN: list[Path] = []
-M_TRIM_THRESHOLD, -1)])
+    return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)])
 
 
 @pytest.fixture(scope="session")
