@@ -21,6 +21,7 @@ from gac.gradient_parts import GradientParts
 from gac.methods import METHODS, Observation
 from gac.model import Head
 from gac.objective import own_loss
+from gac.signals import GradientSignals
 from gac.solvers import cross_gram
 from gac.trainer import Trainer
 from gac_kernels import LossSpec, Signals
@@ -34,6 +35,7 @@ from .published import (
     constant_sum,
     look,
     nll,
+    phi,
     policy_gradient,
     surrogate,
 )
@@ -80,8 +82,10 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     return trainer, rows, found, before
 
 
-def gradient(loss: Tensor, model) -> list[Tensor]:
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+def gradient(loss: Tensor, model, keep: bool = False) -> list[Tensor]:
+    found = torch.autograd.grad(
+        loss, list(model.parameters()), retain_graph=keep, allow_unused=True
+    )
     return [torch.zeros_like(p) if g is None else g
             for g, p in zip(found, model.parameters(), strict=True)]  # fmt: skip
 
@@ -124,7 +128,7 @@ def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
         *(2 * sum(surrogate(r).mean() for r in part) / n
           for part in (rollouts[: n // 2], rollouts[n // 2 :])),
     ]  # fmt: skip
-    parts = [torch.cat([g.flatten() for g in gradient_kept(loss, model)]) for loss in halves]
+    parts = [torch.cat([g.flatten() for g in gradient(loss, model, True)]) for loss in halves]
     stacked = torch.stack(parts)
     (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
     # minimise (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x): linear in x
@@ -136,8 +140,34 @@ def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
     close([torch.cat([g.flatten() for g in found])], [truth])
 
 
-def gradient_kept(loss: Tensor, model) -> list[Tensor]:
-    return torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+def test_the_gradient_source_is_given_the_true_inner_products(task, tmp_path, monkeypatch):
+    evidence = []
+    read = GradientSignals.read
+    monkeypatch.setattr(
+        GradientSignals, "read", lambda self, e, s: (evidence.append(e), read(self, e, s))[1]
+    )
+    trainer, rows, _, model = one_step("gac-biased", task, tmp_path)
+    seen = [look(model, model, row) for row in rows]
+    demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
+    tokens, n = sum(r.n for r in demos), len(rollouts)
+    losses = [
+        *(2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens
+          for part in (demos[:2], demos[2:])),
+        *(2 * sum(surrogate(r).mean() for r in part) / n
+          for part in (rollouts[: n // 2], rollouts[n // 2 :])),
+        nll(seen),
+    ]  # fmt: skip
+    found = [gradient(loss, model, True) for loss in losses]
+    parts = torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found])
+    torch.testing.assert_close(evidence[0].gram, parts[:4] @ parts[:4].T, rtol=1e-4, atol=1e-7)
+    sft, rl = parts[:2].mean(0), parts[2:4].mean(0)
+    four = torch.stack([sft, rl, parts[4], rl])  # on-policy, the clip does nothing
+    torch.testing.assert_close(evidence[0].bias_gram, four @ four.T, rtol=1e-4, atol=1e-7)
+    assert evidence[0].sft_count == 2
+    biases = trainer.seen.corrections
+    bias = sft - parts[4]  # b_r is 0
+    assert biases.bias_gap_sq == pytest.approx((bias @ bias).item(), rel=1e-4)
+    assert biases.rl_bias_dot_d == pytest.approx(0, abs=1e-6)
 
 
 def test_gspo_clips_the_ratio_of_a_whole_response():
