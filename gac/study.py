@@ -41,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=160, help="optimiser steps per run")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
                         help="runs at a time, one thread each")  # fmt: skip
+    parser.add_argument("--base-steps", type=int, default=400, help="of the model to start from")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table goes")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if not (args.out / "task" / "init" / "config.json").exists():
         write_task(args.out / "task", seed=0)
-    base = make_base(args.out, 400)
+    base = make_base(args.out, args.base_steps)
     runs = dict(plan(args.out, base, args.methods, args.seeds, args.steps))
     run_all([config for configs in runs.values() for config in configs], args.jobs)
     setting = {"steps": args.steps, "seeds": args.seeds, "machine": platform.machine()}
