@@ -20,6 +20,14 @@ WRITTEN: list[Path] = []
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # after the environment is set
+
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mapped_memory() -> bool:
     """Large buffers are reused, not unmapped and faulted in again at every call.
