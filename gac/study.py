@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.checkpoint import complete
+from gac.config import dump, load
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_task
 from gac.methods import METHODS
@@ -80,7 +81,7 @@ def run_all(configs: Sequence[TrainConfig], jobs: int) -> None:
     started = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn) as pool:
-        going = {pool.submit(_run, config): config for config in waiting}
+        going = {pool.submit(_run, dump(config)): config for config in waiting}
         try:
             for done, future in enumerate(as_completed(going), start=1):
                 future.result()
@@ -91,8 +92,9 @@ def run_all(configs: Sequence[TrainConfig], jobs: int) -> None:
             raise
 
 
-def _run(config: TrainConfig) -> None:
+def _run(plain: dict[str, Any]) -> None:
     """In a process of its own: quiet, and a finished run is marked."""
+    config = load(TrainConfig, plain)
     Path(config.out).mkdir(parents=True, exist_ok=True)
     sys.stderr = (Path(config.out) / "log.txt").open("a")
     from gac.trainer import train

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -358,3 +359,4 @@ def test_state_of_gac_survives_json_with_every_source():
         state = METHODS[name]().init()
         assert json.loads(json.dumps(state)) == state, name
         assert dataclasses.replace(METHODS[name]()) == METHODS[name]()
+        assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()

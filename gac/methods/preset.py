@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Any, TypeVar
 
 from .base import Method
@@ -17,15 +17,29 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
     Raises TypeError for a change that `base` has no field or class attribute for.
     """
     hints = typing.get_type_hints(base, include_extras=True)
-    fields = base.__dataclass_fields__  # class variables are listed there, too
-    defaults, attributes = [], {"name": name, "__doc__": doc, "__module__": base.__module__}
+    known = base.__dataclass_fields__  # class variables are listed there, too
+    attributes: dict[str, Any] = {"name": name, "__doc__": doc, "__module__": base.__module__}
+    defaults = []
     for key, value in changes.items():
         if key not in hints:
             raise TypeError(f"{key}={value!r}: {base.__name__} has no such field or attribute")
-        if key in fields and typing.get_origin(hints[key]) is not typing.ClassVar:
+        if key in known and typing.get_origin(hints[key]) is not typing.ClassVar:
             defaults.append((key, hints[key], field(default=value)))
         else:
             attributes[key] = value
+    attributes["__reduce__"] = _by_name  # pickle looks for a class where it was defined
     title = "".join(part.capitalize() for part in name.split("-"))
     made = make_dataclass(title, defaults, bases=(base,), namespace=attributes, frozen=True)
     return typing.cast(type[M], made)
+
+
+def _by_name(method: Method) -> tuple[Any, ...]:
+    """How pickle takes a preset apart."""
+    values = {f.name: getattr(method, f.name) for f in fields(method)}
+    return _restore, (type(method).name, values)
+
+
+def _restore(name: str, values: dict[str, Any]) -> Method:
+    from . import METHODS  # it lists the presets, which are made by this module
+
+    return METHODS[name](**values)
