@@ -175,6 +175,7 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
     _show_log()
+    from gac import distributed
     from gac.trainer import Trainer
 
     try:
@@ -182,6 +183,8 @@ def _train(options: argparse.Namespace) -> int:
     except ValueError as error:  # what set-up refuses is the configuration's fault
         raise ConfigError(str(error)) from error
     run = trainer.run()
+    del trainer  # DDP's destructor needs the process group
+    distributed.leave()
     print(f"The run: {run}\nNext: gac report {run}")
     return OK
 

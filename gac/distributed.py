@@ -17,10 +17,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError
@@ -61,6 +61,7 @@ def make_accelerator(
     """Join the process group that torchrun or accelerate announces. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp: parallel.mode=fsdp shards the model")
+    _join(config.timeout)
     accelerator = Accelerator(
         # without it, accelerate starts unrelated processes where there is no GPU
         cpu=not torch.cuda.is_available(),
@@ -68,7 +69,6 @@ def make_accelerator(
         mixed_precision="no" if config.mode == "fsdp" else precision,
         log_with=list(trackers) or None,
         project_dir=out,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))],
     )
     ranks, announced = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", 1))
     if ranks != announced:
@@ -76,6 +76,20 @@ def make_accelerator(
     if ranks % config.replicas:
         raise ConfigError(f"parallel.replicas={config.replicas}: use a divisor of {ranks} ranks")
     return accelerator
+
+
+def _join(timeout: float) -> None:
+    """The process group of this attempt: torchrun's store outlives an elastic restart, and gloo
+    would call the dead processes whose addresses it still holds under the default name."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+        return
+    store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.PrefixStore(f"gac/attempt-{attempt}", store), rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
 
 
 def prepare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -38,8 +39,10 @@ class Heartbeat:
             wait_for_workers=False, timeout=timedelta(seconds=30),
         )  # fmt: skip
         self._heard, self._last, self._count = time.monotonic(), "", 0
-        self._running = True
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # Python may not end while the thread is inside the store
 
     def gone(self) -> str | None:
         """A sentence about the next rank if its process is gone; waits long enough to know."""
@@ -54,7 +57,9 @@ class Heartbeat:
 
     def stop(self) -> None:
         """The run is done: ranks may leave one after the other."""
-        self._running = False
+        if not self._alone:
+            self._done.set()
+            self._thread.join()
 
     def _sentence(self) -> str:
         silent = time.monotonic() - self._heard
@@ -62,7 +67,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         beat, warned = 0, False
-        while self._running:
+        while not self._done.is_set():
             beat += 1
             try:
                 note = f"{beat};{self.where} on {self._id}"
@@ -77,4 +82,4 @@ class Heartbeat:
             elif time.monotonic() - self._heard > PATIENCE and not warned:
                 logger.warning("%s", self._sentence())
                 warned = True
-            time.sleep(INTERVAL)
+            self._done.wait(INTERVAL)
