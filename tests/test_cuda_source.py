@@ -277,6 +277,7 @@ def test_split_of_the_common_vocabularies() -> None:
         cuda.split(1_000_000, f32, holds=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 def test_what_the_compiler_makes_of_it(arch: int) -> None:
     """No spills; two blocks fit a multiprocessor; the instructions that the design rests on."""
