@@ -1,0 +1,60 @@
+"""What the README shows runs as written, and what it lists exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_first_example_runs_as_written(capsys):
+    section = README.split("## A first example")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    exec(compile(code, "README.md", "exec"), {})
+    loss, signals = capsys.readouterr().out.split(maxsplit=1)
+    assert abs(float(loss)) < 10 and signals.startswith("Signals(")
+
+
+def test_diff_runs_as_written():
+    """The added lines of the diff and the controller's lines, around a real model."""
+    torch = pytest.importorskip("torch")
+    from tests.test_model import make
+
+    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
+    added = "\n".join(line[2:] for line in diff.splitlines() if line[:1] in "+ ")
+    controller = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    names = {
+        "model": make("qwen2"),
+        "input_ids": torch.randint(3, 61, (2, 5)),
+        "targets": torch.randint(3, 61, (2, 5)),
+        "adv": torch.tensor([1.0, 0.0]),
+        "is_demo": torch.tensor([False, True]),
+        "mu": 0.5,
+        "old_logps": torch.full((2, 5), -4.0),
+    }
+    exec(compile(added + "\n" + controller, "README.md", "exec"), names)
+    assert names["loss"].isfinite() and 0 <= names["mu"] <= 1
+    assert names["model"].lm_head.weight.grad.abs().sum() > 0
+
+
+def test_every_file_of_the_tree_exists():
+    tree = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL).group(1)
+    folder, missing = ROOT, []
+    for line in tree.splitlines():
+        words = line.split("  ")[0] if not line.startswith(" ") else line.strip().split("  ")[0]
+        if not line.startswith(" "):
+            folder = ROOT / words.split()[0]
+            missing += [w for w in words.split() if not (ROOT / w).exists()]
+        else:
+            missing += [w for w in words.split() if not (folder / w).exists()]
+    assert not missing
+
+
+def test_every_make_target_is_in_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
