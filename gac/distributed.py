@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from .config import ConfigError
 
 MODES = ("ddp", "fsdp")
+_held: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def prepare(
     if config.mode == "fsdp" and accelerator.num_processes > 1:
         model = shard(model, _mesh(accelerator, config), _policy(precision), keep_root=True)
         if config.defer_reduce:
-            model.no_sync = lambda: _deferred(model)  # accelerate's no_sync looks for it
+            model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's looks for it
         return model
     return accelerator.prepare(model.to(accelerator.device))
 
@@ -167,19 +169,19 @@ def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
     for unit in held:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
-        unit.held = True
+    _held.update(held)
     try:
         yield
     finally:
         for unit in held:
-            unit.held = False
+            _held.discard(unit)
             unit.set_reshard_after_forward(unit is not held[0], recurse=False)
             unit.reshard()
 
 
 def in_lockstep(model: nn.Module) -> bool:
     """Whether every call of the model gathers weights, so that all ranks must make it."""
-    return any(not getattr(unit, "held", False) for unit in units(model))
+    return any(unit not in _held for unit in units(model))
 
 
 def calls(model: nn.Module, mine: int) -> int:

@@ -86,7 +86,7 @@ def replay(path: Path) -> dict[str, Any]:
     names = ("fault", "grad_norm", "losses", "step")
     culprits = [
         {"row": i, "demonstration": row.is_demo, "advantage": row.advantage, **found,
-         "text": trainer.tokenizer.decode(row.ids)}
+         "text": trainer.tokenizer.decode(list(row.ids))}
         for i, (row, found) in enumerate(zip(rows, alone, strict=True))
         if not all(map(math.isfinite, [found["grad_norm"], *found["losses"]]))
     ]  # fmt: skip

@@ -1,0 +1,167 @@
+"""The fused loss on a head whose vocabulary is spread over ranks: nobody holds [V, H] or [N, V].
+
+Rank r holds consecutive rows of the weight and computes those columns of the logits. Per chunk of
+tokens the ranks exchange two small tensors: the maximum [M], then three sums [3, M] (of exp, of
+exp times logit, and the target's logit). The gradient of the hidden states is summed over ranks
+once, [N, H]. Legend: N tokens, M tokens of a chunk, V vocabulary, H hidden size, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from . import backends, checks, reference
+from .api import _check_head
+from .autograd import FusedLinearLoss, loss_output
+from .contract import IGNORE, LossOutput, LossSpec
+from .linear import CHUNK_BYTES, Needs
+from .tokens import Tokens, TokenTerms
+
+
+def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
+    """[start, stop) of the rows of a [V, H] weight that `rank` holds, as even as can be."""
+    return vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks
+
+
+def vocab_parallel_gac_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    mu: float | Tensor = 0.5,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
+    rollout_norm: float | Tensor | None = None,
+    demo_norm: float | Tensor | None = None,
+    moments: bool = True,
+    chunk_bytes: int | None = None,
+) -> LossOutput:
+    """`fused_linear_gac_loss` of one batch that every rank of `group` has, in whole.
+
+    Every rank gets the same output (do not sum the loss or its moments over `group`), the whole
+    gradient of `hidden` and the gradient of its own rows of the weight.
+
+    Args:
+        hidden: [B, T, H], or packed [N, H]; the same on every rank.
+        weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each.
+        targets: int64 in [0, V), of the whole vocabulary; -100 = no loss.
+        group: the ranks that share the vocabulary; None = all.
+        bias: this rank's [V_r], or None.
+        chunk_bytes: memory for one chunk's logits on the rank with the most rows.
+
+    The other arguments, the errors and the numbers are those of `fused_linear_gac_loss`.
+    """
+    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
+    checks.batch(
+        hidden, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+        rollout_norm, demo_norm,
+    )  # fmt: skip
+    exact = reference.arithmetic(compute)
+    inner = backends.choose("auto", hidden.device, exact)
+    sizes = _sizes(weight, group)
+    checks.values(targets, sum(sizes), cu_seqlens)
+    with torch.no_grad():
+        tokens = inner.plan(
+            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
+            rollout_norm, demo_norm, exact,
+        )  # fmt: skip
+    learning = torch.is_grad_enabled()
+    needs = Needs(*(x is not None and x.requires_grad and learning for x in (hidden, weight, bias)))
+    # all ranks cut the tokens alike, although the last rows may be spread unevenly
+    budget = chunk_bytes or CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
+    own_budget = max(budget // max(sizes), exact.itemsize) * len(weight)
+    rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
+    flat = FusedLinearLoss.apply(
+        SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group), weight, bias, tokens, spec,
+        rows, moments, needs, compute, own_budget,
+    )  # fmt: skip
+    return loss_output(flat, targets.shape)
+
+
+def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """Rows of the weight on each rank."""
+    mine = torch.tensor([len(weight)], device=weight.device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    sizes = [int(n) for n in everyone]
+    if 0 in sizes:
+        raise ValueError(f"weight has {sizes} rows on the ranks: use fewer ranks than words")
+    return sizes
+
+
+class SumGradient(Function):
+    """The identity, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class ShardedRows:
+    """A backend (see `backends`) for logits that are the columns from `start` on of all columns."""
+
+    def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
+        self.start, self.group = start, group
+        self.scale_, self.reduce = inner.scale_, inner.reduce
+
+    def row_loss(
+        self, logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None
+    ) -> TokenTerms:
+        z = logits[0] / spec.temperature
+        local = tokens.targets - self.start
+        here = (local >= 0) & (local < z.shape[1]) & (tokens.targets != IGNORE)
+        local = torch.where(here, local, 0)[:, None]
+        exps, stats = self._statistics(z, local, here)
+        logps, entropy, log_sum = stats
+        with torch.enable_grad():
+            leaves = logps.requires_grad_(), entropy.requires_grad_()
+            terms = reference.token_terms(*leaves, tokens, spec)
+            total = (tokens.scale * terms.loss).sum()
+        if out is not None:
+            d_logps, d_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
+            p = exps.mul_((-log_sum).exp()[:, None])
+            log_p = (p.log()).masked_fill_(p == 0, 0)
+            grad = p * (-d_logps - d_entropy * entropy.detach())[:, None]
+            grad -= p * log_p * d_entropy[:, None]
+            grad.scatter_add_(1, local, (d_logps * here)[:, None])
+            out[0].copy_(grad / spec.temperature)
+        return TokenTerms(*(x.detach() for x in terms))
+
+    def _statistics(
+        self, z: Tensor, local: Tensor, here: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """exp(z - max) of the own columns; log-probability, entropy and log of its sum, over all.
+
+        z: [M, V_r], overwritten. local: [M, 1] column of the target where it is `here`.
+        """
+        top = z.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        z -= top[:, None]
+        exps = z.exp()
+        weighted = torch.where(exps == 0, 0, exps * z)  # a masked word adds 0 log 0 = 0
+        target = torch.where(here, z.gather(1, local)[:, 0], 0)
+        sums = torch.stack([exps.sum(1), weighted.sum(1), target])
+        dist.all_reduce(sums, group=self.group)
+        log_sum = sums[0].log()
+        log_sum = torch.where(top == math.inf, math.nan, log_sum)  # an error, not a sure token
+        return exps, (sums[2] - log_sum, log_sum - sums[1] / sums[0], log_sum)
