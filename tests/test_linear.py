@@ -18,7 +18,17 @@ from gac_kernels import (
     reference,
 )
 
-from .cases import BY_NAME, Case, available, build, check, check_grads, check_outputs, each_case
+from .cases import (
+    BY_NAME,
+    Batch,
+    Case,
+    available,
+    build,
+    check,
+    check_grads,
+    check_outputs,
+    each_case,
+)
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
 LEAVES = ["hidden", "weight", "bias"]
@@ -55,11 +65,30 @@ def run(call, batch, **keywords):
     return out, torch.autograd.grad(out.loss * 4, leaves)
 
 
+def by_rows(batch: Batch, rows: int) -> torch.Tensor:
+    """The same-dtype reference's gradient of hidden, its last GEMM taken `rows` at a time: a BLAS
+    may sum products of few rows in another, less accurate order."""
+    logits = batch.logits()
+    out = reference.fused_gac_loss(
+        logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords
+    )
+    (grad,) = torch.autograd.grad(out.loss * 4, logits)
+    parts = [part @ batch.weight.detach() for part in grad.flatten(0, -2).split(rows)]
+    return torch.cat(parts).view_as(batch.hidden)
+
+
+def worse(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Of two results the one with the larger error."""
+    return max(a, b, key=lambda x: (x.double() - truth).abs().max().item())
+
+
 def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     available(backend)
     batch = build(case, dtype)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
     same, d_same = run(reference.fused_linear_gac_loss, batch)
+    if dtype == torch.float32:
+        d_same = (worse(d_same[0], by_rows(batch, 3), d_truth[0]), *d_same[1:])
     # three rows a chunk, so that every case meets several chunks and a ragged last one
     chunk = 3 * 4 * case.vocabulary
     out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
