@@ -42,7 +42,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def traffic(made, micro_batches):
+def traffic(made):
     """Collectives of the gradients of some demonstrations, and the sizes of the model's units."""
     trainer = Trainer(made)
     rows = trainer.feed.demo_rows(0)
@@ -60,7 +60,7 @@ def traffic(made, micro_batches):
 def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
     made = config(task, tmp_path, loss={}, method={"name": "sft"}, demo_batch=12, micro_batch=3,
                   parallel={**FSDP, "defer_reduce": defer})  # fmt: skip
-    (elements, layers, root), _ = ranks.run(traffic, made, 2, ranks=2)
+    (elements, layers, root), _ = ranks.run(traffic, made, ranks=2)
     padded = lambda n: n == pytest.approx(root, rel=0.02)  # noqa: E731 - to whole rows per rank
     gathers, reductions = elements["allgather"], elements["reduce_scatter"]
     large = [n for n in gathers if n > 100]  # the others agree on the number of micro-batches

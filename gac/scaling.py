@@ -1,0 +1,135 @@
+"""Memory and traffic of a training step per rank, from formulas: `python -m gac.scaling`.
+
+The formulas count what FSDP2 and AdamW must hold and send; tests hold them against the byte counts
+of real runs on CPU processes. Activations are left out: they depend on the micro-batch, not on the
+number of ranks. Legend: P parameters, S ranks of a shard group, R replicas, m micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MASTER, COMPUTE = 4, 2  # bytes of a float32 shard and of a bfloat16 operand
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of the Llama and Qwen2 family."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    tied: bool = False
+    """Embedding and head are one matrix."""
+    biased: bool = True
+    """Query, key and value have a bias (Qwen2)."""
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        h, kv = self.hidden, self.kv_width
+        attention = 2 * h * h + 2 * h * kv + self.biased * (h + 2 * kv)
+        return attention + 3 * h * self.intermediate + 2 * h
+
+    @property
+    def root(self) -> int:
+        """Parameters of embedding, last norm and head: the root unit of FSDP."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.root + self.layers * self.layer
+
+
+MODELS = {  # the published configurations of Qwen2.5
+    "1.5B": Shape(151936, 1536, 28, 8960, 12, 2, tied=True),
+    "7B": Shape(152064, 3584, 28, 18944, 28, 4),
+    "14B": Shape(152064, 5120, 48, 13824, 40, 8),
+    "72B": Shape(152064, 8192, 80, 29568, 64, 8),
+}
+
+
+def states(shape: Shape, shards: int, reference: bool = True) -> float:
+    """Bytes that a rank always holds: float32 weights and AdamW's moments, the reference model."""
+    return MASTER * shape.total / shards * (3 + reference)
+
+
+def peak(shape: Shape, shards: int, reference: bool = True) -> float:
+    """Bytes at the backward's peak: the states, sharded gradients, and what is whole for a while.
+
+    Whole are the root and two layers in bfloat16 (one in use, one on its way), the root's gradient
+    in bfloat16, and the head's while the fused loss adds it up, in float32.
+    """
+    head = shape.vocabulary * shape.hidden
+    whole = COMPUTE * (2 * shape.root + 2 * shape.layer) + MASTER * head
+    return states(shape, shards, reference) + MASTER * shape.total / shards + whole
+
+
+def rollout_peak(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
+    """Bytes while a rank samples with all weights gathered; tokens: of all its rows, with prompts."""
+    cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
+    return states(shape, shards, reference) + COMPUTE * shape.total + cache
+
+
+def gathered(shape: Shape, micro_batches: int) -> int:
+    """Elements that all-gathers bring to a rank for gradients: the root once per micro-batch, a
+    layer once for its forward and once for its backward."""
+    return micro_batches * (shape.root + 2 * shape.layers * shape.layer)
+
+
+def reduced(shape: Shape, micro_batches: int, deferred: bool = False) -> int:
+    """Elements that reduce-scatters take from a rank."""
+    return (1 if deferred else micro_batches) * shape.total
+
+
+def traffic(
+    shape: Shape, shards: int, replicas: int, micro_batches: int, reference: bool = True
+) -> float:
+    """Bytes that a rank sends per optimiser step: ring collectives send (S - 1) / S of the whole.
+
+    Gradients, one gathered forward of the reference per micro-batch, one gather for the rollouts,
+    and with replicas an all-reduce of the float32 gradient shards.
+    """
+    share = (shards - 1) / shards
+    forward_only = (1 + micro_batches * reference) * shape.total
+    inside = COMPUTE * (gathered(shape, micro_batches) + forward_only)
+    inside += MASTER * reduced(shape, micro_batches)
+    across = 2 * (replicas - 1) / replicas * MASTER * shape.total / shards
+    return share * inside + across
+
+
+def controller_bytes(demonstrations: int) -> int:
+    """Bytes that a rank sends for the signals of a step: 13 sums and one number for each of its
+    demonstrations, in float64 (`TokenMoments`)."""
+    return 8 * (13 + demonstrations)
+
+
+def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node: int = 8) -> str:
+    """Gigabytes per rank as a Markdown table; beyond 64 ranks, replicas of 64 (HSDP)."""
+    head = ["model", "GPUs", "mesh", "states", "backward", "rollouts", "sent per step"]
+    lines = [head, ["---"] * len(head)]
+    for name, shape in MODELS.items():
+        for count in ranks:
+            shards = min(count, 8 * node)
+            replicas = count // shards
+            numbers = (
+                states(shape, shards), peak(shape, shards), rollout_peak(shape, shards, 32 * 2048),
+                traffic(shape, shards, replicas, micro_batches),
+            )  # fmt: skip
+            mesh = f"{replicas} x {shards}"
+            lines.append([name, f"{count}", mesh, *(f"{n / 1e9:.3g}" for n in numbers)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,105 @@
+"""The formulas of the scaling page against real models and real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gac import distributed, scaling
+from gac.distributed import ParallelConfig, prepare
+from gac.scaling import MODELS, Shape
+from gac_kernels import TokenMoments
+
+from . import ranks
+from .test_distributed import FSDP, config
+from .test_sharding import Traffic, traffic
+from .tiny import write_tiny
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
+TINY = Shape(vocabulary=18, hidden=32, layers=2, intermediate=48, heads=4, kv_heads=2, tied=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_real_model(name):
+    shape = MODELS[name]
+    made = Qwen2Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+        intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(made)
+    assert shape.total == sum(p.numel() for p in model.parameters())
+    assert shape.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("defer", [False, True])
+def test_traffic_of_a_real_run(tmp_path, defer):
+    """Two micro-batches of a rank; FSDP pads each parameter to whole rows per rank."""
+    (tmp_path / "task").mkdir()
+    task = write_tiny(tmp_path / "task")
+    made = config(task, tmp_path / "run", loss={}, method={"name": "sft"}, demo_batch=12,
+                  micro_batch=3, parallel={**FSDP, "defer_reduce": defer})  # fmt: skip
+    elements, layers, root = ranks.run(traffic, made, ranks=2)[0]
+    assert (layers, root) == ([TINY.layer] * 2, TINY.root)
+    large = sum(n for n in elements["allgather"] if n > 100)
+    assert large == pytest.approx(scaling.gathered(TINY, 2), rel=0.02)
+    assert sum(elements["reduce_scatter"]) == pytest.approx(
+        scaling.reduced(TINY, 2, defer), rel=0.02
+    )
+
+
+def held_bytes(made):
+    """What a rank holds of weights, moments and reference after a step."""
+    from gac.trainer import Trainer
+
+    trainer = Trainer(made)
+    trainer._train_step()
+    distributed.reshard(trainer.model)
+    tensors = [p.to_local() for p in trainer.model.parameters()]
+    for state in trainer.optimizer.state.values():
+        tensors += [state[k].to_local() for k in ("exp_avg", "exp_avg_sq")]
+    tensors += [p.to_local() for p in trainer.reference.parameters()]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@pytest.mark.dist
+def test_bytes_that_a_real_rank_holds(tmp_path):
+    (tmp_path / "task").mkdir()
+    made = config(write_tiny(tmp_path / "task"), tmp_path / "run", parallel=FSDP)
+    held = ranks.run(held_bytes, made, ranks=2)
+    assert sum(held) == 2 * scaling.states(TINY, 2)  # exact over the ranks; one may have a row more
+    assert max(held) == pytest.approx(scaling.states(TINY, 2), rel=0.1)
+
+
+def signal_bytes(count):
+    torch.distributed.init_process_group("gloo")
+    moments = TokenMoments.zeros() + TokenMoments(
+        torch.zeros(7, dtype=torch.float64), torch.ones(count, dtype=torch.float64),
+        torch.zeros(6, dtype=torch.float64),
+    )  # fmt: skip
+    with Traffic() as found:
+        moments.all_reduce()
+    return sum(map(sum, found.elements.values()))
+
+
+@pytest.mark.dist
+def test_signals_cost_a_few_hundred_bytes():
+    """One exchange of the size, one of the numbers."""
+    elements = ranks.run(signal_bytes, 32, ranks=2)[0]
+    assert 8 * elements <= scaling.controller_bytes(32) + 8 * 2 * 2
+    assert scaling.controller_bytes(32) == 360
+
+
+def test_page_shows_the_table_of_the_program():
+    assert scaling.table() in PAGE.read_text()
+
+
+def test_prepare_of_one_process_is_not_sharded(tmp_path):
+    accelerator = distributed.make_accelerator(ParallelConfig(mode="fsdp"), "no", (), str(tmp_path))
+    model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), "no")
+    assert type(model.weight.data) is torch.Tensor and not distributed.units(model)
