@@ -58,17 +58,15 @@ def collate(rows: Sequence[Row], pad_token: int, device: torch.device | str = "c
     """Pad `rows` into a batch; no rows give a batch of one token without loss."""
     width = max((len(row.ids) for row in rows), default=1)
     count = max(len(rows), 1)
-    ids = torch.full((count, width), pad_token)
-    mask = torch.zeros((count, width), dtype=torch.int64)
-    targets = torch.full((count, width), -100)
-    if not rows:
-        mask[:] = 1
-    for b, row in enumerate(rows):
-        tokens = torch.tensor(row.ids)
-        ids[b, : len(tokens)] = tokens
-        mask[b, : len(tokens)] = 1
-        first = max(row.start, 1)  # the first token of all has nothing to predict it
-        targets[b, first - 1 : len(tokens) - 1] = tokens[first:]
+    padded = [list(row.ids) + [pad_token] * (width - len(row.ids)) for row in rows]
+    ids = torch.tensor(padded or [[pad_token]])
+    lengths = torch.tensor([[len(row.ids)] for row in rows] or [[1]])
+    # the first token of all has nothing to predict it
+    starts = torch.tensor([[max(row.start, 1)] for row in rows] or [[1]])
+    place = torch.arange(width)
+    mask = (place < lengths).long()
+    scored = (place >= starts - 1) & (place < lengths - 1)
+    targets = torch.where(scored, ids.roll(-1, 1), -100)
     advantages = torch.tensor([row.advantage for row in rows] or [0.0])
     is_demo = torch.tensor([row.is_demo for row in rows] or [False])
     bounds = None
