@@ -29,13 +29,15 @@ test: setup  ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu:  ## the tests that need a GPU, with the python at hand
-	$(PYTHON) -m pytest -m gpu tests
+	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py
 
-bench: setup  ## kernels against peers on the CPU
-	$(BIN)/python -m pytest bench -m "not gpu" --benchmark-disable-gc
+bench: setup  ## kernels against peers on the CPU; writes bench/results/ and the README's table
+	$(BIN)/python -m pytest bench -m "not gpu"
+	$(BIN)/python -m bench.table
 
 bench-gpu:  ## kernels against peers on the GPU at hand; writes bench/results/
 	$(PYTHON) -m pytest bench -m gpu
+	$(PYTHON) -m bench.table
 
 study: setup  ## every method on the demo's task, three seeds (about half an hour); docs/methods.md
 	$(BIN)/python -m gac.study
