@@ -117,7 +117,8 @@ class Gradients:
                 run([r for r in live if r.is_demo == demo], Mix(float(demo)), spec=plain)
                 parts.take()
             bias = parts.bias_gram(count)
-        if self.method.tracking:
+        # a broken gradient would stay in the averages for ever; the step is skipped instead
+        if self.method.tracking and parts.gram().isfinite().all():
             parts.average_into(self.tracked, self.method.track(step))
         return run.measured()._replace(parts=parts, bias_gram=bias)
 

@@ -115,6 +115,8 @@ class _Again:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         found = self.trainer.gradients(rows, self.mix, self.norms, kl=self.kl, old_logps=self.old)
+        if found.parts:
+            found.parts.combine_pair(self.mix.pair, self.mix)
         params = [p for p in self.trainer.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         self.trainer.optimizer.zero_grad(set_to_none=True)

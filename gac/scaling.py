@@ -76,7 +76,7 @@ def peak(shape: Shape, shards: int, reference: bool = True) -> float:
 
 
 def rollout_peak(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
-    """Bytes while a rank samples with all weights gathered; tokens: of all its rows, with prompts."""
+    """Bytes while a rank samples with all weights gathered; tokens: of all its rows."""
     cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
     return states(shape, shards, reference) + COMPUTE * shape.total + cache
 

@@ -245,10 +245,13 @@ class Trainer:
         found = self.gradients(rows, mix, scaled, kl=kl, old_logps=old, step=step)
         losses = self._mean_losses(found)
         gram = found.parts.gram() if found.parts else None
+        whole = gram is None or bool(gram.isfinite().all())
         if found.parts and gram is not None:
-            self.state, weights = self.method.solve(self.state, gram, mix, self.seen)
+            weights = None
+            if whole:
+                self.state, weights = self.method.solve(self.state, gram, mix, self.seen)
             mix = found.parts.combine_pair(weights, mix)
-        norm, fault = self._update(losses)
+        norm, fault = self._update(losses, 0.0 if whole else math.nan)
         if fault:
             self._keep(replay.Bad(
                 step, fault, draw + 1, rows, mix, scaled, kl, old, norm, losses
@@ -282,13 +285,15 @@ class Trainer:
         rollout, demo = self.accelerator.reduce(losses, "mean").tolist()
         return rollout, demo
 
-    def _update(self, losses: tuple[float, float]) -> tuple[float, str | None]:
-        """Clip, step, clear. Returns the gradient norm, and why the step was skipped if it was."""
+    def _update(self, losses: tuple[float, float], norm: float = 0.0) -> tuple[float, str | None]:
+        """Clip, step, clear. Returns the gradient norm, and why the step was skipped if it was.
+
+        norm: stands for the gradient's where no parameter has one.
+        """
         config = self.config.optim
         set_learning_rate(self.optimizer, learning_rate(config, self.step, self.feed.steps))
         distributed.reshard(self.model)  # gathered parameters are other objects, without gradient
         params = [p for p in trainable(self.model) if p.grad is not None]
-        norm = 0.0
         if params:
             clip = config.clip or float("inf")
             norm = distributed.full(torch.nn.utils.clip_grad_norm_(params, clip))

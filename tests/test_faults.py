@@ -95,6 +95,21 @@ def test_run_goes_on_after_broken_steps(task, tmp_path):
     assert len(list((out / "replay").iterdir())) == 2
 
 
+@pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
+def test_no_state_keeps_a_broken_step(task, tmp_path, method):
+    """Inner products, moving averages of gradients, losses of the step before."""
+    out = train(faulty(task, tmp_path, "overflowing", method={"name": method}))
+    rows = metrics(out)
+    assert rows[-1]["skipped"] == 2 and len(rows) == 8
+    broken = {r["step"] for a, r in zip([{"skipped": 0}, *rows], rows, strict=False)
+              if r["skipped"] > a["skipped"]}  # fmt: skip
+    for row in rows:
+        finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
+        assert finite == (row["step"] not in broken)
+    step = min((out / "replay").iterdir())
+    assert replay(step)["culprits"]
+
+
 def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
     config = faulty(task, tmp_path, "always", guards={"patience": 3, "keep": 2})
     trainer = Trainer(config)
