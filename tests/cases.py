@@ -138,6 +138,23 @@ def available(name: str, dtype: torch.dtype = torch.float32) -> str:
     return name
 
 
+def by_rows(batch: Batch, rows: int) -> Tensor:
+    """The same-dtype reference's gradient of hidden, its last GEMM taken `rows` at a time: a BLAS
+    may sum products of few rows in another, less accurate order."""
+    logits = batch.logits()
+    out = reference.fused_gac_loss(
+        logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords
+    )
+    (grad,) = torch.autograd.grad(out.loss * 4, logits)
+    parts = [part @ batch.weight.detach() for part in grad.flatten(0, -2).split(rows)]
+    return torch.cat(parts).view_as(batch.hidden)
+
+
+def worse(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
+    """Of two results the one with the larger error."""
+    return max(a, b, key=lambda x: (x.double() - truth).abs().max().item())
+
+
 def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
     """|ours - truth| <= 2 |same dtype's reference - truth| + 8 float32 ulp of the largest truth.
 

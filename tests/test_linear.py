@@ -20,14 +20,15 @@ from gac_kernels import (
 
 from .cases import (
     BY_NAME,
-    Batch,
     Case,
     available,
     build,
+    by_rows,
     check,
     check_grads,
     check_outputs,
     each_case,
+    worse,
 )
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
@@ -63,23 +64,6 @@ def run(call, batch, **keywords):
         bias=batch.bias, **batch.keywords, **keywords,
     )  # fmt: skip
     return out, torch.autograd.grad(out.loss * 4, leaves)
-
-
-def by_rows(batch: Batch, rows: int) -> torch.Tensor:
-    """The same-dtype reference's gradient of hidden, its last GEMM taken `rows` at a time: a BLAS
-    may sum products of few rows in another, less accurate order."""
-    logits = batch.logits()
-    out = reference.fused_gac_loss(
-        logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords
-    )
-    (grad,) = torch.autograd.grad(out.loss * 4, logits)
-    parts = [part @ batch.weight.detach() for part in grad.flatten(0, -2).split(rows)]
-    return torch.cat(parts).view_as(batch.hidden)
-
-
-def worse(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Of two results the one with the larger error."""
-    return max(a, b, key=lambda x: (x.double() - truth).abs().max().item())
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
