@@ -1,4 +1,4 @@
-"""The floor plan, held by a test: imports flow one way, files stay small, nothing personal is in."""
+"""The floor plan: imports flow one way, files stay small, no path of a machine is in."""
 
 from __future__ import annotations
 
