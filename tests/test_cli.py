@@ -127,7 +127,9 @@ def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
     # a pipe as the configuration: the command waits in it, where a real SIGINT reaches it
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    code = "import sys; from gac.cli import main; import gac.train_config\n"
+    code = "import signal, sys; from gac.cli import main; import gac.train_config\n"
+    # a shell starts its background jobs, and so their children, with this signal ignored
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(
         [sys.executable, "-c", code, "train", str(pipe)],
