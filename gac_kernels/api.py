@@ -47,7 +47,8 @@ def fused_gac_loss(
         rollout_norm, demo_norm: global count that divides the term; None = this batch's own.
         moments: False skips the statistics.
         overwrite: the gradient may take the logits' own storage; they are gone after the call.
-            No effect under torch.compile, which plans its own memory.
+            No effect on rows that share memory (an expanded tensor has no room for their
+            gradients), nor under torch.compile, which plans its own memory.
         backend: "auto", "reference", "triton" or "native".
 
     Raises TypeError or ValueError naming the argument, RuntimeError for a backend that cannot run.
@@ -80,9 +81,19 @@ def fused_gac_loss(
     rows = logits if logits.dim() == 3 else logits[None]
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
-        out = rows.detach() if overwrite else torch.empty_like(rows)
+        out = rows.detach() if overwrite and _apart(rows) else torch.empty_like(rows)
     flat = FusedLoss.apply(rows, tokens, spec, chosen, moments, out)
     return loss_output(flat, targets.shape)
+
+
+def _apart(x: Tensor) -> bool:
+    """Whether no two elements of `x` share their memory, as those of an expanded tensor do."""
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += stride * (size - 1)
+    return True
 
 
 def token_logprobs(

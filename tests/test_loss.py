@@ -80,6 +80,22 @@ def test_overwrite_takes_the_logits_storage(name: str, backend: str) -> None:
 
 
 @each_backend
+def test_overwrite_leaves_rows_that_share_memory(backend: str) -> None:
+    """An expanded tensor has one row of storage for the gradients of all of its rows."""
+    available(backend)
+    batch = build(BY_NAME["clip"])
+    row = batch.logits().detach()[:, :1].requires_grad_()
+
+    def grad(overwrite: bool) -> torch.Tensor:
+        rows = (row * 1).expand(*batch.targets.shape, -1)
+        args = rows, batch.targets, batch.advantages, batch.is_demo
+        out = fused_gac_loss(*args, **batch.keywords, backend=backend, overwrite=overwrite)
+        return torch.autograd.grad(out.loss, row)[0]
+
+    assert torch.equal(grad(True), grad(False))
+
+
+@each_backend
 def test_strided_rows(backend: str) -> None:
     """logits[:, :-1] of a longer buffer, the usual shift, whose other cells are nan."""
     available(backend)
