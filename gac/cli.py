@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_train(commands: argparse._SubParsersAction) -> None:
     train = commands.add_parser(
         "train",
+        usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
         help="train a model as a configuration file says",
         description="Train, writing everything to the run directory `out`. A run that was "
         "interrupted goes on from its last checkpoint when the command is given again.",
@@ -100,6 +101,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     evaluate = commands.add_parser(
         "eval",
+        usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
         description="Generate, score by the reward, print the accuracies as one JSON object.",
     )

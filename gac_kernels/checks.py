@@ -150,6 +150,8 @@ def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> N
 
 
 def temperature(value: float) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"temperature={value!r}: use a number")
     if not 0 < value < math.inf:
         raise ValueError(f"temperature={value!r}: use a finite number > 0")
 

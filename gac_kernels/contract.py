@@ -26,6 +26,17 @@ class DemoWeight(enum.Enum):
 
 REDUCTIONS = ("sequence", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+# The numbers of LossSpec, and whether each may be None.
+_NUMBERS = {
+    "clip_low": True,
+    "clip_high": True,
+    "dual_clip": True,
+    "kl_coef": False,
+    "entropy_coef": False,
+    "demo_shape": False,
+    "max_tokens": True,
+    "temperature": False,
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,10 @@ class LossSpec:
             except ValueError:
                 names = ", ".join(w.value for w in DemoWeight)
                 raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
+        for name in _NUMBERS:
+            value, optional = getattr(self, name), _NUMBERS[name]
+            if not isinstance(value, (int, float)) and not (optional and value is None):
+                raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
         for name in ("rollout_reduction", "demo_reduction"):
             _choice(name, getattr(self, name), REDUCTIONS)
         _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
@@ -80,9 +95,10 @@ class LossSpec:
             raise ValueError(f"temperature={self.temperature!r}: use a finite number > 0")
         if not 0 < self.demo_shape < math.inf:
             raise ValueError(f"demo_shape={self.demo_shape!r}: use a finite number > 0")
-        if "constant" in (self.rollout_reduction, self.demo_reduction) and not (
-            self.max_tokens is not None and 0 < self.max_tokens < math.inf
-        ):
+        constant = "constant" in (self.rollout_reduction, self.demo_reduction)
+        if self.max_tokens is None and not constant:
+            return
+        if self.max_tokens is None or not 0 < self.max_tokens < math.inf:
             raise ValueError(
                 f"max_tokens={self.max_tokens!r}: a 'constant' reduction needs a number > 0"
             )

@@ -113,6 +113,15 @@ def test_wrong_usage_exits_with_two(capsys):
         assert "usage: gac" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_usage_shows_an_order_that_works(capsys, command):
+    """CONFIG.yaml after --set would be read as one more KEY=VALUE."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    usage = capsys.readouterr().out.splitlines()[0]
+    assert usage.index("CONFIG.yaml") < usage.index("--set")
+
+
 def test_set_takes_one_or_several_and_may_be_repeated(tmp_path):
     options = cli.make_parser().parse_args(
         ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]

@@ -149,6 +149,7 @@ SPECS = {
     "kl_coef": math.inf,
     "entropy_coef": math.nan,
     "demo_shape": 0.0,
+    "max_tokens": -1,
     "temperature": 0.0,
 }
 
@@ -157,6 +158,12 @@ SPECS = {
 def test_impossible_specification(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}={SPECS[name]!r}"):
         LossSpec(**{name: SPECS[name]})
+
+
+@pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
+def test_a_word_is_no_number(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}='0.5': use a number"):
+        LossSpec(**{name: "0.5"})
 
 
 @pytest.mark.parametrize("value", [None, 0, math.inf])
@@ -176,6 +183,11 @@ def test_temperature(form: str, value: float) -> None:
             linear_token_logprobs(
                 torch.zeros(2, 3, H), torch.zeros(V, H), targets, temperature=value
             )
+
+
+def test_a_temperature_is_a_number() -> None:
+    with pytest.raises(TypeError, match="temperature=None: use a number"):
+        token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=None)
 
 
 def test_a_backend_that_cannot_run_says_why() -> None:
