@@ -83,8 +83,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
         help="train a model as a configuration file says",
-        description="Train, writing everything to the run directory `out`. A run that was "
-        "interrupted goes on from its last checkpoint when the command is given again.",
+        description="Train, writing everything to the run directory `out`, in the end a report. A "
+        "run that was interrupted goes on from its last checkpoint when the command is given "
+        "again.",
     )
     train.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see the keys below")
     _add_set(train)
@@ -184,10 +185,13 @@ def _train(options: argparse.Namespace) -> int:
         trainer = Trainer(config, options.resume)
     except ValueError as error:  # what set-up refuses is the configuration's fault
         raise ConfigError(str(error)) from error
-    run = trainer.run()
+    run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
     distributed.leave()
-    print(f"The run: {run}\nNext: gac report {run}")
+    if main_process:
+        from gac.report import write_report
+
+        print(f"The run: {run}\nThe report: {write_report([run], run)}")
     return OK
 
 

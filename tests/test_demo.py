@@ -61,7 +61,9 @@ def test_whole_path_and_nothing_twice(tmp_path, small, capsys, monkeypatch):
     assert run.run_demo(tmp_path, **small) == 0
     printed = capsys.readouterr().out
     assert "report.html" in printed and "gac" in printed and "base model, seed 0" in printed
-    assert (tmp_path / "report.html").stat().st_size > 100_000
+    for folder in (tmp_path, tmp_path / "gac-0"):  # all runs together, and a run by itself
+        assert (folder / "report.html").stat().st_size > 100_000
+        assert list((folder / "plots").glob("*.png"))
 
     def refuse(*args, **keywords):
         raise AssertionError("a finished stage was started again")
