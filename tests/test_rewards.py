@@ -28,7 +28,7 @@ def score(reward, completion, answer="7", **extra):
     return value
 
 
-# Rewards that the tests below name as "test_rewards:..."; pytest imports this file by that name.
+# Rewards that the tests below name as "tests.test_rewards:..."; pytest imports this file by that name.
 
 
 def length(completion, example, scale=1.0):
@@ -226,7 +226,7 @@ def test_sum_adds_weighted_terms():
         "sum": [
             {"reward": "math", "weight": 0.9},
             {"reward": {"name": "format", "pattern": ".*!"}, "weight": -0.5},
-            {"reward": {"name": "test_rewards:length", "scale": 10}, "weight": 0.01},
+            {"reward": {"name": "tests.test_rewards:length", "scale": 10}, "weight": 0.01},
             {"reward": {"sum": [{"reward": "exact"}]}},
         ]
     }
@@ -238,33 +238,33 @@ def test_sum_adds_weighted_terms():
 
 
 def test_callables_by_row_by_batch_and_as_a_class():
-    assert score(build_reward("test_rewards:length"), "abc") == 3.0
-    batch = build_reward({"name": "test_rewards:batch_length", "batch": True})
+    assert score(build_reward("tests.test_rewards:length"), "abc") == 3.0
+    batch = build_reward({"name": "tests.test_rewards:batch_length", "batch": True})
     assert batch(["a", "bb"], [example()] * 2) == [1.0, 2.0]
     assert batch([], []) == []
-    assert score(build_reward({"name": "test_rewards:Doubled", "factor": 3}), "ab") == 6.0
-    assert isinstance(build_reward("test_rewards:Doubled"), Reward)
+    assert score(build_reward({"name": "tests.test_rewards:Doubled", "factor": 3}), "ab") == 6.0
+    assert isinstance(build_reward("tests.test_rewards:Doubled"), Reward)
 
 
 def test_numbers_of_other_kinds_become_floats():
-    value = score(build_reward("test_rewards:weird"), "numpy")
+    value = score(build_reward("tests.test_rewards:weird"), "numpy")
     assert value == 2.0 and type(value) is float
 
 
 # --- rows that cannot be scored -------------------------------------------------------------------
 
 UNSCORABLE = {
-    "raises": ("test_rewards:length", "boom", "KeyError: 'no such key'"),
+    "raises": ("tests.test_rewards:length", "boom", "KeyError: 'no such key'"),
     "raises in a batch": (
-        {"name": "test_rewards:batch_length", "batch": True},
+        {"name": "tests.test_rewards:batch_length", "batch": True},
         "boom",
         "KeyError: 'no such key'",
     ),
-    "nan": ("test_rewards:weird", "nan", "expected a finite number, got nan"),
-    "infinite": ("test_rewards:weird", "inf", "expected a finite number, got -inf"),
-    "no number": ("test_rewards:weird", "none", "expected a number, got NoneType None"),
-    "text": ("test_rewards:weird", "text", "expected a number, got str '1'"),
-    "in a sum": ({"sum": [{"reward": "test_rewards:weird"}]}, "nan", "finite number, got nan"),
+    "nan": ("tests.test_rewards:weird", "nan", "expected a finite number, got nan"),
+    "infinite": ("tests.test_rewards:weird", "inf", "expected a finite number, got -inf"),
+    "no number": ("tests.test_rewards:weird", "none", "expected a number, got NoneType None"),
+    "text": ("tests.test_rewards:weird", "text", "expected a number, got str '1'"),
+    "in a sum": ({"sum": [{"reward": "tests.test_rewards:weird"}]}, "nan", "finite number, got nan"),
 }
 
 
@@ -278,7 +278,7 @@ def test_a_row_without_a_score_stops_with_its_name_and_text(case):
 
 @pytest.mark.parametrize(
     "spec",
-    ["test_rewards:length", {"name": "test_rewards:batch_length", "batch": True}],
+    ["tests.test_rewards:length", {"name": "tests.test_rewards:batch_length", "batch": True}],
     ids=["row by row", "batch"],
 )
 def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
@@ -294,7 +294,7 @@ def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
 
 
 def test_a_batch_function_must_return_one_number_per_row():
-    reward = build_reward({"name": "test_rewards:short_batch", "batch": True}, on_error="drop")
+    reward = build_reward({"name": "tests.test_rewards:short_batch", "batch": True}, on_error="drop")
     with pytest.raises(ValueError, match="returned 1 numbers for 3 rows"):
         reward(["a", "b", "c"], [example()] * 3)
 
@@ -321,8 +321,8 @@ BAD_SPECS = {
     ),
     "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
     "a module that is not there": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
-    "a name that is not there": ("test_rewards:nothing", "test_rewards has no 'nothing'"),
-    "not callable": ("test_rewards:HANGS", "HANGS is not callable"),
+    "a name that is not there": ("tests.test_rewards:nothing", "test_rewards has no 'nothing'"),
+    "not callable": ("tests.test_rewards:HANGS", "HANGS is not callable"),
     "a broken pattern": ({"name": "format", "pattern": "("}, "is no regular expression"),
     "a pattern without group": ({"name": "math", "answer_pattern": "x"}, "needs one group"),
 }
