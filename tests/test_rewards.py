@@ -28,7 +28,7 @@ def score(reward, completion, answer="7", **extra):
     return value
 
 
-# Rewards that the tests below name as "tests.test_rewards:..."; pytest imports this file by that name.
+# Rewards that the tests below name as "tests.test_rewards:...", as pytest imports this file.
 
 
 def length(completion, example, scale=1.0):
@@ -264,7 +264,7 @@ UNSCORABLE = {
     "infinite": ("tests.test_rewards:weird", "inf", "expected a finite number, got -inf"),
     "no number": ("tests.test_rewards:weird", "none", "expected a number, got NoneType None"),
     "text": ("tests.test_rewards:weird", "text", "expected a number, got str '1'"),
-    "in a sum": ({"sum": [{"reward": "tests.test_rewards:weird"}]}, "nan", "finite number, got nan"),
+    "in a sum": ({"sum": [{"reward": "tests.test_rewards:weird"}]}, "nan", "number, got nan"),
 }
 
 
@@ -294,7 +294,8 @@ def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
 
 
 def test_a_batch_function_must_return_one_number_per_row():
-    reward = build_reward({"name": "tests.test_rewards:short_batch", "batch": True}, on_error="drop")
+    spec = {"name": "tests.test_rewards:short_batch", "batch": True}
+    reward = build_reward(spec, on_error="drop")
     with pytest.raises(ValueError, match="returned 1 numbers for 3 rows"):
         reward(["a", "b", "c"], [example()] * 3)
 
