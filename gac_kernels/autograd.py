@@ -176,7 +176,7 @@ def _scaled(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
     """The saved gradients times the upstream one (0-d), in their own storage."""
     grads = ctx.saved_tensors
     factor = d_loss if ctx.unit is None else d_loss * ctx.unit
-    if factor.device.type != "cpu" or factor != 1:
+    if factor.device.type != "cpu" or factor.item() != 1:
         for grad in grads:
             if grad is not None:
                 ctx.backend.scale_(grad, factor)

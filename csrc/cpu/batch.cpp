@@ -10,6 +10,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "column.h"
 
@@ -145,13 +146,15 @@ double phi(float logp) {
 
 // TokenMoments.rollouts: means first, then sums about them.
 void centred_sums(const Batch& b, double* out) {
+  std::vector<double> phis(b.offsets[b.sequences]);
   for (int k = 0; k < 7; ++k) out[k] = 0;
   for (int64_t s = 0; s < b.sequences; ++s) {
     const double w = b.share(s);
     out[0] += b.rollout(s);
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
       if (!b.live[i]) continue;
-      out[1] += w * phi(b.logps[i]);
+      phis[i] = phi(b.logps[i]);
+      out[1] += w * phis[i];
       out[2] += w * b.advantages[i];
     }
   }
@@ -161,7 +164,7 @@ void centred_sums(const Batch& b, double* out) {
     double mean = 0;
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
       if (!b.live[i]) continue;
-      const double ds = phi(b.logps[i]) - mean_s, dr = b.advantages[i] - mean_r;
+      const double ds = phis[i] - mean_s, dr = b.advantages[i] - mean_r;
       out[3] += w * ds * ds;
       out[4] += w * dr * dr;
       out[5] += w * ds * dr;

@@ -11,6 +11,8 @@ namespace gac::GAC_ISA {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, a quarter of the L1
+constexpr int64_t kRun = 512;     // logits whose sums are in float32: their rounding shows in 1e-7
+constexpr int64_t kAhead = 3072;  // logits from reading one to fetching another into the L1
 constexpr int kUnroll = 2;        // with 16 registers, more would spill
 constexpr int kMaxima = 4;        // independent chains: one maximum takes two cycles
 constexpr int64_t kStep = kUnroll * kLanes;
@@ -23,17 +25,26 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t bases_size(int64_t width) { return (blocks(width) + 15) / 16 * 16; }
 int64_t scratch_size(int64_t width) { return bases_size(width) + width; }
 
-// Subtracting first is exact near the base, however large the logits are. A -inf logit gets the
-// power 0, not nan.
-inline Floats exponent(Floats x, Floats base, Floats slope) {
-  return max(splat(-127.0f), (x - base) * slope);
+// Exact near the base, however large the logits are. `least` is the power 0: -inf gets it, not nan.
+inline Floats distance(Floats x, Floats base, Floats least) { return max(least, x - base); }
+inline Floats least_distance(float slope) {
+  const float d = -127 / slope;
+  return splat(d > -FLT_MAX ? d : -FLT_MAX);
 }
 
-double add_lanes(const Floats (&parts)[kUnroll]) {
-  float lanes[kStep];
-  std::memcpy(lanes, parts, sizeof(lanes));
+// By halves: one chain over the lanes takes as long as a tenth of the block's exponentials.
+float largest_lane(Floats v) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof(lanes));
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i)
+      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+double add_lanes(const Doubles& v) {
   double total = 0;
-  for (float lane : lanes) total += lane;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
   return total;
 }
 
@@ -45,73 +56,105 @@ float largest(const In* row, int64_t count) {
   for (; i + kMaxima * kLanes <= count; i += kMaxima * kLanes)
     for (int u = 0; u < kMaxima; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
   for (; i < count; i += kLanes) top[0] = max(load_some(row + i, count - i), top[0]);
-  float lanes[kMaxima * kLanes], result = -FLT_MAX;
-  std::memcpy(lanes, top, sizeof(lanes));
-  for (float lane : lanes) result = lane > result ? lane : result;
-  return result;
+  return largest_lane(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
-// Adds one block to `all`, whose base is set, and fetches the block that follows into the L1.
+// Of the blocks so far, lane by lane: sums of 2^(d slope) and of d 2^(d slope), d = x - base.
+struct Running {
+  float base = -FLT_MAX;
+  Doubles sum = {}, dot = {};
+
+  void raise(float to, float slope) {
+    const double shift = double(base) - to, factor = std::exp(shift * slope * kLn2);
+    dot = (dot + sum * shift) * factor;
+    sum *= factor;
+    base = to;
+  }
+};
+
+// Adds a run to `all`, whose base is set, and fetches a later one into the L1.
 // `powers` may be the row itself: a logit is read before its power is written.
 template <bool kKeep, class In>
-void accumulate(const In* row, int64_t count, float slope, float* powers, RowSums& all) {
-  const Floats slopes = splat(slope), base = splat(all.base);
-  Floats sums[kUnroll] = {}, dots[kUnroll] = {};
-  const auto add = [&](int u, Floats x) __attribute__((always_inline)) {
-    const Floats t = exponent(x, base, slopes);
-    const Floats power = exp2(t);
-    sums[u] += power;
-    dots[u] += power * t;
-    return power;
+void accumulate(const In* row, int64_t count, float slope, float* powers, Running& all) {
+  const Floats slopes = splat(slope), base = splat(all.base), least_d = least_distance(slope);
+  Floats sum = {}, dot = {}, d[kUnroll];
+  Exponent t[kUnroll];
+  const auto start = [&](int u, Floats x) __attribute__((always_inline)) {
+    d[u] = distance(x, base, least_d);
+    t[u] = exponent(d[u], slopes);
+  };
+  const auto add = [&](Floats power, Floats distance) __attribute__((always_inline)) {
+    sum += power;
+    dot += power * distance;
+  };
+  // The next vectors start before those of this step are summed: on its own the processor does not
+  // look that far ahead.
+  const auto step = [&](int64_t i, bool last) __attribute__((always_inline)) {
+    Floats power[kUnroll], distance[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) {
+      power[u] = exp2(t[u]);
+      distance[u] = d[u];
+    }
+    if (!last)
+      for (int u = 0; u < kUnroll; ++u) start(u, load(row + i + kStep + u * kLanes));
+    for (int u = 0; u < kUnroll; ++u) {
+      add(power[u], distance[u]);
+      if constexpr (kKeep) store(powers + i + u * kLanes, power[u]);
+    }
   };
   int64_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    for (int64_t byte = 0; byte < int64_t(kStep * sizeof(In)); byte += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(row + i + kBlock) + byte);
-    for (int u = 0; u < kUnroll; ++u) {
-      const Floats power = add(u, load(row + i + u * kLanes));
-      if constexpr (kKeep) store(powers + i + u * kLanes, power);
+  if (count >= kStep) {
+    for (int u = 0; u < kUnroll; ++u) start(u, load(row + u * kLanes));
+    for (const int64_t last = count - 2 * kStep; i <= last; i += kStep) {
+      for (int64_t byte = 0; byte < int64_t(kStep * sizeof(In)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(row + i + kAhead) + byte);
+      step(i, false);
     }
+    step(i, true);
+    i += kStep;
   }
   for (; i < count; i += kLanes) {
-    const Floats power = add(0, load_some(row + i, count - i));
+    start(0, load_some(row + i, count - i));
+    const Floats power = exp2(t[0]);
+    add(power, d[0]);
     if constexpr (kKeep) store_some(powers + i, power, least(count - i, kLanes));
   }
-  all.sum += add_lanes(sums);
-  all.dot += add_lanes(dots);
+  all.sum += __builtin_convertvector(sum, Doubles);
+  all.dot += __builtin_convertvector(dot, Doubles);
 }
 
 template <bool kKeep, class In>
 RowSums sums(const In* row, int64_t width, float slope, float* bases, float* powers) {
-  RowSums all{-FLT_MAX, 0, 0};
+  Running all;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
-    const int64_t count = least(kBlock, width - begin);
-    const float top = largest(row + begin, count);
-    if (top > all.base) {  // what was summed so far is told from the new base
-      const double shift = (double(all.base) - top) * slope, factor = std::exp(shift * kLn2);
-      all.dot = (all.dot + all.sum * shift) * factor;
-      all.sum *= factor;
-      all.base = top;
-    }
+    const int64_t end = least(begin + kBlock, width);
+    const float top = largest(row + begin, end - begin);
+    if (top > all.base) all.raise(top, slope);
     if constexpr (kKeep) bases[begin / kBlock] = all.base;
-    accumulate<kKeep>(row + begin, count, slope, powers + begin, all);
+    for (int64_t i = begin; i < end; i += kRun)
+      accumulate<kKeep>(row + i, least(kRun, end - i), slope, powers + i, all);
   }
-  // A nan logit is sure to be seen in `dot` only; a row of -inf has no distribution either.
-  if (all.dot != all.dot || all.sum == 0) all.sum = NAN;
-  return all;
+  RowSums result{all.base, add_lanes(all.sum), add_lanes(all.dot) * slope};
+  // A nan logit is in both sums; a row of -inf has no distribution either.
+  if (result.sum != result.sum || result.sum == 0) result.sum = NAN;
+  return result;
 }
 
 template <bool kEntropy, bool kStream, class In, class Out>
 void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums& sums,
               RowGradient g, const float* bases, const float* powers) {
-  const Floats slopes = splat(slope), base = splat(sums.base);
+  const Floats slopes = splat(slope), base = splat(sums.base), least_d = least_distance(slope);
+  float of = sums.base;
+  double factor = 1;  // from the base `of` to that of the whole row
   for (int64_t begin = 0; begin < width; begin += kBlock) {
-    const double shift = (double(bases[begin / kBlock]) - sums.base) * slope;
-    const double factor = std::exp(shift * kLn2);
+    if (bases[begin / kBlock] != of) {
+      of = bases[begin / kBlock];
+      factor = std::exp((double(of) - sums.base) * slope * kLn2);
+    }
     const Floats constant = splat(g.constant * factor), linear = splat(g.linear * factor);
     const auto value = [&](Floats x, Floats power) __attribute__((always_inline)) {
       Floats weight = constant;
-      if constexpr (kEntropy) weight += linear * exponent(x, base, slopes);
+      if constexpr (kEntropy) weight += linear * (distance(x, base, least_d) * slopes);
       return weight * power;
     };
     const auto whole = [&](int64_t i) __attribute__((always_inline)) {

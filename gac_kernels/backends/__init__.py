@@ -27,6 +27,7 @@ A row kernel never uses atomics and sums in a fixed order, so results repeat bit
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -37,6 +38,7 @@ NAMES = ("reference", "triton", "native")
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 
+@functools.cache
 def load(name: str) -> ModuleType:
     """The module of a backend, imported on first use."""
     if name not in NAMES:

@@ -145,7 +145,7 @@ def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None)
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     if tensor.is_cuda:
         cuda.scale_(tensor, factor)
-    elif factor != 1:
+    elif factor.item() != 1:
         tensor.mul_(factor)
 
 
