@@ -19,7 +19,8 @@ SOURCES = ["csrc/ops.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("backend", "bat
 ROWS = {
     "default": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # gcc 12 warns in its header
+    # gcc 12 warns in its own header
+    "avx512": ["-mavx512f", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
 }
 # -ffast-math is absent on purpose: at link time it would set flush-to-zero for the whole process.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]

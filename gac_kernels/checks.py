@@ -170,7 +170,7 @@ def values(targets: Tensor, vocabulary: int, cu_seqlens: Tensor | None = None) -
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
     if targets.numel() and (targets.device.type == "cpu" or checked):
         low, high = (x.item() for x in targets.aminmax())
-        if 0 <= low and high < vocabulary:  # one pass where every token has a loss
+        if low >= 0 and high < vocabulary:  # one pass where every token has a loss
             return
         bad = ((targets < 0) | (targets >= vocabulary)) & (targets != IGNORE)
         if bad.any():

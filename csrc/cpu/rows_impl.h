@@ -14,7 +14,7 @@ constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, 
 constexpr int64_t kRun = 512;     // logits whose sums are in float32: their rounding shows in 1e-7
 constexpr int64_t kAhead = 3072;  // logits from reading one to fetching another into the L1
 constexpr int kUnroll = 2;        // with 16 registers, more would spill
-constexpr int kMaxima = 4;        // independent chains: one maximum takes two cycles
+constexpr int kMaxima = 4;        // independent chains: a maximum may take four cycles
 constexpr int64_t kStep = kUnroll * kLanes;
 constexpr double kLn2 = 0.693147180559945309417;
 
