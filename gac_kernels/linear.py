@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .contract import IGNORE, LossSpec
+from .lanes import Lane
 from .reference import arithmetic
 from .tokens import Tokens, TokenTerms, dead
 
-# Bytes of one chunk's logits. Every chunk reads and writes the [V, H] weight gradient once
-# more, so chunks are as large as the memory target allows: 1 GiB in all on a GPU.
+# Bytes of the logits of the chunks in flight. Every chunk reads and writes the [V, H] weight
+# gradient once more, so they are as large as the memory target allows: 1 GiB in all on a GPU.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 960 << 20}
 ALIGN = 128  # rows of a GEMM tile
 
@@ -41,6 +42,15 @@ class Gradients(NamedTuple):
     bias: Tensor | None  # [V]
 
 
+class Chunk(NamedTuple):
+    """M tokens between their GEMMs."""
+
+    index: Tensor  # int64 [M]
+    rows: Tensor  # [M, H], a GEMM operand
+    logits: Tensor  # [M, V]
+    inputs: Any  # per token, for the row kernel
+
+
 class Head:
     """weight [V, H] and bias [V] as GEMM operands, and the buffers that all chunks share.
 
@@ -55,10 +65,11 @@ class Head:
         self.product = operand_dtype(weight.device, compute)
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(compute).to(self.exact)
+        self.lane = Lane(weight.device)
         budget = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        rows = budget // (self.exact.itemsize * weight.shape[0])
+        rows = budget // (self.exact.itemsize * weight.shape[0] * self.lane.depth)
         self.rows = max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
-        self._logits: Tensor | None = None
+        self._logits: list[Tensor | None] = [None] * self.lane.depth
 
     @property
     def rounds(self) -> bool:
@@ -76,11 +87,13 @@ class Head:
                         start + (stop - start) * (i + 1) // count)  # fmt: skip
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[M, H] -> [M, V] in float32 or better, in a buffer that the next call overwrites."""
+        """[M, H] -> [M, V] in float32 or better, in a buffer for as many calls as chunks fly."""
         size = (len(rows), self.weight.shape[0])
-        if self._logits is None or len(self._logits) < len(rows):
-            self._logits = torch.empty(size, dtype=self.exact, device=rows.device)
-        out = self._logits[: len(rows)]
+        buffer = self._logits.pop(0)
+        if buffer is None or len(buffer) < len(rows):
+            buffer = torch.empty(size, dtype=self.exact, device=rows.device)
+        self._logits.append(buffer)
+        out = buffer[: len(rows)]
         multiply(rows, self.weight.T, out)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -183,17 +196,25 @@ def fused_loss(
         len(TokenTerms._fields), len(hidden), dtype=head.exact, device=hidden.device
     )
     sums = Accumulator(head, hidden, needs)
-    for start, stop, learning in ((0, gradient, True), (gradient, alive, False)):
-        for span in head.spans(start, stop):
-            index = order[span]
-            chunk = tokens.select(index)
-            rows = gather(hidden, index, chunk.live, head)
-            logits = head.logits(rows)
-            out = head.gradient_buffer(logits) if learning else None
-            terms = backend.row_loss(logits[None], chunk, spec, None if out is None else out[None])
-            found.index_copy_(1, index, torch.stack(terms))
-            if out is not None:
-                sums.add(out, rows, index)
+
+    def multiply(span: slice) -> Chunk:
+        index = order[span]
+        chunk = tokens.select(index)
+        rows = gather(hidden, index, chunk.live, head)
+        return Chunk(index, rows, head.logits(rows), chunk)
+
+    def forward(chunk: Chunk, out: Tensor | None = None) -> None:
+        terms = backend.row_loss(chunk.logits[None], chunk.inputs, spec, out)
+        found.index_copy_(1, chunk.index, torch.stack(terms))
+
+    def learn(chunk: Chunk) -> None:
+        forward(chunk, head.gradient_buffer(chunk.logits)[None])
+
+    def add(chunk: Chunk) -> None:
+        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.index)
+
+    head.lane.each(head.spans(0, gradient), multiply, learn, add)
+    head.lane.each(head.spans(gradient, alive), multiply, forward)
     return TokenTerms(*found), sums.finish()
 
 
@@ -212,11 +233,17 @@ def token_stats(
     live = targets != IGNORE
     order, _, alive = split(live, torch.zeros_like(live))
     found = torch.zeros(3, len(hidden), dtype=head.exact, device=hidden.device)
-    for span in head.spans(0, alive):
+
+    def multiply(span: slice) -> Chunk:
         index = order[span]
-        logits = head.logits(gather(hidden, index, live[index], head))
-        stats = backend.row_stats(logits[None], targets[index], temperature)
-        found.index_copy_(1, index, torch.stack(stats))
+        rows = gather(hidden, index, live[index], head)
+        return Chunk(index, rows, head.logits(rows), targets[index])
+
+    def forward(chunk: Chunk) -> None:
+        stats = backend.row_stats(chunk.logits[None], chunk.inputs, temperature)
+        found.index_copy_(1, chunk.index, torch.stack(stats))
+
+    head.lane.each(head.spans(0, alive), multiply, forward)
     logps, entropy, lse = found.unbind()
     return logps, entropy, lse
 
@@ -235,13 +262,19 @@ def token_grads(
     learns = live & (stats[2:] != 0).any(0)
     order, gradient, _ = split(live, learns)
     sums = Accumulator(head, hidden, needs)
-    for span in head.spans(0, gradient):
+
+    def multiply(span: slice) -> Chunk:
         index = order[span]
         rows = gather(hidden, index, live[index], head)
-        logits = head.logits(rows)
-        out = head.gradient_buffer(logits)
-        backend.row_grads(
-            logits[None], targets[index], *stats.index_select(1, index), temperature, out[None]
-        )
-        sums.add(out, rows, index)
+        inputs = targets[index], *stats.index_select(1, index)
+        return Chunk(index, rows, head.logits(rows), inputs)
+
+    def learn(chunk: Chunk) -> None:
+        out = head.gradient_buffer(chunk.logits)[None]
+        backend.row_grads(chunk.logits[None], *chunk.inputs, temperature, out)
+
+    def add(chunk: Chunk) -> None:
+        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.index)
+
+    head.lane.each(head.spans(0, gradient), multiply, learn, add)
     return sums.finish()

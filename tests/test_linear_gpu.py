@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import LossSpec, backends, fused_linear_gac_loss, reference
+from gac_kernels import LossSpec, backends, fused_linear_gac_loss, lanes, reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -76,3 +76,43 @@ def test_extra_memory_is_bounded() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     summed = 4 * batch["weight"].numel() + sum(g.nbytes for g in grads)
     assert peak - summed <= 2**30, f"{(peak - summed) / 2**20:.0f} MiB"
+
+
+def test_two_chunks_in_flight_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times over: a race between the two streams would not show every time."""
+    batch = make(4096, 512, 50257, torch.bfloat16)
+    rows = 256 * 50257 * 4
+    alone, d_alone = run(fused_linear_gac_loss, batch, chunk_bytes=rows)
+    monkeypatch.setitem(lanes.IN_FLIGHT, "cuda", 2)
+    for _ in range(20):
+        out, grads = run(fused_linear_gac_loss, batch, chunk_bytes=2 * rows)
+        assert torch.equal(out.logps, alone.logps) and torch.equal(out.entropy, alone.entropy)
+        assert all(torch.equal(x, y) for x, y in zip(grads, d_alone, strict=True))
+
+
+def test_two_chunks_in_flight_record_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stream joins the capture and leaves it."""
+    monkeypatch.setitem(lanes.IN_FLIGHT, "cuda", 2)
+    batch = make(2048, 512, 50257, torch.bfloat16)
+    batch["hidden"].requires_grad_()
+    rest = {n: x for n, x in batch.items() if n not in ("hidden", "weight")}
+
+    def step() -> tuple[Tensor, Tensor]:
+        out = fused_linear_gac_loss(
+            batch["hidden"], batch["weight"], **rest, spec=SPEC, chunk_bytes=512 * 50257 * 4
+        )
+        return out.logps, torch.autograd.grad(out.loss, batch["hidden"])[0]
+
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        step()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    logps, grad = step()
+    torch.testing.assert_close(recorded[0], logps, rtol=0, atol=2e-4)
+    assert relative(recorded[1], grad.double()) < 1e-2
