@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 class Chunk(NamedTuple):
     """M tokens between their GEMMs."""
 
-    index: Tensor  # int64 [M]
+    where: Tensor  # int64 [M]: which tokens
     rows: Tensor  # [M, H], a GEMM operand
     logits: Tensor  # [M, V]
     inputs: Any  # per token, for the row kernel
@@ -205,13 +205,13 @@ def fused_loss(
 
     def forward(chunk: Chunk, out: Tensor | None = None) -> None:
         terms = backend.row_loss(chunk.logits[None], chunk.inputs, spec, out)
-        found.index_copy_(1, chunk.index, torch.stack(terms))
+        found.index_copy_(1, chunk.where, torch.stack(terms))
 
     def learn(chunk: Chunk) -> None:
         forward(chunk, head.gradient_buffer(chunk.logits)[None])
 
     def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.index)
+        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
 
     head.lane.each(head.spans(0, gradient), multiply, learn, add)
     head.lane.each(head.spans(gradient, alive), multiply, forward)
@@ -241,7 +241,7 @@ def token_stats(
 
     def forward(chunk: Chunk) -> None:
         stats = backend.row_stats(chunk.logits[None], chunk.inputs, temperature)
-        found.index_copy_(1, chunk.index, torch.stack(stats))
+        found.index_copy_(1, chunk.where, torch.stack(stats))
 
     head.lane.each(head.spans(0, alive), multiply, forward)
     logps, entropy, lse = found.unbind()
@@ -274,7 +274,7 @@ def token_grads(
         backend.row_grads(chunk.logits[None], *chunk.inputs, temperature, out)
 
     def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.index)
+        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
 
     head.lane.each(head.spans(0, gradient), multiply, learn, add)
     return sums.finish()
