@@ -225,6 +225,17 @@ def test_offset_peaked_and_falling_rows() -> None:
         assert error(entropy, truth[1]) <= error(peer[1], truth[1]) + 2e-7, name
 
 
+def test_small_probabilities_keep_their_digits() -> None:
+    """p down to 1e-36, each to the rounding of float32: of its own bits and of its exponent."""
+    distance = torch.linspace(0, 80, 5001, dtype=torch.float64)
+    leaf = (7 - distance).float()[None, None].requires_grad_()
+    logps, _ = token_logprobs(leaf, torch.tensor([[0]]), backend="native")
+    logps.backward(torch.tensor([[-1.0]]))
+    exact = leaf.detach().double().softmax(-1)[0, 0, 1:]  # of every word but the target
+    relative = (leaf.grad[0, 0, 1:].double() / exact - 1).abs()
+    assert (relative <= 3e-7 + 6e-8 * distance[1:]).all(), relative.max()
+
+
 def test_token_logprobs_gradients() -> None:
     data = batch(1003)
     weights = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
