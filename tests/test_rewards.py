@@ -308,8 +308,10 @@ def test_lengths_must_agree():
 # --- configurations -------------------------------------------------------------------------------
 
 BAD_SPECS = {
-    "an unknown name": ("maths", "unknown reward 'maths'; did you mean 'math'?"),
+    "an unknown name": ("maths", "unknown reward 'maths'; did you mean 'math'? Known: math,"),
+    "a name like none": ("qqq", "unknown reward 'qqq'. Known: math,"),
     "an unknown option": ({"name": "math", "time": 1}, "no option 'time'; did you mean 'timeout'?"),
+    "an option like none": ({"name": "math", "qqq": 1}, "has no option 'qqq'. Known: "),
     "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
     "no name": ({"weight": 1}, "a reward is a name"),
     "neither": (3, "a reward is a name"),

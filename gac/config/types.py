@@ -73,7 +73,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def unknown_word(where: str, key: Any, valid: Mapping[str, Any], noun: str) -> str:
     near = nearest(str(key), valid)
-    return f"{where}: unknown {noun} {str(key)!r}{near}. Valid {noun}s: {', '.join(valid)}"
+    return f"{where}: unknown {noun} {str(key)!r}{near or '.'} Valid {noun}s: {', '.join(valid)}"
 
 
 def join(where: str, key: Any) -> str:

@@ -61,7 +61,7 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
         near = difflib.get_close_matches(str(name), REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown reward {name!r}{hint} Known: {', '.join(REWARDS)}, or package.module:function"
+            f"unknown reward {name!r}{hint or '.'} Known: {', '.join(REWARDS)}, or package.module:function"
         )
     _check_options(name, REWARDS[name], options)
     return REWARDS[name](**options)
@@ -95,7 +95,7 @@ def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) 
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
+            raise ValueError(f"reward {name!r} has no option {key!r}{hint or '.'} Known: {known}")
     try:
         inspect.signature(reward).bind(**options)
     except TypeError as error:
