@@ -22,7 +22,7 @@ class Row(NamedTuple):
     start: int  # index in ids of the first token that has a loss
     is_demo: bool
     advantage: float = 0.0
-    index: int = -1  # type: ignore[assignment]  # place in the step's list of rollouts, to find log-probs again
+    sequence: int = -1  # its number among the step's sequences, to find its log-probs again
     weight: float = 1.0  # factor of the row's loss, > 0
     switch: int = -1  # a rollout's tokens before this index, from start on, are a demonstration's
 

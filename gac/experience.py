@@ -26,7 +26,7 @@ class Rollouts:
     """What one rank sampled for one optimiser step, or for several when rollouts are reused."""
 
     rows: list[Row]
-    """What is learnt from; `Row.index` is the place in this list."""
+    """What is learnt from; `Row.sequence` is the place in this list."""
     rewards: list[float]
     """Reward of each rollout that has one, also of those that are not learnt from."""
     old_logps: list[Tensor] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Sampler:
         ):
             choose = _pair if self.method.pairs else self._rows
             rows += choose(example, drawn, of_rollouts, of_demo)
-        rows = [row._replace(index=i) for i, row in enumerate(rows)]
+        rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)])
 

@@ -81,7 +81,7 @@ class Gradients:
         norms: global denominators of the rollout and the demonstration term, divided by the
             number of ranks, because gradients are averaged over ranks.
         kl: also measure the KL to the reference policy.
-        old_logps: log-probs of the sampling policy by `Row.index`; empty = on-policy.
+        old_logps: log-probs of the sampling policy by `Row.sequence`; empty = on-policy.
         step: asks the method whether the gradients are to be kept apart; None = they are not.
         """
         count = 0 if step is None else self.method.parts(step)
@@ -161,16 +161,16 @@ class Gradients:
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """The policy's log-probs of each row's response tokens, on the CPU, by `Row.index`."""
+        """The policy's log-probs of each row's response tokens, on the CPU, by `Row.sequence`."""
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
             batch = collate(micro, self.pad_token, self.accelerator.device)
             request = lambda head, b=batch: head.logprobs(b.targets, self.temperature)[0]  # noqa: E731
             logps = self.model(**inputs(batch), request=request).cpu()
             for b, r in enumerate(micro):
-                found[r.index] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
+                found[r.sequence] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
         reshard(self.model)
-        return [found[r.index] for r in rows]
+        return [found[r.sequence] for r in rows]
 
     @contextlib.contextmanager
     def reference_model(self):
@@ -228,7 +228,7 @@ class _Run:
         ref = owner.reference_logprobs(batch, demo) if self.kl else None
         old = None
         if self.old_logps and rows and not demo:
-            old = place([self.old_logps[r.index] for r in rows], rows, batch.targets)
+            old = place([self.old_logps[r.sequence] for r in rows], rows, batch.targets)
         request = self._request(batch, mix.mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
         if not grad:

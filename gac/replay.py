@@ -100,7 +100,7 @@ def _merged(parts: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Tensor]]:
     for part in parts:
         for values in part["rows"]:
             row = Row(*values)
-            rows.append(row._replace(index=row.index + len(old)) if part["old_logps"] else row)
+            rows.append(row._replace(sequence=row.sequence + len(old)) if part["old_logps"] else row)
         old += part["old_logps"]
     return rows, old
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from gac.advantages import group_advantages
-from gac.batch import Row, collate, denominators, norms
+from gac.batch import Batch, Row, collate, denominators, norms
 from gac.rollouts import generate
 from gac.trainer import Trainer, train
 from gac_kernels import LossSpec
@@ -184,6 +184,10 @@ def test_collate_scores_response_tokens_only():
     assert norms([3, 30, 2, 20, 5], LossSpec()) == (3, 20)
     assert norms([3, 30, 2, 20, 5], LossSpec(), pooled=True) == (5, 50)
     assert collate([], 0).targets.tolist() == [[-100]]
+
+
+def test_fields_of_a_row_and_a_batch_shadow_nothing_of_a_tuple():
+    assert not (set(Row._fields) | set(Batch._fields)) & set(dir(tuple))
 
 
 def test_group_advantages():
