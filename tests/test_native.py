@@ -226,14 +226,15 @@ def test_offset_peaked_and_falling_rows() -> None:
 
 
 def test_small_probabilities_keep_their_digits() -> None:
-    """p down to 1e-36, each to the rounding of float32: of its own bits and of its exponent."""
-    distance = torch.linspace(0, 80, 5001, dtype=torch.float64)
-    leaf = (7 - distance).float()[None, None].requires_grad_()
+    """p from 1 down to 1e-35: off by the rounding of the distance to the largest logit, of its
+    product with log2(e), of log2(e) itself, and of a power of two in [1, 2)."""
+    leaf = (7 - torch.linspace(0, 80, 5001))[None, None].requires_grad_()
     logps, _ = token_logprobs(leaf, torch.tensor([[0]]), backend="native")
     logps.backward(torch.tensor([[-1.0]]))
-    exact = leaf.detach().double().softmax(-1)[0, 0, 1:]  # of every word but the target
+    logits = leaf.detach()[0, 0].double()
+    exact = logits.softmax(-1)[1:]  # the gradient of every word but the target
     relative = (leaf.grad[0, 0, 1:].double() / exact - 1).abs()
-    assert (relative <= 3e-7 + 6e-8 * distance[1:]).all(), relative.max()
+    assert (relative <= 3e-7 + (2 * 2**-24 + 1.4e-8) * (7 - logits[1:])).all()
 
 
 def test_token_logprobs_gradients() -> None:
