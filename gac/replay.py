@@ -98,9 +98,9 @@ def _merged(parts: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Tensor]]:
     rows: list[Row] = []
     old: list[Tensor] = []
     for part in parts:
-        for values in part["rows"]:
-            row = Row(*values)
-            rows.append(row._replace(sequence=row.sequence + len(old)) if part["old_logps"] else row)
+        for row in (Row(*values) for values in part["rows"]):
+            before = len(old) if part["old_logps"] else 0
+            rows.append(row._replace(sequence=row.sequence + before))
         old += part["old_logps"]
     return rows, old
 

@@ -186,7 +186,11 @@ def test_round_trip_through_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("data", "overrides", "words"),
     [
-        ({"step": 1}, (), ["step: unknown key 'step'", "did you mean 'steps'? Valid keys: ", "resume"]),
+        (
+            {"step": 1},
+            (),
+            ["step: unknown key 'step'; did you mean 'steps'? Valid keys: ", "resume"],
+        ),
         ({"qqq": 1}, (), ["qqq: unknown key 'qqq'. Valid keys: "]),
         ({"optimizer": {"lrr": 1}}, (), ["optimizer.lrr", "did you mean 'lr'", "weight_decay"]),
         ({}, ("optimizer.beta=1",), ["optimizer.beta", "did you mean 'betas'"]),

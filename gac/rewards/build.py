@@ -61,7 +61,8 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
         near = difflib.get_close_matches(str(name), REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown reward {name!r}{hint or '.'} Known: {', '.join(REWARDS)}, or package.module:function"
+            f"unknown reward {name!r}{hint or '.'} Known: {', '.join(REWARDS)}, "
+            "or package.module:function"
         )
     _check_options(name, REWARDS[name], options)
     return REWARDS[name](**options)
