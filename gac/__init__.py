@@ -1,6 +1,24 @@
 """Hybrid SFT + RL post-training with an adaptive mixing weight."""
 
-from .controller import ControllerConfig, GuidedController
-from .estimators import mu_star, mu_star_biased
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .controller import ControllerConfig, GuidedController
+    from .estimators import mu_star, mu_star_biased
 
 __all__ = ["ControllerConfig", "GuidedController", "mu_star", "mu_star_biased"]
+
+_HOME = {
+    "ControllerConfig": "controller",
+    "GuidedController": "controller",
+    "mu_star": "estimators",
+    "mu_star_biased": "estimators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `gac --help` must not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

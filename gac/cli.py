@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gac.demo import METHODS as COMPARED
+
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 EXAMPLES = """\
@@ -36,12 +38,11 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: without the program's name."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["demo"]:  # it has a parser of its own
-            return _demo(arguments[1:])
-        options = make_parser().parse_args(arguments)
+        options = make_parser().parse_args(argv)
         return options.run(options)
+    except SystemExit:  # help was asked for, or usage is wrong: the clauses below import torch
+        raise
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
         print(f"gac: interrupted{detail}; the same command goes on from there", file=sys.stderr)
@@ -72,9 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_report(commands)
     _add_methods(commands)
-    commands.add_parser(
-        "demo", help="train a tiny model by several methods and compare them", add_help=False
-    )
+    _add_demo(commands)
     return parser
 
 
@@ -165,6 +164,22 @@ def _add_methods(commands: argparse._SubParsersAction) -> None:
     methods.set_defaults(run=_methods)
 
 
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a tiny model by several methods and compare them",
+        description="Train a tiny base model, post-train it by several methods, compare them. "
+        "Stages that are finished are not run again, interrupted ones go on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of all runs")
+    demo.add_argument("--methods", nargs="+", default=list(COMPARED), help="see `gac methods`")
+    demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
+    demo.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
+    demo.add_argument("--jobs", type=int, default=None, help="runs at a time; None: the cores")
+    demo.set_defaults(run=_demo)
+
+
 def _add_set(parser: argparse.ArgumentParser) -> None:
     # extend, so that both `--set a=1 b=2` and `--set a=1 --set b=2` work
     parser.add_argument(
@@ -243,10 +258,11 @@ def _methods(options: argparse.Namespace) -> int:
     return OK
 
 
-def _demo(arguments: Sequence[str]) -> int:
-    from gac.demo import main as demo
+def _demo(options: argparse.Namespace) -> int:
+    from gac.demo.run import run_demo
 
-    return demo(arguments)
+    seeds = range(options.seeds)
+    return run_demo(options.out, options.methods, seeds, options.steps, options.jobs)
 
 
 def _keys(module: str, name: str) -> str:

@@ -45,12 +45,23 @@ def test_top_help_lists_every_command(capsys):
         assert f"\n    {command} " in text
 
 
-def test_help_does_not_wait_for_transformers():
-    code = "import sys; from gac.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    code += "sys.exit('transformers' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+LARGE = {"torch", "transformers", "numpy", "matplotlib", "yaml"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "demo --help", "report --help", "export --help", "replay --help", "trian"],
+)
+def test_help_and_wrong_usage_wait_for_no_large_package(arguments):
+    code = "import sys; from gac.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit: print(*sys.modules, file=sys.stderr)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "usage: gac" in done.stdout + done.stderr
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "gac.cli" in loaded and not loaded & LARGE
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

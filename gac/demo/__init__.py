@@ -1,5 +1,4 @@
 """The demonstration: a tiny task on which mixing SFT and RL matters."""
 
-from .run import main, run_demo
-
-__all__ = ["main", "run_demo"]
+METHODS = ("sft", "grpo", "constant", "gac")
+"""What `gac demo` compares unless it is told otherwise."""

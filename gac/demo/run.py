@@ -6,7 +6,6 @@ finished is not run again, and an interrupted one resumes from its checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -23,27 +22,11 @@ from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
 from gac.train_config import TrainConfig
 
+from . import METHODS
 from .settings import short
 from .task import write_task
 
-METHODS = ("sft", "grpo", "constant", "gac")
 GATE = (0.01, 0.10)  # the base must find a few right subtractions, not many
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="gac demo",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of all runs")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="see `gac methods`")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds per method")
-    parser.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
-    parser.add_argument("--jobs", type=int, default=None, help="runs at a time; None: the cores")
-    args = parser.parse_args(argv)
-    return run_demo(args.out, args.methods, range(args.seeds), args.steps, args.jobs)
 
 
 def run_demo(
