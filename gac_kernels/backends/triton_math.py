@@ -117,24 +117,37 @@ def write_gradient(
     type inside the row's own storage: there a tile is read by all before any thread writes.
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
-    if not FORWARD:
-        gradient_tail(
-            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
-        )
     tiles = V // BLOCK
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        words = (tile if FORWARD else tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(row + words, eviction_policy="evict_first")
-        if FORWARD:
-            tl.debug_barrier()
-        gradient = gradient_tile(
-            x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
-        )
-        tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
     if FORWARD:
+        # a loop with a barrier is not pipelined by the compiler: the next tile is fetched by hand
+        first = tl.arange(0, BLOCK)
+        x = tl.load(row + first, mask=first < tiles * BLOCK, other=0.0)
+        for tile in tl.range(0, tiles, num_stages=1):
+            words = tile * BLOCK + first
+            following = tl.load(
+                row + words + BLOCK, mask=words + BLOCK < tiles * BLOCK, other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            tl.debug_barrier()
+            gradient = gradient_tile(
+                x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+            )
+            tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+            x = following
         gradient_tail(
             row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
         )
+    else:
+        gradient_tail(
+            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
+        )
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(row + words, eviction_policy="evict_first")
+            gradient = gradient_tile(
+                x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+            )
+            tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit
