@@ -2,7 +2,6 @@
 
     checkpoints/step-00000120/     sharded tensors and progress.json
     checkpoints/damaged-00000140/  one that failed its checksums, kept out of the way
-    checkpoints/best.json          {"step": ..., "accuracy": ...}
 
 The same files load on any number of processes. All ranks see one file system; every function is
 called by all of them.
@@ -53,7 +52,7 @@ def save(
 
     Raises CheckpointError, on every rank, if any rank could not write its part.
     """
-    final, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    final, aside = _path(folder, step), folder / f".writing-{step:08d}"
     stepped = bool(optimizer.state)
     tensors, moments = get_state_dict(model, optimizer)
     if not stepped:  # torch made a state to save; training must go on as if it had not
@@ -139,29 +138,30 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one."""
+def at(folder: Path, step: int) -> Path:
+    """The finished checkpoint of `step`. Raises CheckpointError, naming those that there are."""
+    path = _path(folder, step)
+    found = complete(folder)
+    if path not in found:
+        there = ", ".join(str(int(p.name.removeprefix("step-"))) for p in found) or "none"
+        raise CheckpointError(f"step {step} is not in {folder}: there are {there}")
+    return path
+
+
+def prune(folder: Path, keep: int, best: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the one of step `best`."""
     if _rank() != 0:
         return
-    best = read_best(folder).get("step")
-    for path in complete(folder)[:-keep]:
-        if path.name != (f"step-{best:08d}" if best is not None else None):
+    kept = {*complete(folder)[-keep:], *([] if best is None else [_path(folder, best)])}
+    for path in complete(folder):
+        if path not in kept:
             shutil.rmtree(path)
     for stale in folder.glob(".writing-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def read_best(folder: Path) -> dict[str, Any]:
-    """{"step", "accuracy"} of the best evaluated checkpoint; empty when there is none."""
-    path = folder / "best.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write_best(folder: Path, step: int, accuracy: float) -> None:
-    """Name the best checkpoint, atomically."""
-    aside = folder / ".best.json"
-    aside.write_text(json.dumps({"step": step, "accuracy": accuracy}))
-    aside.rename(folder / "best.json")
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
 def _rank() -> int:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from gac.demo import METHODS as COMPARED
 
@@ -122,8 +123,19 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    export.add_argument("--step", type=int, help="which checkpoint (default: the last intact one)")
+    export.add_argument(
+        "--step", type=_step, metavar="N|best",
+        help="which checkpoint: its step, or best, the most accurate of the evaluated ones "
+        "(default: the last intact one)",
+    )  # fmt: skip
     export.set_defaults(run=_export)
+
+
+def _step(text: str) -> int | Literal["best"]:
+    try:
+        return "best" if text == "best" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor best") from None
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:

@@ -26,7 +26,8 @@ class EvalSettings:
     data: DataConfig = DataConfig()
     """Prompts and gold answers; `data.prompts` null: no evaluation."""
     every: int = 0
-    """Optimiser steps between evaluations during training; 0: only after the last step."""
+    """Optimiser steps between evaluations during training; 0: only before the first step, which is
+    recorded as step 0, and after the last."""
     samples: int = 1
     """Responses per prompt; accuracy is their mean (avg@k)."""
     temperature: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from . import checkpoint
 from .checkpoint import CheckpointError
@@ -12,27 +13,34 @@ from .model import ModelConfig, export, load_model, load_tokenizer
 from .train_config import TrainConfig
 
 
-def export_run(run: Path, out: Path, step: int | None = None) -> Path:
+def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
     """Write the model of a run directory as `from_pretrained` reads it: what `gac export` does.
 
-    step: which checkpoint; None = the last intact one. Adapters are merged into the model.
-    Returns the checkpoint. Raises CheckpointError if there is none, FileExistsError if `out` is
-    not empty.
+    step: which checkpoint; None = the last intact one, "best" = of the evaluated ones the most
+    accurate. Adapters are merged into the model. Returns the checkpoint. Raises CheckpointError if
+    there is none, FileExistsError if `out` is not empty.
     """
-    folder = run / "checkpoints"
-    found = {int(p.name.removeprefix("step-")): p for p in checkpoint.complete(folder)}
-    if step is None:
-        path = checkpoint.newest(folder)
-    else:
-        path = found.get(step)
-    if path is None:
-        listed = ", ".join(map(str, found)) or "none"
-        wanted = "an intact checkpoint" if step is None else f"step {step}"
-        raise CheckpointError(f"{wanted} is not in {folder}: there are {listed}")
+    path = _choose(run / "checkpoints", step)
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: choose another folder")
     export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
     return path
+
+
+def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
+    if isinstance(step, int):
+        return checkpoint.at(folder, step)
+    newest = checkpoint.newest(folder)
+    if newest is None:
+        raise CheckpointError(f"no intact checkpoint is in {folder}")
+    if step is None:
+        return newest
+    best = checkpoint.read_progress(newest)["best"]
+    if not best:
+        raise CheckpointError(
+            f"no checkpoint in {folder} was evaluated: name a step instead of best"
+        )
+    return checkpoint.at(folder, best["step"])
 
 
 def export_checkpoint(config: ModelConfig, path: Path, out: Path) -> None:

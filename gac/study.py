@@ -110,6 +110,7 @@ def _final(config: TrainConfig) -> dict[str, Any]:
         return {}
     found = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     if config.method.keeps_best:
+        found = [row for row in found if row["step"] > 0]  # the start model is no candidate
         return max(found, key=lambda row: row["accuracy"])
     return found[-1]
 

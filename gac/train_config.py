@@ -57,7 +57,9 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept, beside the best one."""
+    """Newest checkpoints that are kept, beside the best: the most accurate of those whose step was
+    evaluated too (`gac export --step best`), so all evaluations count if `checkpoint_every` divides
+    `eval.every`. A method that ends with its best weights saves at each better evaluation."""
     mixed_precision: str = "no"
     """"bf16": bfloat16 arithmetic on float32 weights, by accelerate; "no": the weights' dtype."""
     parallel: ParallelConfig = ParallelConfig()

@@ -84,6 +84,7 @@ class Trainer:
         )  # fmt: skip
         self.step, self.state, self.seen = 0, self.method.init(), Observation(0)
         self.guard, self.stop = Guard(config.guards), StopRequest()
+        self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.kept: Path | None = None  # where the last skipped step is, for `gac replay`
         self._start_from(found)
 
@@ -133,14 +134,15 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
-            self.metrics.cut(self.step)
-            self.evals.cut(self.step)
+            for book in (self.metrics, self.evals):
+                book.cut(self.step if found else -1)  # what no checkpoint vouches for is done again
         if config.trackers:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
     def _restore(self, path: Path) -> None:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state = progress["step"], progress["method"]
+        self.best = progress["best"]
         self.guard.load_state_dict(progress["guard"])
         self.seen = Observation.restore(progress["seen"])
         self.feed.load_state_dict(progress)
@@ -150,11 +152,11 @@ class Trainer:
         progress = {
             "method": self.state, "seen": dataclasses.asdict(self.seen), **self.feed.state_dict(),
             "guard": self.guard.state_dict(), "config": dump(self.config),
-            "ranks": self.accelerator.num_processes,
+            "best": self.best, "ranks": self.accelerator.num_processes,
         }  # fmt: skip
         checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress,
                         self.gradients.tracked)  # fmt: skip
-        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints)
+        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
 
     # ---- the loop
 
@@ -180,6 +182,8 @@ class Trainer:
 
     def _loop(self, bar: tqdm) -> None:
         config = self.config
+        if self.step == 0:
+            self._evaluate()  # the model that training starts from
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
@@ -187,12 +191,15 @@ class Trainer:
             self._record({**row, "seconds": time.perf_counter() - started}, bar)
             if self.guard.exhausted:
                 self._give_up()
-            last, best = self._done(), False
-            if last or _hits(self.step, config.eval.every):
-                best = self._evaluate() and self.method.keeps_best
+            last = self._done()
             boundary = self.step % config.rollouts.reuse == 0 or last
+            accuracy = self._evaluate() if last or self._due(config.eval.every) else None
+            better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
             stopping = boundary and self._agree(self.stop.asked)
-            if boundary and (last or stopping or best or self._due()):
+            wanted = (better and self.method.keeps_best) or self._due(config.checkpoint_every)
+            if last or stopping or wanted:
+                if better:
+                    self.best = {"step": self.step, "accuracy": accuracy}
                 self._save()
             if stopping and not last:
                 raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
@@ -202,11 +209,8 @@ class Trainer:
 
     def _chosen(self) -> Path:
         """The checkpoint that the run ends with."""
-        last = checkpoint.complete(self.checkpoints)[-1]
-        best = (
-            checkpoint.read_best(self.checkpoints).get("step") if self.method.keeps_best else None
-        )
-        return last if best is None else last.with_name(f"step-{best:08d}")
+        best = self.best.get("step") if self.method.keeps_best else None
+        return checkpoint.at(self.checkpoints, self.step if best is None else best)
 
     def _give_up(self) -> None:
         """Stop after too many skipped steps; the weights are those before the first of them."""
@@ -217,10 +221,14 @@ class Trainer:
             f"{self.checkpoints}. Look at a kept batch with `gac replay {self.out / 'replay'}/...`"
         )
 
-    def _due(self) -> bool:
-        # with reused rollouts, checkpoints fall on the first boundary after the due step
-        reuse, every = self.config.rollouts.reuse, self.config.checkpoint_every
-        return self.step // every > (self.step - reuse) // every
+    def _due(self, every: int) -> bool:
+        """Whether what happens every so many steps happens now.
+
+        Reused rollouts are not saved: with them it happens at the next step that samples afresh.
+        """
+        reuse = self.config.rollouts.reuse
+        boundary = every > 0 and self.step % reuse == 0
+        return boundary and self.step // every > (self.step - reuse) // every
 
     def _agree(self, told: bool) -> bool:
         """Whether any rank was told to stop."""
@@ -325,7 +333,6 @@ class Trainer:
             count = 0 if gram is None else len(gram) // 2
             evidence = Evidence(self.step, total, gram, count, found.bias_gram)
             self.state, signals, corrections = self.method.read(self.state, evidence)
-        rollout_loss, demo_loss = losses
         scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
         rewards = self.rollouts.rewards if self.rollouts else []
         squares = sum(r * r for r in rewards)
@@ -334,7 +341,7 @@ class Trainer:
         row: dict[str, Any] = {
             "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
             "kl": scalars[0] if kl and n else None, **total.signals(self.method.trim)._asdict(),
-            "rollout_loss": rollout_loss, "demo_loss": demo_loss,
+            "rollout_loss": losses[0], "demo_loss": losses[1],
             "reward_mean": mean / n if n else None, "entropy": scalars[1],
             "clip_fraction": scalars[2],
             "response_length": counts[1] / counts[0] if counts[0] else None,
@@ -347,8 +354,8 @@ class Trainer:
             return row
         self.seen = Observation(
             self.step + 1, signals, row["kl"], row["entropy"], row["reward_mean"],
-            square / n - (mean / n) ** 2 if n else None, rollout_loss if n else None,
-            demo_loss if counts[2] else None, corrections,
+            square / n - (mean / n) ** 2 if n else None, losses[0] if n else None,
+            losses[1] if counts[2] else None, corrections,
         )  # fmt: skip
         return row
 
@@ -365,23 +372,18 @@ class Trainer:
         bar.set_postfix(texts, refresh=False)
         bar.update()
 
-    def _evaluate(self) -> bool:
-        """Evaluate; whether it is the best evaluation so far."""
+    def _evaluate(self) -> float | None:
+        """Record an evaluation; its accuracy, if there is anything to evaluate on."""
         if not self.eval_examples:
-            return False
+            return None
         model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
         with distributed.gathered(self.model, self.config.parallel):
             found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
                              self.config.eval, self.config.seed)  # fmt: skip
-        before = checkpoint.read_best(self.checkpoints).get("accuracy", -1.0)
-        best = found.get("accuracy", 0.0) > before
-        self.accelerator.wait_for_everyone()  # all ranks have read it before it is written
         if self.accelerator.is_main_process:
             self.evals.append({"step": self.step, **found})
-            if best:
-                checkpoint.write_best(self.checkpoints, self.step, found["accuracy"])
-        return best
+        return found.get("accuracy")
 
 
 def _hits(step: int, every: int) -> bool:

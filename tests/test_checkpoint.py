@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_half_written_checkpoint_is_not_one(tmp_path):
     aside.mkdir()
     (aside / "__0_0.distcp").write_bytes(b"half")
     assert checkpoint.newest(tmp_path) == first
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, best=None)
     assert not aside.exists()
 
 
@@ -110,10 +111,8 @@ def test_nothing_intact_is_a_fresh_start(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    save(tmp_path, 1)
-    checkpoint.write_best(tmp_path, 1, 0.5)
-    save(tmp_path, 2, 3, 4)
-    checkpoint.prune(tmp_path, 2)
+    save(tmp_path, 1, 2, 3, 4)
+    checkpoint.prune(tmp_path, 2, best=1)
     assert [p.name[-1] for p in checkpoint.complete(tmp_path)] == ["1", "3", "4"]
 
 
@@ -144,6 +143,85 @@ def test_export_gives_what_transformers_loads(task, tmp_path):
         export_run(run, tmp_path / "third", step=3)
     with pytest.raises(FileExistsError, match="not empty"):
         export_run(run, tmp_path / "last")
+
+
+def falling(completion, example):
+    """Falls from one evaluation to the next: 8 prompts in each."""
+    calls[0] += 1
+    return 1.0 / (1 + (calls[0] - 1) // 8)
+
+
+calls = [0]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "best"),
+    [
+        pytest.param(1, [6, 4, 2], 2, id="evaluated-more-often-than-saved"),
+        pytest.param(3, [6, 4], 6, id="only-the-last-step-is-both"),
+        pytest.param(2, [6, 4, 2], 2, id="evaluated-and-saved-together"),
+    ],
+)
+def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, steps, best):
+    """The start model is the most accurate of all, and no candidate: it is no checkpoint."""
+    calls[0] = 0
+    config = tiny_config(
+        task, tmp_path / "run", steps=6, method={"name": "sft"}, checkpoint_every=2,
+        reward="tests.test_checkpoint:falling",
+        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": every},
+    )  # fmt: skip
+    run = train(config)
+    found = [p.name for p in checkpoint.complete(run / "checkpoints")]
+    assert found == [f"step-{step:08d}" for step in reversed(steps)]
+    assert export_run(run, tmp_path / "best", step="best").name == f"step-{best:08d}"
+    ids = torch.tensor([[3, 4, 5, 6]])
+    named = export_run(run, tmp_path / "named", step=best)
+    assert checkpoint.read_progress(named)["step"] == best
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("best", "named")]
+    assert torch.equal(*(model(ids).logits for model in models))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-it-is-saved"])
+def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
+    """Evaluations fall on steps that can be saved, also with reused rollouts: 4, 6, 8."""
+    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
+    config = tiny_config(
+        task, tmp_path / "run", steps=8, method={"name": "sft-best"}, checkpoint_every=8,
+        rollouts={"reuse": 2}, reward="tests.test_checkpoint:falling", eval=evaluation, export=True,
+    )  # fmt: skip
+    calls[0] = 0
+    if killed:
+        trainer = Trainer(config)
+        trainer._save = killed_here
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        assert trainer.step == 4 and evaluated(config.out) == [0, 4]
+        calls[0] = 0
+    run = train(config)
+    assert evaluated(run) == [0, 4, 6, 8]
+    assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
+    ids = torch.tensor([[3, 4, 5, 6]])
+    final, best = (
+        AutoModelForCausalLM.from_pretrained(path)(ids).logits
+        for path in (run / "model", tmp_path / "best")
+    )
+    assert torch.equal(final, best)
+
+
+def killed_here():
+    raise KeyboardInterrupt
+
+
+def evaluated(out):
+    """The steps in a run's evaluations."""
+    lines = (Path(out) / "eval.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_without_an_evaluation_there_is_no_best(task, tmp_path):
+    run = train(tiny_config(task, tmp_path / "run", steps=2, eval={}))
+    with pytest.raises(CheckpointError, match="was evaluated: name a step instead of best"):
+        export_run(run, tmp_path / "best", step="best")
 
 
 def test_export_merges_adapters(task, tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gac.report import find_runs, results_table, write_report
+from gac.report import find_runs, plots, results_table, write_report
 from gac.report.groups import differences, group_runs
 from gac.report.page import headline
-from gac.report.plots import smoothing_span
+from gac.report.plots import evaluation_panels, smoothing_span
 from gac.report.reading import read_columns, read_run, shared_setting
 from gac.report.statistics import (
     band,
@@ -270,6 +270,48 @@ def test_headline_names_who_is_ahead_and_whether_seeds_bear_it_out(tmp_path):
     assert "within the spread over seeds" in text
     single = grouped(behind[0], ahead[0])
     assert "Without several seeds" in headline(single, context_of([]))
+
+
+def with_start(path, accuracy):
+    """An evaluation of the start model before those that the run has."""
+    first = json.dumps({"step": 0, "accuracy": accuracy, "accuracy/+": 0.3})
+    (path / "eval.jsonl").write_text(first + "\n" + (path / "eval.jsonl").read_text())
+    return path
+
+
+def test_the_start_model_is_a_baseline_and_no_result(tmp_path):
+    better = with_start(write_run(tmp_path / "a"), 0.9)  # training made it worse
+    run = read_run(better)
+    found = summarise(run, context_of([run]))
+    assert (found["start"], found["final"], found["best"]) == (0.9, 0.5, 0.6)
+    assert "start accuracy %" in results_table([better])
+    (group,) = grouped(better)
+    assert headline([group], context_of([run])).endswith("50.0 %. The start model has 90.0 %.")
+    (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
+    assert (steps[0], values[0]) == (0, 0.9)  # the curve begins there
+
+
+def test_a_start_that_differs_or_is_all_there_is_makes_no_headline(tmp_path):
+    paths = [with_start(write_run(tmp_path / f"{x}", seed=i), x) for i, x in enumerate((0.2, 0.3))]
+    paths.append(write_run(tmp_path / "without", method="sft"))
+    for some in (paths, paths[1:]):
+        groups = grouped(*some)
+        text = headline(groups, context_of([run for group in groups for run in group.runs]))
+        assert "Highest final accuracy" in text and "start model" not in text
+    (paths[0] / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.2}\n')
+    assert headline(grouped(paths[0]), context_of([])) == (
+        "None of these runs has been evaluated yet."
+    )
+
+
+def test_a_term_that_was_never_measured_is_named_not_drawn_as_zero(tmp_path):
+    path = write_run(tmp_path / "sft", method="sft")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"rollout_loss": None, "reward_mean": None}) for row in rows]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    text = write_report([path], tmp_path).read_text()
+    assert "Not recorded: (a) Rollout accuracy, (d) Policy loss." in text
+    assert not (tmp_path / "plots" / "d_policy_loss.png").exists()
 
 
 # ---- the page

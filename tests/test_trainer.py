@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 
 from gac.advantages import group_advantages
 from gac.batch import Batch, Row, collate, denominators, norms
+from gac.evaluate import evaluate
 from gac.rollouts import generate
 from gac.trainer import Trainer, train
 from gac_kernels import LossSpec
@@ -50,12 +51,30 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert set(rows[0]) >= CONTRACT
     assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
-    last = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
-    assert {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length"} <= set(last)
+    evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in evaluations] == [0, 4]  # the start model, and what came of it
+    names = {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length", "seconds"}
+    assert all(set(e) == names for e in evaluations)
     assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
         "step-00000002", "step-00000004",
     ]  # fmt: skip
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
+
+
+def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
+    """Before the first step, not on resume; training draws the same numbers with and without."""
+    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5,
+                  "temperature": 1.0, "every": 2}  # fmt: skip
+    config = tiny_config(task, tmp_path / "run", eval=evaluation)
+    start = Trainer(config)
+    alone = evaluate(start.model, start.tokenizer, start.eval_examples, start.sampler.reward,
+                     config.eval, config.seed)  # fmt: skip
+    out = train(dataclasses.replace(config, steps=2))
+    train(dataclasses.replace(config, steps=4))
+    rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert {**alone, "seconds": 0, "step": 0} == {**rows[0], "seconds": 0}
+    assert metrics(out) == metrics(train(tiny_config(task, tmp_path / "without", eval={})))
 
 
 @pytest.mark.parametrize("reduction", ["sequence", "token"])

@@ -16,7 +16,7 @@ from gac.report.reading import Run
 from gac.report.statistics import mean_sd
 from gac.report.style import CSS
 from gac.report.table import (
-    ACCURACY,
+    FINAL,
     Column,
     Context,
     Table,
@@ -54,6 +54,7 @@ def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path])
 def headline(groups: Sequence[Group], context: Context) -> str:
     """The result in one or two sentences, with its uncertainty; whoever is ahead."""
     runs = [[summarise(run, context)["final"] for run in group.runs] for group in groups]
+    start = _start(groups, context)
     scored = [(mean_sd(values), group) for values, group in zip(runs, groups, strict=True)]
     scored = [item for item in scored if math.isfinite(item[0][0])]
     scored.sort(key=lambda item: -item[0][0])
@@ -61,19 +62,27 @@ def headline(groups: Sequence[Group], context: Context) -> str:
         return "None of these runs has been evaluated yet."
     (best, sd), leader = scored[0]
     if len(scored) == 1:
-        return f"Final accuracy: {write_cell((best, sd), ACCURACY[0])} %."
+        return f"Final accuracy: {write_cell((best, sd), FINAL)} %.{start}"
     (second, second_sd), runner_up = scored[1]
     words = (
-        f"Highest final accuracy: {leader.label} with {write_cell((best, sd), ACCURACY[0])} %, "
+        f"Highest final accuracy: {leader.label} with {write_cell((best, sd), FINAL)} %, "
         f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
     )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):
-        return words + "Without several seeds for both, a small gap is not evidence."
+        return words + "Without several seeds for both, a small gap is not evidence." + start
     noise = math.hypot(sd, second_sd)
     verdict = "more than" if best - second > noise else "within"
     return (
-        words + f"That is {verdict} the spread over seeds: both sd together are {100 * noise:.1f}."
+        words
+        + f"That is {verdict} the spread over seeds: both sd together are {100 * noise:.1f}.{start}"
     )
+
+
+def _start(groups: Sequence[Group], context: Context) -> str:
+    """What the model could do before training, where all runs agree on it."""
+    known = [summarise(run, context)["start"] for group in groups for run in group.runs]
+    texts = {write_cell((value, math.nan), FINAL) for value in known}
+    return f" The start model has {texts.pop()} %." if len(texts) == 1 and known[0] >= 0 else ""
 
 
 def _title(groups: Sequence[Group]) -> str:

@@ -89,7 +89,10 @@ MIXING = (
 def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
     """Overall accuracy, then one panel per split of eval.jsonl."""
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
-    words = "Share of held-out problems that are solved, at each evaluation."
+    words = (
+        "Share of held-out problems that are solved, at each evaluation; at step 0 by the model "
+        "that training started from."
+    )
     panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
     for number, split in enumerate(splits, 1):  # numbered: `+` and `*` must not share a file
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)

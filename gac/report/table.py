@@ -41,8 +41,10 @@ class Column:
     """Digits after the point; None: three significant digits of the mean."""
 
 
+FINAL = Column("final", "final accuracy %", 100, 1)
 ACCURACY = (
-    Column("final", "final accuracy %", 100, 1),
+    Column("start", "start accuracy %", 100, 1),
+    FINAL,
     Column("best", "best accuracy %", 100, 1),
 )
 STABILITY = (
@@ -76,12 +78,15 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
 
     Besides the columns' own keys, `accuracy/<split>` is the final accuracy on each split.
     """
-    metrics, evals = run.metrics, run.evals
-    steps = metrics["step"]
+    metrics, steps = run.metrics, run.metrics["step"]
+    # the evaluation before the first step is a baseline, no result
+    trained = run.evals["step"] > 0
+    before, evals = ({k: v[rows] for k, v in run.evals.items()} for rows in (~trained, trained))
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
     kl, target = field(metrics, "kl"), context.kl_target
     events, windows = large_mu_events(steps, field(metrics, "mu"), context.window)
     return {
+        "start": final_and_best(before["step"], field(before, "accuracy"))[0],
         "final": final,
         "best": best,
         "kl_area": kl_area(steps, kl),

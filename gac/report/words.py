@@ -33,8 +33,9 @@ def definitions(context: Context) -> list[tuple[str, str]]:
     """(name of the table's column, what exactly it is)."""
     window, target = context.window, context.kl_target
     entries = [
-        ("final, best accuracy", "held-out accuracy at the last evaluation, and the highest of "
-         "all evaluations (chosen with hindsight, so a little too good)"),
+        ("start accuracy", "held-out accuracy of the model before the first optimiser step"),
+        ("final, best accuracy", "held-out accuracy at the last evaluation, and the highest of all "
+         "after the start (chosen with hindsight, so a little too good)"),
         ("KL area", "area under the KL curve over optimiser steps (trapezoid rule): small when the "
          "policy stays near its reference; unit: nats per token × steps"),
     ]  # fmt: skip
