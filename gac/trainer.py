@@ -341,9 +341,11 @@ class Trainer:
         row: dict[str, Any] = {
             "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
             "kl": scalars[0] if kl and n else None, **total.signals(self.method.trim)._asdict(),
-            "rollout_loss": losses[0], "demo_loss": losses[1],
+            # a term without a row has the value 0, which nothing measured
+            "rollout_loss": losses[0] if counts[0] else None,
+            "demo_loss": losses[1] if counts[2] else None,
             "reward_mean": mean / n if n else None, "entropy": scalars[1],
-            "clip_fraction": scalars[2],
+            "clip_fraction": scalars[2] if counts[0] else None,
             "response_length": counts[1] / counts[0] if counts[0] else None,
             "grad_norm": norm, "skipped": self.guard.skipped, "tokens": int(tokens),
             "lr": self.optimizer.param_groups[0]["lr"],
@@ -354,8 +356,8 @@ class Trainer:
             return row
         self.seen = Observation(
             self.step + 1, signals, row["kl"], row["entropy"], row["reward_mean"],
-            square / n - (mean / n) ** 2 if n else None, losses[0] if n else None,
-            losses[1] if counts[2] else None, corrections,
+            square / n - (mean / n) ** 2 if n else None, row["rollout_loss"], row["demo_loss"],
+            corrections,
         )  # fmt: skip
         return row
 

@@ -77,6 +77,21 @@ def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
     assert metrics(out) == metrics(train(tiny_config(task, tmp_path / "without", eval={})))
 
 
+@pytest.mark.parametrize(
+    ("method", "unmeasured"),
+    [
+        pytest.param("sft", {"rollout_loss", "clip_fraction", "reward_mean"}, id="no-rollouts"),
+        pytest.param("grpo", {"demo_loss", "sft_variance"}, id="no-demonstrations"),
+        pytest.param("constant", set(), id="both"),
+    ],
+)
+def test_what_was_not_measured_is_null(task, tmp_path, method, unmeasured):
+    out = train(tiny_config(task, tmp_path / "run", method={"name": method}, steps=2))
+    names = {"rollout_loss", "demo_loss", "clip_fraction", "reward_mean", "sft_variance"}
+    for row in metrics(out):
+        assert {name for name in names if row[name] is None} == unmeasured
+
+
 @pytest.mark.parametrize("reduction", ["sequence", "token"])
 def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
