@@ -80,17 +80,18 @@ class Head:
         return x.to(self.compute).to(self.product)
 
     def spans(self, start: int, stop: int) -> Iterator[slice]:
-        """Slices of [start, stop) of nearly equal size, at most `rows` long."""
-        count = math.ceil((stop - start) / self.rows)
-        for i in range(count):
-            yield slice(start + (stop - start) * i // count,
-                        start + (stop - start) * (i + 1) // count)  # fmt: skip
+        """Slices of [start, stop) of nearly equal size, at most `rows` long, the longest first."""
+        for left in range(math.ceil((stop - start) / self.rows), 0, -1):
+            size = math.ceil((stop - start) / left)
+            yield slice(start, start + size)
+            start += size
 
     def logits(self, rows: Tensor) -> Tensor:
         """[M, H] -> [M, V] in float32 or better, in a buffer for as many calls as chunks fly."""
         size = (len(rows), self.weight.shape[0])
         buffer = self._logits.pop(0)
         if buffer is None or len(buffer) < len(rows):
+            buffer = None  # freed first: the old and the new one are beyond the budget together
             buffer = torch.empty(size, dtype=self.exact, device=rows.device)
         self._logits.append(buffer)
         out = buffer[: len(rows)]
@@ -103,6 +104,10 @@ class Head:
         So a chunk takes 4 bytes per logit, not 6, and is half as long again.
         """
         return logits.view(self.product)[:, : logits.shape[1]] if self.rounds else logits
+
+    def release(self) -> None:
+        """Give the logits' memory back."""
+        self._logits = [None] * self.lane.depth
 
 
 class Accumulator:
@@ -132,6 +137,7 @@ class Accumulator:
 
     def finish(self) -> Gradients:
         """The sums, unrounded: [N, H] in hidden's dtype, the other two in float32 or better."""
+        self.head.release()  # rounding the sums takes memory of its own
         if self.chunks == 0:
             self.weight.zero_()
         return Gradients(
