@@ -80,9 +80,13 @@ class Head:
         return x.to(self.compute).to(self.product)
 
     def spans(self, start: int, stop: int) -> Iterator[slice]:
-        """Slices of [start, stop) of nearly equal size, at most `rows` long, the longest first."""
+        """Slices of [start, stop) of at most `rows`, equal but for a tile, the longest first.
+
+        Whole tiles of a GEMM, since one that is filled in part costs as much; the last is what is left.
+        """
+        tile = ALIGN if self.rows >= ALIGN else 1
         for left in range(math.ceil((stop - start) / self.rows), 0, -1):
-            size = math.ceil((stop - start) / left)
+            size = min(math.ceil((stop - start) / (left * tile)) * tile, stop - start)
             yield slice(start, start + size)
             start += size
 
