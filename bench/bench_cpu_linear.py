@@ -29,7 +29,7 @@ def test_cpu_linear(benchmark, record: Record) -> None:
         assert worst < 2e-5, f"{name} is wrong: relative error {worst:.1e}"
 
     batch = linear_batch(N, HEAD, torch.float32, CPU)
-    steps = {"three GEMMs": gemm_step(N, *HEAD, torch.float32, CPU)}
+    steps = {"three GEMMs": gemm_step(batch.hidden, batch.weight)}
     steps |= {
         name: lambda loss=provider.loss: step(loss, batch) for name, provider in found.items()
     }

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import backends, fused_gac_loss, reference, token_logprobs
+from gac_kernels import fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import cuda
 
 from .batches import HEADS, LENGTH, Batch, peaked_logits
 from .linear_losses import SPEC, mixed_loss
 from .record import Record
+from .smoke import problem
 from .timing import Step, copy_bandwidth, interleave, peak_mib
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +74,7 @@ def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], 
     found: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
     missing = {}
     for title, name in BACKENDS.items():
-        if reason := backends.load(name).unavailable(device, torch.bfloat16):
+        if reason := problem(name, device.type):
             missing[title] = reason
             continue
         found[title] = functools.partial(fused, backend=name)
@@ -119,9 +120,8 @@ def compare(
         if title in found:
             steps[f"{title}, forward only"] = lambda b=backend: forward_only(batch, b)
 
-    def restore(name: str) -> None:
-        if "overwrite" in name:
-            batch.hidden.data.copy_(source)
+    def restore(_: str) -> None:
+        batch.hidden.data.copy_(source)  # for all: whoever comes next must not meet a gradient
 
     timings = interleave(steps, device, seconds, prepare=restore)
     for name, timing in timings.items():
@@ -168,7 +168,7 @@ def test_logits(shape: str, tokens: int, record: Record, benchmark) -> None:
 def test_splits_of_a_row(record: Record) -> None:
     """How many blocks share a row, and how much shared memory each takes: what `split` chooses."""
     device, shape, tokens = torch.device("cuda"), "Qwen2.5-7B", 8192
-    if reason := backends.load("native").unavailable(device, torch.bfloat16):
+    if reason := problem("native", "cuda"):
         pytest.skip(reason)
     batch = make_batch(tokens, HEADS[shape].vocab, torch.bfloat16, device)
 

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from gac import ControllerConfig, GuidedController
-from gac_kernels import fused_linear_gac_loss
+from gac_kernels import backends, fused_linear_gac_loss
+from gac_kernels.tokens import TokenTerms
 
-from .batches import HEADS, linear_batch
+from .batches import HEADS, Batch, linear_batch
 from .bench_gpu_logits import backward, eager, fused, make_batch
-from .linear_losses import SPEC, step
+from .linear_losses import SPEC, ours, step
 from .record import Record
+from .smoke import problem
 from .timing import interleave
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+REPEATS = 50
 
 
 def host_us(run: Callable[[], object], rounds: int = 200) -> float:
@@ -35,7 +38,13 @@ def host_us(run: Callable[[], object], rounds: int = 200) -> float:
     return statistics.median(times[rounds // 10 :])
 
 
-@pytest.mark.parametrize("backend", ["triton", "native"])
+@pytest.fixture(params=["triton", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if reason := problem(request.param, DEVICE.type):
+        pytest.skip(f"{request.param} backend: {reason}")
+    return request.param
+
+
 def test_launch_overhead(backend: str, record: Record) -> None:
     """256 tokens of 32000 words: no slower than eager PyTorch."""
     batch = make_batch(256, 32000, torch.bfloat16, DEVICE)
@@ -49,12 +58,12 @@ def test_launch_overhead(backend: str, record: Record) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["triton", "native"])
 def test_cuda_graph(backend: str, record: Record) -> None:
     """The whole loss and backward in one graph; a replay on other logits gives their loss."""
     batch = make_batch(512, 32000, torch.bfloat16, DEVICE)
     run = functools.partial(fused, backend=backend)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             backward(run, batch)
@@ -77,33 +86,48 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     )  # fmt: skip
 
 
+def reductions(batch: Batch, moments: bool) -> torch.cuda.CUDAGraph:
+    """REPEATS times the sums over all tokens: one of them is too short to time alone."""
+    triton = backends.load("triton")
+    tokens = triton.plan(
+        batch.targets, batch.advantages, batch.is_demo, batch.mu, None, None, None, SPEC, None, None
+    )
+    terms = TokenTerms(*(-torch.rand(batch.tokens, device=DEVICE) for _ in TokenTerms._fields))
+    triton.reduce(tokens, terms, moments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            triton.reduce(tokens, terms, moments)
+    return graph
+
+
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 def test_statistics_and_controller(tokens: int, record: Record) -> None:
-    """Their time as a share of the loss with a 7B head, one update on the host included."""
+    """Their time in a step as a share of the loss with a 7B head, the controller's included.
+
+    Signals are read once in `update_every` steps; the other updates go without.
+    """
     batch = linear_batch(tokens, HEADS["Qwen2.5-7B"], torch.bfloat16, DEVICE)
+    sums = {moments: reductions(batch, moments) for moments in (False, True)}
+    steps = {"loss": lambda: step(ours, batch)}
+    steps |= {f"reduce, moments={moments}": graph.replay for moments, graph in sums.items()}
+    times = {name: timing.best for name, timing in interleave(steps, DEVICE, seconds=4).items()}
+    extra = (times["reduce, moments=True"] - times["reduce, moments=False"]) / REPEATS
 
-    def loss(moments: bool) -> Callable[..., torch.Tensor]:
-        return lambda b: fused_linear_gac_loss(
-            b.hidden, b.weight, b.targets, b.advantages, b.is_demo, mu=b.mu, spec=SPEC,
-            moments=moments,
-        ).loss  # fmt: skip
-
-    steps = {
-        "with moments": lambda: step(loss(True), batch),
-        "without moments": lambda: step(loss(False), batch),
-    }
-    times = interleave(steps, DEVICE, seconds=4)
     out = fused_linear_gac_loss(
         batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, spec=SPEC
     )
-    controller = GuidedController(ControllerConfig())
-    update = host_us(lambda: controller.update(signals=out.moments.signals(), kl=0.01)) / 1e3
-    plain = times["without moments"].best
-    extra = times["with moments"].best - plain
-    print(f"\n{tokens} tokens: moments {extra:.3f} ms, signals and update {update:.3f} ms, "
-          f"{100 * (extra + update) / plain:.2f} % of the loss (target 0.1 %)")  # fmt: skip
-    for name, ms in (("loss", plain), ("moments", extra), ("signals and update", update)):
+    config = ControllerConfig()
+    controller = GuidedController(config)
+    refresh = host_us(lambda: controller.update(signals=out.moments.signals(), kl=0.01)) / 1e3
+    plain = host_us(lambda: controller.update(kl=0.01)) / 1e3
+    update = (refresh + (config.update_every - 1) * plain) / config.update_every
+    print(f"\n{tokens} tokens: moments {extra:.4f} ms, controller {update:.4f} ms a step (refresh "
+          f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f} % of the loss "
+          f"(target 0.1 %)")  # fmt: skip
+    for name, ms in (("loss", times["loss"]), ("moments", extra), ("controller", update),
+                     ("signals and update", refresh)):  # fmt: skip
         record.add(
             device="cuda", work="statistics", shape="Qwen2.5-7B", tokens=tokens, provider=name,
-            case="", ms=ms, fraction_of_loss=ms / plain,
+            case="", ms=ms, fraction_of_loss=ms / times["loss"],
         )  # fmt: skip

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Read when libgomp loads, so before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-WRITTEN: list[Path] = []
+WRITTEN: dict[Path, None] = {}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
@@ -39,14 +39,14 @@ def mapped_memory() -> bool:
     return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def record() -> Iterator[Record]:
-    """Rows for bench/results; written when the last benchmark has ended."""
+    """Rows for bench/results; written after each benchmark, or a time limit would lose them all."""
     from .record import Record
 
     rows = Record()
     yield rows
-    WRITTEN.extend(rows.save())
+    WRITTEN.update(dict.fromkeys(rows.save()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

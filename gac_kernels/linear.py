@@ -82,7 +82,7 @@ class Head:
     def spans(self, start: int, stop: int) -> Iterator[slice]:
         """Slices of [start, stop) of at most `rows`, equal but for a tile, the longest first.
 
-        Whole tiles of a GEMM, since one that is filled in part costs as much; the last is what is left.
+        Whole tiles of a GEMM, since one that is filled in part costs as much; the last is the rest.
         """
         tile = ALIGN if self.rows >= ALIGN else 1
         for left in range(math.ceil((stop - start) / self.rows), 0, -1):

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from bench import bench_gpu_logits, table
+from bench import bench_gpu_logits, smoke, table
 from bench import record as record_module
 from bench.batches import Head, linear_batch
-from bench.bench_gpu_linear import FORWARD, GEMMS, HALF
+from bench.bench_gpu_linear import FORWARD, GEMMS, HALF, runnable
 from bench.bench_gpu_linear import compare as compare_linear
 from bench.linear_losses import errors, ours, truth
 from bench.record import Record
@@ -46,6 +46,27 @@ def test_gpu_logits_bench_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
     assert {"copy", "eager"} <= best.keys()
     assert all("ms" in row or row["not_run"] for row in record.rows)
+
+
+def test_a_step_that_fails_is_left_out_and_explained() -> None:
+    def fails() -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    failed: dict[str, str] = {}
+    steps = {"peer": fails, "other": lambda: None}
+    assert runnable(steps, failed).keys() == {"other"}
+    assert failed == {"peer": "RuntimeError: out of memory"}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runnable({"ours": fails}, failed)
+
+
+def test_a_backend_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the child's: it has no GPU then
+    assert smoke.problem("reference", "cpu") is None
+    assert "after 0.1 s" in smoke.problem("reference", "cpu", seconds=0.1)
+    loaded = smoke.backends.load("triton")
+    monkeypatch.setattr(loaded, "unavailable", lambda *_: None)
+    assert "no device 'cpu'" in smoke.problem("triton", "cpu")
 
 
 def test_a_wrong_loss_is_noticed() -> None:

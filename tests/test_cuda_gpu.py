@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.smoke import problem
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
 from gac_kernels.backends import cuda, native
 
@@ -25,6 +26,8 @@ def built() -> None:
     """Builds the library on first use; skips, with the reason, on other GPUs."""
     if reason := native.unavailable(torch.device("cuda"), torch.float32):
         pytest.skip(f"native backend: {reason}")
+    if reason := problem("native", "cuda"):  # before it can hang or harm this process
+        pytest.fail(f"native backend: {reason}")
 
 
 def check(batch: dict[str, Any], **keywords: Any) -> None:

@@ -1,0 +1,71 @@
+"""Whether a backend survives a loss: `python -m bench.smoke BACKEND DEVICE`, a process of its own.
+
+A kernel that hangs, or writes where it must not, would take the results of all others with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from gac_kernels import backends, fused_gac_loss, fused_linear_gac_loss
+
+# a row in four blocks of a cluster, in one, and rows that start anywhere
+LOGITS = ((152064, torch.bfloat16), (32000, torch.bfloat16), (50257, torch.float32))
+
+
+@functools.cache
+def problem(backend: str, device: str, seconds: float = 180) -> str | None:
+    """Why `backend` is of no use on `device`, or None."""
+    if reason := backends.load(backend).unavailable(torch.device(device), torch.float32):
+        return reason
+    command = [sys.executable, "-m", "bench.smoke", backend, device]
+    root = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=root)
+    except subprocess.TimeoutExpired:
+        return f"no end of a small loss after {seconds:g} s"
+    if done.returncode:
+        return (
+            f"a small loss fails: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
+        )
+    return None
+
+
+def main(backend: str, device: str) -> None:
+    rows = 300 if device == "cuda" else 3  # on a GPU several for each block
+    for vocab, dtype in LOGITS:
+        logits = torch.randn(2, rows, vocab, device=device).to(dtype)
+        batch = (
+            torch.randint(vocab, (2, rows), device=device), torch.ones(2, device=device),
+            torch.tensor([False, True], device=device),
+        )  # fmt: skip
+        compare(lambda x, on, b=batch: fused_gac_loss(x, *b, backend=on), logits, backend)
+        weight = torch.randn(vocab, 64, device=device).to(dtype) / 8
+        hidden = torch.randn(2, rows, 64, device=device).to(dtype)
+        compare(
+            lambda x, on, w=weight, b=batch: fused_linear_gac_loss(x, w, *b, backend=on),
+            hidden, backend,
+        )  # fmt: skip
+
+
+def compare(call, leaf: torch.Tensor, backend: str) -> None:
+    """Log-probs and gradient against the reference's."""
+    results = []
+    for name in (backend, "reference"):
+        x = leaf.detach().clone().requires_grad_()
+        out = call(x, name)
+        (grad,) = torch.autograd.grad(out.loss, x)
+        results.append((out.logps, grad))
+    (logps, grad), (true_logps, true_grad) = results
+    torch.testing.assert_close(logps, true_logps, rtol=0, atol=1e-3)
+    gap = ((grad - true_grad).float().norm() / true_grad.float().norm()).item()
+    assert gap < 0.02, f"gradient off by {gap:.1e}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
