@@ -19,7 +19,7 @@ from .bench_gpu_logits import backward, eager, fused, make_batch
 from .linear_losses import SPEC, ours, step
 from .record import Record
 from .smoke import problem
-from .timing import interleave
+from .timing import Step, interleave
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -86,7 +86,7 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     )  # fmt: skip
 
 
-def reductions(batch: Batch, moments: bool) -> torch.cuda.CUDAGraph:
+def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
     """REPEATS times the sums over all tokens: one of them is too short to time alone."""
     triton = backends.load("triton")
     tokens = triton.plan(
@@ -98,7 +98,7 @@ def reductions(batch: Batch, moments: bool) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
             triton.reduce(tokens, terms, moments)
-    return graph
+    return lambda: (graph.replay(), tokens, terms)  # which it reads by their addresses
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
@@ -108,9 +108,8 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
     Signals are read once in `update_every` steps; the other updates go without.
     """
     batch = linear_batch(tokens, HEADS["Qwen2.5-7B"], torch.bfloat16, DEVICE)
-    sums = {moments: reductions(batch, moments) for moments in (False, True)}
-    steps = {"loss": lambda: step(ours, batch)}
-    steps |= {f"reduce, moments={moments}": graph.replay for moments, graph in sums.items()}
+    steps: dict[str, Step] = {"loss": lambda: step(ours, batch)}
+    steps |= {f"reduce, moments={x}": reductions(batch, x) for x in (False, True)}
     times = {name: timing.best for name, timing in interleave(steps, DEVICE, seconds=4).items()}
     extra = (times["reduce, moments=True"] - times["reduce, moments=False"]) / REPEATS
 
