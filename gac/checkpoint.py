@@ -69,10 +69,13 @@ def save(
     return final
 
 
-def write_weights(path: Path, model: nn.Module) -> None:
-    """The model's tensors alone, in the same format."""
+def write_weights(path: Path, model: nn.Module, further: dict[str, Tensor]) -> None:
+    """The model's tensors and `further` ones, in the same format."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if further:
+        state["further"] = further
     _together(lambda: _on_main(lambda: _fresh(path)), path)
-    _together(lambda: _write({"model": get_model_state_dict(model)}, path), path)
+    _together(lambda: _write(state, path), path)
 
 
 def load(
@@ -93,9 +96,14 @@ def load(
     return progress
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill the model of one process from a checkpoint, or from what `write_weights` wrote."""
-    state = {"model": get_model_state_dict(model)}
+def load_weights(path: Path, model: nn.Module, further: dict[str, Tensor] | None = None) -> None:
+    """Fill the model of one process from a checkpoint, or from what `write_weights` wrote.
+
+    further: other tensors that were written, filled in place.
+    """
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if further:
+        state["further"] = further
     dcp.load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state["model"])
 

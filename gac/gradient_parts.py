@@ -31,6 +31,7 @@ class GradientParts:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = list(parameters)
         self.taken: list[Gradient] = []
+        self.averages: dict[str, Tensor] = {}
 
     def take(self) -> None:
         """Keep the accumulated gradient as the next part and clear it."""
@@ -71,7 +72,7 @@ class GradientParts:
         """Make the gradient sum_i weights[i] part_i; None leaves the parameters without one."""
         if weights is not None:
             for column, (_, p) in zip(zip(*self.taken, strict=True), self.parameters, strict=True):
-                p.grad = _weighted(column, weights)
+                p.grad = _weighted(column, weights, reuse=not self.averages)
         self.taken = []
 
     def combine_pair(self, weights: Weights | None, mix: Mix) -> Mix:
@@ -87,18 +88,18 @@ class GradientParts:
         self.combine([weights[0] / n] * n + [weights[1] / n] * n)
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
 
-    def average_into(self, tracked: dict[str, Tensor], rate: float) -> None:
-        """Replace the parts by their moving averages y <- y + rate (g - y).
+    def average(self, tracked: dict[str, Tensor], rate: float) -> None:
+        """Replace the parts by their moving averages y <- y + rate (g - y), also in `averages`.
 
-        tracked: the averages by "part.parameter name", changed in place; they start at 0.
+        tracked: those of the step before, by "part.parameter name"; they stay what they are, for
+        the step may still be skipped.
         """
         for i, part in enumerate(self.taken):
-            for j, (name, p) in enumerate(self.parameters):
-                mean = tracked.setdefault(f"{i}.{name}", torch.zeros_like(p.detach()))
-                mean.mul_(1 - rate)
+            for j, (name, _) in enumerate(self.parameters):
+                mean = tracked[f"{i}.{name}"] * (1 - rate)
                 if (new := part[j]) is not None:
                     mean.add_(new, alpha=rate)
-                part[j] = mean.clone()
+                part[j] = self.averages[f"{i}.{name}"] = mean
 
 
 def local(tensor: Any) -> Tensor:
@@ -117,11 +118,16 @@ def copies(tensor: Any) -> int:
     return held
 
 
-def _weighted(column: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+def _weighted(
+    column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
+) -> Tensor | None:
+    """reuse: the first buffer becomes the result, because the parts are not needed any more."""
     total: Tensor | None = None
     for gradient, weight in zip(column, weights, strict=True):
         if gradient is None or weight == 0:
             continue
-        # the first buffer is reused: the parts are not needed any more
-        total = gradient.mul_(weight) if total is None else total.add_(gradient, alpha=weight)
+        if total is None:
+            total = gradient.mul_(weight) if reuse else gradient * weight
+        else:
+            total.add_(gradient, alpha=weight)
     return total

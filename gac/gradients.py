@@ -61,9 +61,8 @@ class Gradients:
         self.micro_batch, self.pad_token = micro_batch, pad_token
         self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
         if method.tracking:
-            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
             self.tracked = {
-                f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in named
+                f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in self._named()
             }
 
     def __call__(
@@ -96,12 +95,16 @@ class Gradients:
             return run.measured()
         return self._apart(run, live, rows, count, step)
 
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """What is trained, under the names of one process: DDP puts another before each."""
+        whole = self.accelerator.unwrap_model(self.model)
+        return [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
+
     def _apart(
         self, run: _Run, live: list[Row], rows: Sequence[Row], count: int, step: int
     ) -> Measured:
         """One backward for each of `count` parts of each term, demonstrations first."""
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        parts, keep, bias = GradientParts(named), set(live), None
+        parts, keep, bias = GradientParts(self._named()), set(live), None
         for demo in (True, False):
             mine = [r for r in rows if r.is_demo == demo]
             for i in range(count):
@@ -119,7 +122,7 @@ class Gradients:
             bias = parts.bias_gram(count)
         # a broken gradient would stay in the averages for ever; the step is skipped instead
         if self.method.tracking and parts.gram().isfinite().all():
-            parts.average_into(self.tracked, self.method.track(step))
+            parts.average(self.tracked, self.method.track(step))
         return run.measured()._replace(parts=parts, bias_gram=bias)
 
     def _silent(self, row: Row, mix: Mix) -> bool:

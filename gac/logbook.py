@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from .guards import RunError
 
 
@@ -46,6 +48,35 @@ class Logbook:
             except json.JSONDecodeError:
                 break  # only the last line of a killed run can be torn
         return rows
+
+
+class Record:
+    """What a run writes as it goes: metrics.jsonl, eval.jsonl and accelerate's trackers.
+
+    Every rank calls it; the main process writes.
+    """
+
+    def __init__(self, out: Path, accelerator: Accelerator) -> None:
+        self.metrics, self.evals = Logbook(out / "metrics.jsonl"), Logbook(out / "eval.jsonl")
+        self.accelerator = accelerator
+
+    def cut(self, step: int | None) -> None:
+        """Go on from the checkpoint of `step`; None: from nothing, whatever a kill left behind."""
+        if self.accelerator.is_main_process:
+            for book in (self.metrics, self.evals):
+                book.cut(-1 if step is None else step)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """The metrics of an optimiser step."""
+        if self.accelerator.is_main_process:
+            self.metrics.append(row)
+        numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
+        self.accelerator.log(numbers, step=row["step"])
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """An evaluation; step 0 is before the first optimiser step."""
+        if self.accelerator.is_main_process:
+            self.evals.append(row)
 
 
 def _plain(value: Any) -> Any:

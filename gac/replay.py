@@ -1,7 +1,8 @@
 """The batch of a skipped step: kept with its weights, and computed again by `gac replay`.
 
 replay/step-00000012/rank-0.pt    rows and weights of the loss, one file per rank
-replay/step-00000012/weights/     the model before the step, shared by skipped steps in a row
+replay/step-00000012/weights/     the model before the step, shared by skipped steps in a row,
+                                  and a method's moving averages
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .batch import Row
 from .config import load
 from .guards import RunError
 from .methods import Mix
+from .solvers import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Bad:
     """Of the dropout masks."""
     rows: Sequence[Row]
     mix: Mix
+    weights: Weights | None
+    """Of the two terms, from a solver; None: `mix` was applied as it is."""
     norms: tuple[float, float]
     kl: bool
     old_logps: Sequence[Tensor]
@@ -43,19 +47,21 @@ class Bad:
     """The rollout and the demonstration term, over all ranks."""
 
 
-def keep(folder: Path, bad: Bad, model: nn.Module, last: Path | None) -> Path:
+def keep(
+    folder: Path, bad: Bad, model: nn.Module, tracked: dict[str, Tensor], first: Path | None
+) -> Path:
     """Write a skipped step under `folder`; every rank calls it. Returns its path.
 
-    last: where the skipped step just before this one was kept: the weights are still the same.
+    tracked: moving averages of gradients. first: where the first of the skipped steps in a row was
+    kept, if this is a later one: the weights are still the same.
     """
     path = folder / f"step-{bad.step:08d}"
-    weights = last / "weights" if last else path / "weights"
-    if last is None:
-        checkpoint.write_weights(weights, model)
+    if first is None:
+        checkpoint.write_weights(path / "weights", model, tracked)
     path.mkdir(parents=True, exist_ok=True)
     plain = {f.name: getattr(bad, f.name) for f in dataclasses.fields(bad)}
     plain |= {"rows": [tuple(r) for r in bad.rows], "mix": tuple(bad.mix)}
-    plain |= {"old_logps": list(bad.old_logps), "weights": weights.parent.name}
+    plain |= {"old_logps": list(bad.old_logps), "shares": (first or path).name}
     torch.save(plain, path / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.pt")
     return path
 
@@ -76,10 +82,11 @@ def replay(path: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(dataclasses.replace(config, out=scratch, trackers=()))
         model = trainer.accelerator.unwrap_model(trainer.model)
-        checkpoint.load_weights(path.parent / parts[0]["weights"] / "weights", model)
+        checkpoint.load_weights(
+            path.parent / parts[0]["shares"] / "weights", model, trainer.gradients.tracked
+        )
         rows, old = _merged(parts)
-        norms = tuple(n * len(parts) for n in parts[0]["norms"])
-        again = _Again(trainer, Mix(*parts[0]["mix"]), norms, parts[0]["kl"], old)
+        again = _Again(trainer, parts, old)
         torch.manual_seed(parts[0]["seed"])
         now = again(rows)
         alone = [again([row]) for row in rows]
@@ -108,15 +115,16 @@ def _merged(parts: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Tensor]]:
 class _Again:
     """Gradients of some rows under the weights of the kept step."""
 
-    def __init__(
-        self, trainer: Any, mix: Mix, norms: tuple[float, ...], kl: bool, old: list[Tensor]
-    ) -> None:
-        self.trainer, self.mix, self.norms, self.kl, self.old = trainer, mix, norms, kl, old
+    def __init__(self, trainer: Any, parts: Sequence[dict[str, Any]], old: list[Tensor]) -> None:
+        kept = parts[0]  # all but rows and log-probs are the same on every rank
+        self.trainer, self.mix, self.weights = trainer, Mix(*kept["mix"]), kept["weights"]
+        norms = tuple(n * len(parts) for n in kept["norms"])
+        self.keywords = {"norms": norms, "kl": kept["kl"], "old_logps": old, "step": kept["step"]}
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        found = self.trainer.gradients(rows, self.mix, self.norms, kl=self.kl, old_logps=self.old)
+        found = self.trainer.gradients(rows, self.mix, **self.keywords)
         if found.parts:
-            found.parts.combine_pair(self.mix.pair, self.mix)
+            found.parts.combine_pair(self.weights or self.mix.pair, self.mix)
         params = [p for p in self.trainer.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         self.trainer.optimizer.zero_grad(set_to_none=True)

@@ -29,7 +29,7 @@ from .feed import Feed
 from .gradients import Gradients, Measured, over_ranks
 from .guards import Guard, RunError
 from .heartbeat import Heartbeat
-from .logbook import Logbook
+from .logbook import Record
 from .methods import Mix, Observation
 from .model import load_model, load_tokenizer
 from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
@@ -85,7 +85,7 @@ class Trainer:
         self.step, self.state, self.seen = 0, self.method.init(), Observation(0)
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
-        self.kept: Path | None = None  # where the last skipped step is, for `gac replay`
+        self.kept: Path | None = None  # the first of the last skipped steps in a row
         self._start_from(found)
 
     # ---- set-up
@@ -108,10 +108,7 @@ class Trainer:
         """The checkpoint to go on from; what forbids a start is found before any work."""
         guards.check_folder(self.out)
         self.checkpoints = self.out / "checkpoints"
-        self.metrics, self.evals = (
-            Logbook(self.out / "metrics.jsonl"),
-            Logbook(self.out / "eval.jsonl"),
-        )
+        self.record = Record(self.out, self.accelerator)
         found = checkpoint.newest(self.checkpoints)
         if found and not resume:
             raise ValueError(
@@ -134,8 +131,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
-            for book in (self.metrics, self.evals):
-                book.cut(self.step if found else -1)  # what no checkpoint vouches for is done again
+        self.record.cut(self.step if found else None)
         if config.trackers:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
@@ -188,7 +184,8 @@ class Trainer:
             started = time.perf_counter()
             row = self._train_step()
             self.step += 1
-            self._record({**row, "seconds": time.perf_counter() - started}, bar)
+            self.record.step({**row, "seconds": time.perf_counter() - started})
+            _show(bar, row)
             if self.guard.exhausted:
                 self._give_up()
             last = self._done()
@@ -254,20 +251,23 @@ class Trainer:
         losses = self._mean_losses(found)
         gram = found.parts.gram() if found.parts else None
         whole = gram is None or bool(gram.isfinite().all())
+        solved, weights, applied = self.state, None, mix
         if found.parts and gram is not None:
-            weights = None
             if whole:
-                self.state, weights = self.method.solve(self.state, gram, mix, self.seen)
-            mix = found.parts.combine_pair(weights, mix)
+                solved, weights = self.method.solve(self.state, gram, mix, self.seen)
+            applied = found.parts.combine_pair(weights, mix)
         norm, fault = self._update(losses, 0.0 if whole else math.nan)
         if fault:
             self._keep(replay.Bad(
-                step, fault, draw + 1, rows, mix, scaled, kl, old, norm, losses
+                step, fault, draw + 1, rows, mix, weights, scaled, kl, old, norm, losses
             ))  # fmt: skip
-        elif self.method.looks_back:
+        else:
+            self.state = solved
+            self.gradients.tracked |= found.parts.averages if found.parts else {}
+        if self.method.looks_back and not fault:
             after = self._mean_losses(self.gradients.losses(rows, mix, scaled, old))
             self.state = self.method.after_step(self.state, losses[::-1], after[::-1])
-        return self._observe(found, norm, losses, mix, counts, rows, gram, kl)
+        return self._observe(found, norm, losses, applied, counts, rows, gram, kl)
 
     def _rollout_rows(self) -> list[Row]:
         if not self.method.rollouts_at(self.step):
@@ -315,10 +315,13 @@ class Trainer:
         """Log a skipped step, and keep it for `gac replay` while there is room."""
         where = "not kept"
         if self.guard.kept < self.config.guards.keep:
-            last = self.kept if self.guard.in_a_row > 1 else None
-            self.kept = replay.keep(self.out / "replay", bad, self.model, last)
+            self.kept = self.kept if self.guard.in_a_row > 1 else None
+            path = replay.keep(
+                self.out / "replay", bad, self.model, self.gradients.tracked, self.kept
+            )
+            self.kept = self.kept or path
             self.guard.kept += 1
-            where = f"gac replay {self.kept}"
+            where = f"gac replay {path}"
         if self.accelerator.is_main_process:
             logger.warning("step %d is skipped: %s (%s)", bad.step, bad.fault, where)
 
@@ -361,18 +364,7 @@ class Trainer:
         )  # fmt: skip
         return row
 
-    # ---- records
-
-    def _record(self, row: dict[str, Any], bar: tqdm) -> None:
-        if self.accelerator.is_main_process:
-            self.metrics.append(row)
-        if self.config.trackers:
-            numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
-            self.accelerator.log(numbers, step=row["step"])
-        shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy")}
-        texts = {k: f"{v:.3g}" for k, v in shown.items() if v is not None and not math.isnan(v)}
-        bar.set_postfix(texts, refresh=False)
-        bar.update()
+    # ---- evaluation
 
     def _evaluate(self) -> float | None:
         """Record an evaluation; its accuracy, if there is anything to evaluate on."""
@@ -383,9 +375,15 @@ class Trainer:
         with distributed.gathered(self.model, self.config.parallel):
             found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
                              self.config.eval, self.config.seed)  # fmt: skip
-        if self.accelerator.is_main_process:
-            self.evals.append({"step": self.step, **found})
+        self.record.evaluation({"step": self.step, **found})
         return found.get("accuracy")
+
+
+def _show(bar: tqdm, row: dict[str, Any]) -> None:
+    shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy")}
+    texts = {k: f"{v:.3g}" for k, v in shown.items() if v is not None and not math.isnan(v)}
+    bar.set_postfix(texts, refresh=False)
+    bar.update()
 
 
 def _hits(step: int, every: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -85,6 +86,50 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, reward, fault):
         assert found["culprits"] and all(abs(c["advantage"]) > 1e200 for c in found["culprits"])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param({"name": "aligned-mtl", "preference": [1.0, 0.0]}, id="a-negative-weight"),
+        pytest.param({"name": "sdmgrad"}, id="several-parts-of-each-term"),
+        pytest.param({"name": "moco"}, id="moving-averages"),
+        pytest.param({"name": "oracle", "update_every": 2}, id="gradients-that-are-only-measured"),
+        pytest.param({"name": "famo"}, id="weights-from-the-losses"),
+    ],
+)
+def test_replay_repeats_what_the_method_did(task, tmp_path, method):
+    """The recorded norm is that of the combined gradient; kept are a first and a third bad step."""
+    trainer = Trainer(faulty(task, tmp_path, "tame", method=method, micro_batch=3))
+    for _ in range(4):
+        trainer._train_step()
+        trainer.step += 1
+    trainer.guard.config = GuardConfig(max_norm=1e-9)  # from here on every step is a bad one
+    before, state = weights(trainer), copy.deepcopy(trainer.state)
+    averages = {k: v.clone() for k, v in trainer.gradients.tracked.items()}
+    assert bool(averages) == (method["name"] == "moco") and all(v.any() for v in averages.values())
+    for _ in range(3):
+        trainer._train_step()
+        trainer.step += 1
+        assert all(map(torch.equal, before, weights(trainer)))
+    assert all(torch.equal(averages[k], v) for k, v in trainer.gradients.tracked.items())
+    if trainer.method.family == "gradient solver":
+        assert trainer.state == state
+    kept = sorted((tmp_path / "replay").iterdir())
+    assert len(kept) == 3
+    if "preference" in method:
+        chosen = [torch.load(path / "rank-0.pt")["weights"] for path in kept]
+        assert any(min(pair) < 0 for pair in chosen)
+    for path in kept:
+        found = replay(path)
+        recorded, again = found["recorded"], found["again"]
+        assert recorded["grad_norm"] > 0 and found["culprits"] == []
+        assert again["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
+        assert again["losses"] == pytest.approx(recorded["losses"], rel=1e-5, abs=1e-7)
+
+
+def tame(completion, example):
+    return digit_reward(completion, example)
+
+
 def test_run_goes_on_after_broken_steps(task, tmp_path):
     out = train(faulty(task, tmp_path, "overflowing"))
     rows = metrics(out)
@@ -126,8 +171,10 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
 
 
-def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path):
-    config = faulty(task, tmp_path, "overflowing", steps=4)
+@pytest.mark.parametrize("method", ["gac", "moco"])
+def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
+    """Also with moving averages, whose names are those of one process."""
+    config = faulty(task, tmp_path, "overflowing", steps=4, method={"name": method})
     ranks.run(train, config, ranks=2)
     assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
     (kept,) = (tmp_path / "replay").iterdir()

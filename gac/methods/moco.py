@@ -18,7 +18,7 @@ class MoCo(GramSolver):
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
-    cost: ClassVar[str] = "three more gradient buffers, two of them kept"
+    cost: ClassVar[str] = "four more gradient buffers, two of them kept"
     tracking: ClassVar[bool] = True
 
     rate: float = 0.1
