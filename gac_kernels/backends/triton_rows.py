@@ -179,6 +179,7 @@ def loss_kernel(
     tl.store(terms + 3 * N + n, kl)
     tl.store(terms + 4 * N + n, clipped)
     if out is not None:
+        tl.debug_barrier()  # `out` may be the row, of which a slower warp still wants its target
         weight = tl.load(scale + n)
         d_logp *= weight
         d_entropy *= weight
