@@ -167,7 +167,7 @@ def step(loss: Loss, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     batch.hidden.grad = batch.weight.grad = None
     value = loss(batch)
     value.backward()
-    return value.detach(), batch.hidden.grad, batch.weight.grad  # type: ignore[return-value]
+    return value.detach(), batch.hidden.grad, batch.weight.grad
 
 
 def errors(loss: Loss, exact: Loss, batch: Batch) -> list[float]:

@@ -19,7 +19,7 @@ from .linear_losses import providers, step
 def resident(field: str) -> float:
     """MiB of VmRSS (now) or VmHWM (the peak)."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024
 
 
 def main(name: str, tokens: int) -> float:

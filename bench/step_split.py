@@ -95,7 +95,7 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
         done += 1
         return step()
 
-    trainer._train_step = counted  # type: ignore[method-assign]
+    trainer._train_step = counted
     trainer.run()
     return {part: seconds / (done - warmup) for part, seconds in watch.seconds.items()}
 

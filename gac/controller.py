@@ -111,9 +111,8 @@ class ControllerConfig:
 
     def is_refresh(self, t: int) -> bool:
         """Whether update t, counted from 0, wants signals."""
-        early = self.early_update_every is not None and t < self.early_steps
-        every = self.early_update_every if early else self.update_every
-        return t % every == 0  # type: ignore[operator]
+        early = self.early_update_every
+        return t % (self.update_every if early is None or t >= self.early_steps else early) == 0
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,8 @@ def step(
     kl_ema, alpha = state.kl, state.alpha
     due = config.alpha_every == "step" or config.is_refresh(state.step)
     if due and kl is not None and math.isfinite(kl):
-        kl_ema = _ema(config.kl_decay, state.kl, float(kl))
-        alpha = next_alpha(config, alpha, kl_ema)  # type: ignore[arg-type]
+        kl_ema = _average(config.kl_decay, state.kl, float(kl))
+        alpha = next_alpha(config, alpha, kl_ema)
 
     target = _mu_star(config, alpha, known, extra)
     beta = 0.0 if config.ema == "none" else config.ema_decay
@@ -252,10 +251,13 @@ def _mu_star(
     return mu_star(alpha, d, ss, rr, terms.covariance if config.estimator == "correlated" else 0.0)
 
 
-def _ema(decay: float, old: float | None, new: float) -> float | None:
-    if not math.isfinite(new):
-        return old
+def _average(decay: float, old: float | None, new: float) -> float:
     return new if old is None else decay * old + (1.0 - decay) * new
+
+
+def _ema(decay: float, old: float | None, new: float) -> float | None:
+    """The average without what was not measured."""
+    return _average(decay, old, new) if math.isfinite(new) else old
 
 
 def _clip(value: float, low: float, high: float) -> float:

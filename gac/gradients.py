@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .distributed import reshard
 from .experience import place
 from .gradient_parts import GradientParts
 from .methods import Method, Mix
+from .model import Head
 from .objective import own_loss
 
 Norms = tuple[float, float]
@@ -168,8 +169,7 @@ class Gradients:
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
             batch = collate(micro, self.pad_token, self.accelerator.device)
-            request = lambda head, b=batch: head.logprobs(b.targets, self.temperature)[0]  # noqa: E731
-            logps = self.model(**inputs(batch), request=request).cpu()
+            logps = self.model(**inputs(batch), request=self._scores(batch)).cpu()
             for b, r in enumerate(micro):
                 found[r.sequence] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
         reshard(self.model)
@@ -189,9 +189,12 @@ class Gradients:
         """[B, T] log-probs under the reference; 0 for demonstrations, where nothing reads them."""
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
-        request = lambda head: head.logprobs(batch.targets, self.temperature)[0]  # noqa: E731
         with self.reference_model() as model:
-            return model(**inputs(batch), request=request)
+            return model(**inputs(batch), request=self._scores(batch))
+
+    def _scores(self, batch: Batch) -> Callable[[Head], Tensor]:
+        """What is asked of the model's last layer for the targets' log-probs."""
+        return lambda head: head.logprobs(batch.targets, self.temperature)[0]
 
 
 class _Run:

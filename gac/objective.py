@@ -98,5 +98,6 @@ def _log_distribution(head: Head, index: Tensor) -> Tensor:
     """[M, V] float32 logits of the tokens at `index` [M]."""
     if head.logits is not None:
         return head.logits.flatten(0, 1)[index].float()
-    rows = head.hidden.flatten(0, 1)[index]  # type: ignore[union-attr]
-    return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()  # type: ignore[union-attr]
+    assert head.hidden is not None and head.weight is not None  # a head has these or logits
+    rows = head.hidden.flatten(0, 1)[index]
+    return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()

@@ -123,7 +123,7 @@ def _meta_tokens(ref: bool) -> Tokens:
         targets, torch.zeros(2), torch.tensor([False, True]), 0.5, logps, logps if ref else None,
         None, LossSpec(), None, None,
     )  # fmt: skip
-    move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
+    move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
     return Tokens(*(move(x) for x in tokens))
 
 

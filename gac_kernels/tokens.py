@@ -39,6 +39,7 @@ class Tokens(NamedTuple):
     def select(self, index: Tensor) -> Tokens:
         """The tokens at `index` [M]: only the per-token fields are of use to row kernels."""
         picked = [None if x is None else x.index_select(0, index) for x in self[:8]]
+        # mypy knows neither the length nor the types of an unpacked slice
         return Tokens(*picked, *self[8:])  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def plan(
     else:
         offsets = cu_seqlens.to(device=device, dtype=torch.int64)
         sequence = torch.searchsorted(offsets[1:], index, right=True)
-    spread = lambda x: x[sequence]  # noqa: E731
+    spread = lambda x: x[sequence]  # noqa: E731 - one expression
 
     live, demo = flat != IGNORE, spread(is_demo)
     ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integers: exact in any order

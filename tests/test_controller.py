@@ -45,7 +45,8 @@ def algorithm_1(steps: list[tuple[Signals | None, float]]) -> list[float]:
     out = []
     for t, (signals, kl_now) in enumerate(steps):
         if signals is not None:
-            ema = signals if ema is None else [0.99 * e + 0.01 * s for e, s in zip(ema, signals)]  # noqa: B905
+            pairs = zip(ema or signals, signals, strict=True)
+            ema = [0.99 * e + 0.01 * s if ema else s for e, s in pairs]
         kl = kl_now if kl is None else 0.9 * kl + 0.1 * kl_now
         ratio, s = kl / 0.02, 0.0
         if ratio > 1.1:

@@ -133,7 +133,7 @@ def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
     stacked = torch.stack(parts)
     (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
     # minimise (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x): linear in x
-    gain = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731
+    gain = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731 - a formula
     slope = gain(1.0) - gain(0.0)
     x = min(max(-gain(0.0) / slope, 0), 1) if slope > 0 else float(gain(0.5) < 0)
     w_s, w_r = (x + 0.15) / 1.3, (1 - x + 0.15) / 1.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,7 +21,6 @@ def test_first_example_runs_as_written(capsys):
 
 def test_diff_runs_as_written():
     """The added lines of the diff and the controller's lines, around a real model."""
-    torch = pytest.importorskip("torch")
     from tests.test_model import make
 
     diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)

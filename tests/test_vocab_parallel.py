@@ -17,7 +17,7 @@ B, T, H, V = 6, 7, 16, 53  # neither 2 nor 3 divides V
 def batch(dtype=torch.float32, bias=True):
     """Rollouts and demonstrations of unequal length, one of them empty."""
     random = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731 - one expression
     targets = torch.randint(0, V, (B, T), generator=random)
     for b, length in enumerate((7, 3, 0, 5, 1, 7)):
         targets[b, length:] = -100

@@ -43,9 +43,9 @@ def _own_docs(cls: type) -> dict[str, str]:
     for node, following in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if is_text and isinstance(following.value.value, str):  # type: ignore[union-attr]
-            words = following.value.value  # type: ignore[union-attr]
+        text = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            words = text.value
         else:
             end = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
             words = end.partition("#")[2]

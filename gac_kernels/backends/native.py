@@ -181,6 +181,7 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("gac_native::reduce")
     def _(live: Tensor, *others: Tensor | float) -> tuple[Tensor, ...]:
+        # others[5] is the schema's `is_demo`, a tensor: `*others` cannot say so to mypy
         sequences = others[5].numel() if others[-1] else 0  # type: ignore[union-attr]
         fixed = (7, sequences, 6) if others[-1] else (0, 0, 0)
         return (

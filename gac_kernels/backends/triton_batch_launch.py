@@ -123,7 +123,7 @@ def tokens_launch(
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     device, sequences = tokens.live.device, tokens.is_demo.numel()
-    new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731
+    new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731 - one line
     sums = new(SUMS, sequences)
     statistics = TokenMoments(new(7), new(sequences), new(6)) if moments else None
     loss = torch.empty((), dtype=torch.float32, device=device)  # no view: it may change in place
