@@ -123,7 +123,7 @@ def test_overwrite_takes_the_storage_and_nothing_beside_it(small_tiles: None) ->
     assert (wide[..., :3] == 7).all() and (wide[..., -2:] == 7).all()
 
 
-@pytest.mark.parametrize("vocab", [7, 128, 256, 301], ids="no tile,one,two,and a tail".split(","))
+@pytest.mark.parametrize("vocab", [7, 128, 256, 301], ids=["no tile", "one", "two", "and a tail"])
 def test_gradient_of_a_narrower_type_in_the_logits_own_rows(vocab: int, small_tiles: None) -> None:
     """The linear form keeps float32 logits and wants a bfloat16 gradient without a second chunk."""
     batch = make_batch(vocab=vocab)
