@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def test_files_stay_small():
         if (n := len(p.read_text().splitlines())) > LIMIT
     }
     assert not long
+
+
+def test_exceptions_to_lint_and_types_have_a_reason():
+    """Beside the mark or, as a comment, in the line above; unused ones are errors of the tools."""
+    mark = re.compile(r"# (?:noqa|type: ignore)\b(?:: ?[A-Z0-9, ]+|\[[a-z, -]+\])(.*)")
+    bare = []
+    for path in tracked(".py"):
+        if path.relative_to(ROOT).parts[0] not in LAYERS or path == Path(__file__):
+            continue
+        above = ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = mark.search(line)
+            if found and not found[1].strip() and not above.lstrip().startswith("#"):
+                bare.append(f"{path.relative_to(ROOT)}:{number}")
+            above = line
+    assert not bare
 
 
 def test_no_machine_paths():

@@ -67,8 +67,8 @@ def test_results_come_in_order_and_nothing_stays_in_flight() -> None:
     lane = Lane(torch.device("cpu"))
     assert lane.depth == 1
     lane.depth, seen = 3, []
-    lane.start = lambda work: work  # type: ignore[method-assign]  # the latest possible
-    lane.wait = lambda work: work()  # type: ignore[method-assign]
+    lane.start = lambda work: work  # the latest possible
+    lane.wait = lambda work: work()
     spans = [slice(i, i + 1) for i in range(5)]
     lane.each(
         spans,

@@ -374,13 +374,8 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
 
 def test_plots_are_png_files_beside_the_page(report):
     names = {path.name for path in (report.parent / "plots").iterdir()}
-    assert {
-        "overview.png",
-        "accuracy.png",
-        "accuracy_1_+.png",
-        "accuracy_2_-.png",
-        "e_mu.png",
-    } <= names
+    accuracies = {"accuracy.png", "accuracy_1_+.png", "accuracy_2_-.png"}
+    assert names >= {"overview.png", "e_mu.png"} | accuracies
     assert all(name.endswith(".png") for name in names)
     from matplotlib.image import imread
 
