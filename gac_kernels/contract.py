@@ -179,8 +179,8 @@ class TokenMoments:
         """
         if not 0 <= trim < 0.5:
             raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
-        n, _, _, ss, rr, sr, aa = self.rollouts.tolist()
-        nll = self.demo_nll.cpu()
+        both = torch.cat([self.rollouts, self.demo_nll]).cpu()
+        (n, _, _, ss, rr, sr, aa), nll = both[:7].tolist(), both[7:]
         nll = nll[nll != -math.inf].sort().values  # nan last
         cut = math.floor(trim * len(nll))
         kept = nll[cut : len(nll) - cut]
