@@ -35,7 +35,7 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
         raise CheckpointError(f"no intact checkpoint is in {folder}")
     if step is None:
         return newest
-    best = checkpoint.read_progress(newest)["best"]
+    best = checkpoint.read_progress(newest).get("best")
     if not best:
         raise CheckpointError(
             f"no checkpoint in {folder} was evaluated: name a step instead of best"

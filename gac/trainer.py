@@ -138,7 +138,7 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state = progress["step"], progress["method"]
-        self.best = progress["best"]
+        self.best = progress.get("best", {})  # runs of earlier versions have none
         self.guard.load_state_dict(progress["guard"])
         self.seen = Observation.restore(progress["seen"])
         self.feed.load_state_dict(progress)
