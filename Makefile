@@ -40,8 +40,8 @@ bench-gpu:  ## kernels against peers on the GPU at hand; writes bench/results/
 	$(PYTHON) -m bench.table
 
 study: setup  ## every method on the demo's task, three seeds (about half an hour); docs/methods.md
-	$(BIN)/python -m gac.study
-	$(BIN)/python -m gac.methods.table
+	$(BIN)/python -m tools.methods_study
+	$(BIN)/python -m tools.methods_table
 
 kernel-report: setup  ## compile every kernel for sm_80, sm_90, sm_100; registers, spills, shared memory
 	$(BIN)/python -m gac_kernels.inspect

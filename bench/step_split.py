@@ -22,7 +22,7 @@ from gac.config import load
 from gac.demo.run import method_config
 from gac.demo.task import write_task
 from gac.train_config import TrainConfig
-from gac.trainer import Trainer
+from gac.training.trainer import Trainer
 
 TARGET = 0.05
 REST, MODEL = "rest", ("generation", "forward", "backward")

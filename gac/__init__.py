@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .controller import ControllerConfig, GuidedController
-    from .estimators import mu_star, mu_star_biased
+    from gac.control.controller import ControllerConfig, GuidedController
+    from gac.control.estimators import mu_star, mu_star_biased
 
 __all__ = ["ControllerConfig", "GuidedController", "mu_star", "mu_star_biased"]
 
 _HOME = {
-    "ControllerConfig": "controller",
-    "GuidedController": "controller",
-    "mu_star": "estimators",
-    "mu_star_biased": "estimators",
+    "ControllerConfig": "control.controller",
+    "GuidedController": "control.controller",
+    "mu_star": "control.estimators",
+    "mu_star_biased": "control.estimators",
 }
 
 

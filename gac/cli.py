@@ -205,8 +205,8 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
     _show_log()
-    from gac import distributed
-    from gac.trainer import Trainer
+    from gac.parallel import setup
+    from gac.training.trainer import Trainer
 
     try:
         trainer = Trainer(config, options.resume)
@@ -214,7 +214,7 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
-    distributed.leave()
+    setup.leave()
     if main_process:
         from gac.report import write_report
 
@@ -240,7 +240,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from gac.replay import replay
+    from gac.faults.replay import replay
 
     print(json.dumps(replay(options.step), indent=2))
     return OK
@@ -259,7 +259,7 @@ def _report(options: argparse.Namespace) -> int:
 def _methods(options: argparse.Namespace) -> int:
     from gac.config import choose, describe
     from gac.methods import METHODS
-    from gac.methods.table import methods_table
+    from gac.methods.listing import methods_table
 
     if options.name is None:
         print(methods_table())
@@ -294,15 +294,15 @@ def _show_log() -> None:
 def _mistakes() -> tuple[type[Exception], ...]:
     """Errors that are the user's to mend, so that one line serves better than a traceback."""
     from gac.config import ConfigError
-    from gac.data_source import DataError
+    from gac.data.source import DataError
 
     return ConfigError, DataError, FileNotFoundError, FileExistsError
 
 
 def _failures() -> tuple[type[Exception], ...]:
     """Errors of a run that cannot go on, whose message says what to do."""
-    from gac.checkpoint import CheckpointError
-    from gac.guards import RunError
+    from gac.faults.checkpoint import CheckpointError
+    from gac.faults.guard import RunError
 
     return CheckpointError, RunError
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from .data import DataConfig, Example, load_prompts
-from .model import ModelConfig, load_model, load_tokenizer
-from .rewards import build_reward
-from .rollouts import generate
+from gac.data import DataConfig, Example, load_prompts
+from gac.model import ModelConfig, load_model, load_tokenizer
+from gac.rewards import build_reward
+from gac.rollouts.generation import generate
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from . import checkpoint
-from .checkpoint import CheckpointError
-from .config import load
-from .model import ModelConfig, export, load_model, load_tokenizer
-from .train_config import TrainConfig
+from gac.config import load
+from gac.faults import checkpoint
+from gac.faults.checkpoint import CheckpointError
+from gac.model import ModelConfig, export, load_model, load_tokenizer
+from gac.train_config import TrainConfig
 
 
 def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
+from gac.config import Choice
+from gac.data import DataConfig
+from gac.evaluate import EvalSettings
+from gac.faults.guard import GuardConfig
+from gac.methods import METHODS, Method
+from gac.model import ModelConfig
+from gac.parallel.setup import ParallelConfig
+from gac.rollouts.generation import RolloutConfig
+from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
-
-from .config import Choice
-from .data import DataConfig
-from .distributed import ParallelConfig
-from .evaluate import EvalSettings
-from .guards import GuardConfig
-from .methods import METHODS, Method
-from .model import ModelConfig
-from .optim import OptimConfig
-from .rollouts import RolloutConfig
 
 
 def _methods() -> dict[str, type[Method]]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from gac.batch import Row
+from gac.data.rows import Row
 from gac.methods import METHODS
 
 TEMPERATURE = 1.3

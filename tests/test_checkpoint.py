@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gac import checkpoint
-from gac.checkpoint import CheckpointError
 from gac.config import ConfigError
 from gac.export import export_run
-from gac.guards import RunError
-from gac.trainer import Trainer, train
+from gac.faults import checkpoint
+from gac.faults.checkpoint import CheckpointError
+from gac.faults.guard import RunError
+from gac.training.trainer import Trainer, train
 
 from .tiny import metrics, tiny_config, write_tiny
 
@@ -259,9 +259,9 @@ def test_run_directory_below_a_file_is_refused_before_the_model_loads(task, tmp_
 
 
 def test_too_little_room_is_refused_before_the_first_step(task, tmp_path, monkeypatch):
-    from gac import guards
+    from gac.faults import guard
 
-    usage = guards.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(guards.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    usage = guard.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(guard.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
     with pytest.raises(RunError, match=r"0.0001 GB free, and 2 checkpoints .*keep_checkpoints"):
         Trainer(tiny_config(task, tmp_path / "run"))

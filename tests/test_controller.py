@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.controller import (
+from gac.control.controller import (
     ControllerConfig,
     ControllerState,
     GuidedController,
@@ -21,8 +21,8 @@ from gac.controller import (
     next_alpha,
     step,
 )
-from gac.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
-from gac.schedules import Prior, RandomPrior
+from gac.control.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from gac.control.schedules import Prior, RandomPrior
 from gac_kernels.contract import Signals
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
-from gac.data_source import _read_hub
+from gac.data.source import _read_hub
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -304,7 +304,7 @@ def test_order_depends_on_seed_and_epoch_and_can_be_plain():
 
 
 def test_order_is_the_same_in_another_process_with_another_hash_seed():
-    code = "from gac.data_order import Order; print(Order(30, seed=7).take(45))"
+    code = "from gac.data.order import Order; print(Order(30, seed=7).take(45))"
     environment = {**os.environ, "PYTHONHASHSEED": "99"}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

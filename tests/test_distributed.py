@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gac import experience
-from gac.batch import Row, denominators, norms
-from gac.gradients import over_ranks
+from gac.data.rows import Row, denominators, norms
 from gac.methods import Mix
-from gac.trainer import Trainer
+from gac.rollouts import sampling
+from gac.training.gradients import over_ranks
+from gac.training.trainer import Trainer
 
 from . import ranks
 from .tiny import digit_reward, tiny_config, write_tiny
@@ -44,7 +44,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def five_steps(config, steps=STEPS):
     """Metrics of each step, gradients of the first, weights after the last, elements held here."""
-    experience.generate = fixed_responses  # in a process of its own
+    sampling.generate = fixed_responses  # in a process of its own
     trainer = Trainer(config)
     grads: list[dict[str, torch.Tensor]] = []
 
@@ -191,7 +191,7 @@ def test_bfloat16_arithmetic_stays_close(task, tmp_path, alone):
 
 def shares(config, spread):
     """Gradient of rows that are spread unevenly: spread[i] = the rank that has row i."""
-    experience.generate = fixed_responses
+    sampling.generate = fixed_responses
     trainer = Trainer(config)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     examples = trainer.feed.prompts
@@ -244,7 +244,7 @@ def test_checkpoint_loads_on_another_number_of_processes(task, tmp_path, alone, 
 
 
 def save_at(config, steps):
-    experience.generate = fixed_responses
+    sampling.generate = fixed_responses
     trainer = Trainer(config)
     for _ in range(steps):
         trainer._train_step()
@@ -253,7 +253,7 @@ def save_at(config, steps):
 
 
 def go_on(config):
-    experience.generate = fixed_responses
+    sampling.generate = fixed_responses
     trainer = Trainer(config)
     rows = []
     while trainer.step < STEPS:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from gac.control.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)
 shares = st.floats(0, 1)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gac import checkpoint
-from gac.checkpoint import CheckpointError
 from gac.config import ConfigError
-from gac.guards import Guard, GuardConfig, RunError
-from gac.logbook import Logbook
-from gac.replay import replay
-from gac.trainer import Trainer, train
+from gac.faults import checkpoint
+from gac.faults.checkpoint import CheckpointError
+from gac.faults.guard import Guard, GuardConfig, RunError
+from gac.faults.replay import replay
+from gac.training.record import Logbook
+from gac.training.trainer import Trainer, train
 
 from . import ranks
 from .tiny import digit_reward, metrics, tiny_config, write_tiny

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from gac.config import load
 from gac.train_config import TrainConfig
-from gac.trainer import train
+from gac.training.trainer import train
 
 from .tiny import metrics
 

@@ -15,9 +15,9 @@ import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
-from gac.methods.table import PAGE, RESULTS, needs, page
 from gac.train_config import TrainConfig
-from gac.trainer import Trainer
+from gac.training.trainer import Trainer
+from tools.methods_table import PAGE, RESULTS, needs, page
 
 from .tiny import metrics, tiny_config, write_tiny
 
@@ -87,7 +87,7 @@ def test_every_method_says_what_it_needs():
 
 def test_the_page_about_the_methods_is_what_the_program_writes():
     study = json.loads((ROOT / RESULTS).read_text()) if (ROOT / RESULTS).exists() else None
-    assert (ROOT / PAGE).read_text() == page(study), "run python -m gac.methods.table"
+    assert (ROOT / PAGE).read_text() == page(study), "run python -m tools.methods_table"
     listed = {row["name"] for row in study["rows"]} if study else set(METHODS)
     assert set(METHODS) <= listed
 

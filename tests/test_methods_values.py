@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac.batch import Batch, Row
-from gac.gradient_parts import GradientParts
+from gac.control.signals import GradientSignals
+from gac.control.solvers import cross_gram
+from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
 from gac.model import Head
-from gac.objective import own_loss
-from gac.signals import GradientSignals
-from gac.solvers import cross_gram
-from gac.trainer import Trainer
+from gac.training.gradient_parts import GradientParts
+from gac.training.token_loss import own_loss
+from gac.training.trainer import Trainer
 from gac_kernels import LossSpec, Signals
 
 from .published import (

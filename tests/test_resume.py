@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gac.trainer import train
+from gac.training.trainer import train
 
 from . import ranks
 from .tiny import metrics, tiny_config, write_tiny

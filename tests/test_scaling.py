@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gac import distributed, scaling
-from gac.distributed import ParallelConfig, prepare
-from gac.scaling import MODELS, Shape
+from gac.parallel import setup
+from gac.parallel.setup import ParallelConfig, prepare
 from gac_kernels import TokenMoments
+from tools import scaling
+from tools.scaling import MODELS, Shape
 
 from . import ranks
 from .test_distributed import FSDP, config
@@ -55,11 +56,11 @@ def test_traffic_of_a_real_run(tmp_path, defer):
 
 def held_bytes(made):
     """What a rank holds of weights, moments and reference after a step."""
-    from gac.trainer import Trainer
+    from gac.training.trainer import Trainer
 
     trainer = Trainer(made)
     trainer._train_step()
-    distributed.reshard(trainer.model)
+    setup.reshard(trainer.model)
     tensors = [p.to_local() for p in trainer.model.parameters()]
     for state in trainer.optimizer.state.values():
         tensors += [state[k].to_local() for k in ("exp_avg", "exp_avg_sq")]
@@ -100,6 +101,6 @@ def test_page_shows_the_table_of_the_program():
 
 
 def test_prepare_of_one_process_is_not_sharded(tmp_path):
-    accelerator = distributed.make_accelerator(ParallelConfig(mode="fsdp"), "no", (), str(tmp_path))
+    accelerator = setup.make_accelerator(ParallelConfig(mode="fsdp"), "no", (), str(tmp_path))
     model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), "no")
-    assert type(model.weight.data) is torch.Tensor and not distributed.units(model)
+    assert type(model.weight.data) is torch.Tensor and not setup.units(model)

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from gac.schedules import MixSchedule, Prior, RandomPrior, uniform
+from gac.control.schedules import MixSchedule, Prior, RandomPrior, uniform
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac import distributed, experience, gradients
 from gac.config import ConfigError
-from gac.distributed import ParallelConfig, make_accelerator
 from gac.methods import Mix
-from gac.rollouts import generate
-from gac.trainer import Trainer, train
+from gac.parallel import setup
+from gac.parallel.setup import ParallelConfig, make_accelerator
+from gac.rollouts import sampling
+from gac.rollouts.generation import generate
+from gac.training import gradients
+from gac.training.trainer import Trainer, train
 
 from . import ranks
 from .test_distributed import FSDP, config, fixed_responses, whole
@@ -48,7 +50,7 @@ def traffic(made):
     rows = trainer.feed.demo_rows(0)
     trainer.gradients(rows, Mix(1.0), (1.0, 1.0), kl=False)  # the first call sets hooks up
     trainer.optimizer.zero_grad()
-    distributed.reshard(trainer.model)
+    setup.reshard(trainer.model)
     with Traffic() as found:
         trainer.gradients(rows, Mix(1.0), (1.0, 1.0), kl=False)
     layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
@@ -72,10 +74,10 @@ def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
 
 def losses(made, reshard):
     """Before and after two updates, with a forward between each backward and its update."""
-    experience.generate = fixed_responses
+    sampling.generate = fixed_responses
     trainer = Trainer(made)
     if not reshard:
-        distributed.reshard = gradients.reshard = lambda model: None
+        setup.reshard = gradients.reshard = lambda model: None
     rows, norms = trainer.feed.demo_rows(0), (1.0, 4.0 / trainer.accelerator.num_processes)
     found = []
     for _ in range(3):
@@ -103,7 +105,7 @@ def greedy(made, prompts):
     trainer = Trainer(made)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     mine = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
-    with distributed.gathered(trainer.model, made.parallel):
+    with setup.gathered(trainer.model, made.parallel):
         return generate(
             trainer.accelerator.unwrap_model(trainer.model), trainer.tokenizer, mine,
             max_new_tokens=4 if rank else 12, temperature=0, batch=1,
@@ -170,7 +172,7 @@ def test_unknown_layers_are_refused():
 
     def attempt():
         accelerator = make_accelerator(ParallelConfig(), "no", (), ".")
-        return distributed.prepare(Plain(), accelerator, ParallelConfig(mode="fsdp"), "no")
+        return setup.prepare(Plain(), accelerator, ParallelConfig(mode="fsdp"), "no")
 
     (_, pipe), (other, _) = ranks.start(attempt, ranks=2)
     assert "Plain could not be sharded" in str(ranks.collect(pipe).error)

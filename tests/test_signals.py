@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from gac.estimators import mu_star_biased
-from gac.signals import (
+from gac.control.estimators import mu_star_biased
+from gac.control.signals import (
     ConstantVariance,
     Evidence,
     GradientSignals,

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from gac.solvers import (
+from gac.control.solvers import (
     DWAState,
     FAMOState,
     GradNormState,

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from gac.solvers import (
+from gac.control.solvers import (
     Gram,
     aligned_mtl,
     cagrad,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from gac import study
 from gac.demo import run
-from gac.methods.table import page
+from tools import methods_study as study
+from tools.methods_table import page
 
 
 @pytest.mark.slow

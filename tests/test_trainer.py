@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from gac.advantages import group_advantages
-from gac.batch import Batch, Row, collate, denominators, norms
+from gac.data.rows import Batch, Row, collate, denominators, norms
 from gac.evaluate import evaluate
-from gac.rollouts import generate
-from gac.trainer import Trainer, train
+from gac.rollouts.advantages import group_advantages
+from gac.rollouts.generation import generate
+from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
 
 from .tiny import metrics, tiny_config, write_tiny

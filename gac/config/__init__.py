@@ -4,11 +4,11 @@ The dataclasses live beside the code they configure; this package only knows how
 come from the annotations and every error names the key, the offending value and what is accepted.
 """
 
-from gac.config.build import choose, load
-from gac.config.dump import dump, save
-from gac.config.help import describe, field_docs
-from gac.config.types import Choice, ConfigError
-from gac.config.yaml_text import YamlError, parse_yaml, to_yaml
+from .build import choose, load
+from .dump import dump, save
+from .help import describe, field_docs
+from .types import Choice, ConfigError
+from .yaml_text import YamlError, parse_yaml, to_yaml
 
 __all__ = [
     "Choice",

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from gac.config.types import (
+from .types import (
     Choice,
     ConfigError,
     Override,
@@ -22,7 +22,7 @@ from gac.config.types import (
     type_name,
     unknown_word,
 )
-from gac.config.yaml_text import YamlError, parse_yaml
+from .yaml_text import YamlError, parse_yaml
 
 T = TypeVar("T")
 NONE_WORDS = ("null", "none", "~", "")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from gac.config.types import ConfigError, choice_of
-from gac.config.yaml_text import to_yaml
+from .types import ConfigError, choice_of
+from .yaml_text import to_yaml
 
 
 def dump(obj: Any) -> dict[str, Any]:

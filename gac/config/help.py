@@ -7,9 +7,9 @@ import textwrap
 import typing
 from typing import Any
 
-from gac.config.dump import to_plain
-from gac.config.types import choice_of, type_name
-from gac.config.yaml_text import to_yaml
+from .dump import to_plain
+from .types import choice_of, type_name
+from .yaml_text import to_yaml
 
 WIDTH = 96
 

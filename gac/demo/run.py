@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gac.checkpoint import complete, read_progress
 from gac.config import load, save
+from gac.faults.checkpoint import complete, read_progress
 from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
 from gac.train_config import TrainConfig

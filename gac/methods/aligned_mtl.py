@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gac.solvers import Gram, Weights, aligned_mtl
+from gac.control.solvers import Gram, Weights, aligned_mtl
 
 from .gram_solver import GramSolver
 

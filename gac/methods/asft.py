@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Method, Mix, Observation, State
 
 if TYPE_CHECKING:
-    from gac.objective import TokenView
+    from gac.training.token_loss import TokenView
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gac.advantages import group_advantages
-from gac.estimators import Corrections
-from gac.signals import Evidence
-from gac.solvers import Weights
+from gac.control.estimators import Corrections
+from gac.control.signals import Evidence
+from gac.control.solvers import Weights
+from gac.rollouts.advantages import group_advantages
 from gac_kernels import LossSpec, Signals
 
 if TYPE_CHECKING:
-    from gac.objective import TokenView
+    from gac.training.token_loss import TokenView
 
 State = dict[str, Any]  # plain JSON types
 Losses = tuple[float, float]  # (SFT, RL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gac.schedules import MixSchedule
+from gac.control.schedules import MixSchedule
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Method, Mix, Observation, State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gac.solvers import DWAState, dwa_step, dwa_weights
+from gac.control.solvers import DWAState, dwa_step, dwa_weights
 
 from .base import Mix, Observation, State
 from .loss_weights import LossWeights, positive_losses

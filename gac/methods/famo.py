@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gac.solvers import FAMOState, famo_step, famo_weights
+from gac.control.solvers import FAMOState, famo_step, famo_weights
 
 from .base import Losses, Mix, Observation, State
 from .loss_weights import LossWeights

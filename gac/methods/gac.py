@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gac.controller import ControllerConfig, GuidedController
-from gac.estimators import Corrections
-from gac.schedules import Prior, RandomPrior
-from gac.signals import Evidence, ProxySignals, Source
+from gac.control.controller import ControllerConfig, GuidedController
+from gac.control.estimators import Corrections
+from gac.control.schedules import Prior, RandomPrior
+from gac.control.signals import Evidence, ProxySignals, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
 
 from .base import Method, Mix, Observation, State

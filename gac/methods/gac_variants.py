@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gac.schedules import Prior, RandomPrior
-from gac.signals import (
+from gac.control.schedules import Prior, RandomPrior
+from gac.control.signals import (
     ConstantVariance,
     GradientSignals,
     ProxySignals,

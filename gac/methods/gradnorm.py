@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.solvers import GradNormState, Gram, Weights, gradnorm_step
+from gac.control.solvers import GradNormState, Gram, Weights, gradnorm_step
 
 from .base import Observation, State
 from .gram_solver import GramSolver

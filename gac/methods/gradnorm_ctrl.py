@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.solvers import Gram, Weights
+from gac.control.solvers import Gram, Weights
 
 from .base import Mix, Observation, State
 from .gram_solver import GramSolver

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gac.solvers import Gram, Weights, with_unit_rl
+from gac.control.solvers import Gram, Weights, with_unit_rl
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Method, Mix, Observation, State

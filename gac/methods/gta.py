@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.solvers import Gram, Weights
+from gac.control.solvers import Gram, Weights
 
 from .gram_solver import GramSolver
 

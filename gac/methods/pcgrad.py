@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.solvers import Gram, Weights, pcgrad
+from gac.control.solvers import Gram, Weights, pcgrad
 
 from .gram_solver import GramSolver
 

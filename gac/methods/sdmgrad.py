@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gac.solvers import Weights, cross_gram, sdmgrad
+from gac.control.solvers import Weights, cross_gram, sdmgrad
 
 from .base import Mix, Observation, State
 from .gram_solver import GramSolver

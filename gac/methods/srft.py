@@ -13,7 +13,7 @@ from gac_kernels import DemoWeight, LossSpec
 from .base import Method, Mix, Observation, State
 
 if TYPE_CHECKING:
-    from gac.objective import TokenView
+    from gac.training.token_loss import TokenView
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.solvers import uncertainty_step, uncertainty_weights
+from gac.control.solvers import uncertainty_step, uncertainty_weights
 
 from .base import Mix, Observation, State
 from .loss_weights import LossWeights, positive_losses

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gac.report.groups import group_runs
-from gac.report.reading import find_runs, read_run
-from gac.report.table import context_of
-from gac.report.table import results_table as _table_of
+from .groups import group_runs
+from .reading import find_runs, read_run
+from .table import context_of
+from .table import results_table as _table_of
 
 __all__ = ["find_runs", "results_table", "write_report"]
 
@@ -17,8 +17,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     A directory without metrics.jsonl stands for the runs below it. Runs may be unfinished. Raises
     FileNotFoundError where there is no run, ConfigError for a config.yaml that is not YAML.
     """
-    from gac.report.page import render
-    from gac.report.plots import draw_plots
+    from .page import render
+    from .plots import draw_plots
 
     loaded = [read_run(path) for path in find_runs(runs)]
     groups = group_runs(loaded)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gac.report.reading import Run, flatten
+from .reading import Run, flatten
 
 # What two repetitions of one experiment may differ in: the seed and where they write.
 REPETITION_KEYS = ("seed", "out", "output", "out_dir", "output_dir", "run_dir")

@@ -10,22 +10,14 @@ from importlib import metadata
 from pathlib import Path
 
 from gac.config import to_yaml
-from gac.report.groups import Group, differences
-from gac.report.plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
-from gac.report.reading import Run
-from gac.report.statistics import mean_sd
-from gac.report.style import CSS
-from gac.report.table import (
-    FINAL,
-    Column,
-    Context,
-    Table,
-    progress,
-    summarise,
-    tables,
-    write_cell,
-)
-from gac.report.words import HOW_TO_READ, SYMBOLS, definitions
+
+from .groups import Group, differences
+from .plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
+from .reading import Run
+from .statistics import mean_sd
+from .style import CSS
+from .table import FINAL, Column, Context, Table, progress, summarise, tables, write_cell
+from .words import HOW_TO_READ, SYMBOLS, definitions
 
 PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gac.report.groups import Group
-from gac.report.statistics import band, finite, smooth
-from gac.report.table import field
+from .groups import Group
+from .statistics import band, finite, smooth
+from .table import field
 
 # Okabe & Ito's colours for all kinds of colour vision; the line style and the marker repeat what
 # the colour says, so that a grey print still tells the runs apart.

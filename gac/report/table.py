@@ -6,16 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gac.report.groups import Group, group_runs
-from gac.report.reading import Columns, Run, shared_setting
-from gac.report.statistics import (
-    final_and_best,
-    kl_area,
-    large_mu_events,
-    mean_sd,
-    total,
-    variance,
-)
+from .groups import Group, group_runs
+from .reading import Columns, Run, shared_setting
+from .statistics import final_and_best, kl_area, large_mu_events, mean_sd, total, variance
 
 DEFAULT_WINDOW = 10  # the controller's default update_every
 

@@ -1,7 +1,7 @@
 """What the page says in words: how to read it, the symbols, the definitions of its numbers."""
 
-from gac.report.statistics import LARGE_CHANGE
-from gac.report.table import Context
+from .statistics import LARGE_CHANGE
+from .table import Context
 
 HOW_TO_READ = (
     "Every colour, line style and marker is one experiment and stays the same on the whole page. "

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from gac.rewards.base import OnError, Reward
-from gac.rewards.combine import BatchCallableReward, CallableReward, SumReward, load_callable
-from gac.rewards.mathematics import MathReward
-from gac.rewards.text import ChoiceReward, ExactReward, FormatReward
+from .base import OnError, Reward
+from .combine import BatchCallableReward, CallableReward, SumReward, load_callable
+from .mathematics import MathReward
+from .text import ChoiceReward, ExactReward, FormatReward
 
 REWARDS: dict[str, type[Reward]] = {
     "math": MathReward,

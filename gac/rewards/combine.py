@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gac.rewards.base import Outcome, Reward, RowReward, as_outcome
+from .base import Outcome, Reward, RowReward, as_outcome
 
 if TYPE_CHECKING:
     from gac.data import Example

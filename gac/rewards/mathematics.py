@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gac.rewards.base import Outcome, Reward, gold
-from gac.rewards.grading_pool import GradingPool
-from gac.rewards.text import compile_answer_pattern, last_group
+from .base import Outcome, Reward, gold
+from .grading_pool import GradingPool
+from .text import compile_answer_pattern, last_group
 
 if TYPE_CHECKING:
     from gac.data import Example

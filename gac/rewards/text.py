@@ -6,7 +6,7 @@ import re
 import string
 from typing import TYPE_CHECKING
 
-from gac.rewards.base import RowReward, gold
+from .base import RowReward, gold
 
 if TYPE_CHECKING:
     from gac.data import Example

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .config import ConfigError
+from gac.config import ConfigError
 
 # keys of TrainConfig that a run may change when it goes on: none changes what is learned from
 HARMLESS = {

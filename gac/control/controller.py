@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gac.checks import finite, is_count, is_real, require
-from gac.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
-from gac.schedules import Prior
 from gac_kernels.contract import Signals
+
+from .estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from .schedules import Prior
 
 EMAS = ("state", "literal", "none")
 ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
@@ -71,7 +72,7 @@ class ControllerConfig:
     """mu* by equation 3 ("independent"), 4 ("correlated"), the exact optimum under biases
     ("biased"), or equation 5 with b_r as its g-bar ("biased_paper")."""
     prior: Callable[[int], float] = field(default_factory=Prior)
-    """mu_prior(t) in [0, 1], t from 0; see gac.schedules."""
+    """mu_prior(t) in [0, 1], t from 0; see gac.control.schedules."""
 
     def __post_init__(self) -> None:
         for name in ("ema_decay", "signal_decay", "kl_decay"):

@@ -5,10 +5,10 @@ The update direction is w_s g_s + w_r g_r; the weights may be negative or sum to
 mix gradients with them, not losses. `None` means that the input was not finite: skip the step.
 """
 
-from gac.solvers.gram import Gram, Weights, cross_gram, with_unit_rl
-from gac.solvers.gram_steps import GradNormState, gradnorm_step, moco_step
-from gac.solvers.gram_weights import aligned_mtl, cagrad, mgda, nash_mtl, pcgrad, sdmgrad
-from gac.solvers.loss_steps import (
+from .gram import Gram, Weights, cross_gram, with_unit_rl
+from .gram_steps import GradNormState, gradnorm_step, moco_step
+from .gram_weights import aligned_mtl, cagrad, mgda, nash_mtl, pcgrad, sdmgrad
+from .loss_steps import (
     DWAState,
     FAMOState,
     dwa_step,

@@ -1,7 +1,7 @@
-"""`python -m gac.study`: every method on the demo's task, over several seeds, as one table.
+"""Every method on the demo's task, over several seeds: `python -m tools.methods_study`.
 
 Runs that are finished are kept, so the command may be stopped and given again. The table goes to
-docs/methods_study.json, from which `python -m gac.methods.table` writes docs/methods.md.
+docs/methods_study.json, from which `python -m tools.methods_table` writes docs/methods.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from gac.checkpoint import complete
 from gac.config import dump, load
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_task
+from gac.faults.checkpoint import complete
 from gac.methods import METHODS
 from gac.methods.constant import Constant
 from gac.train_config import TrainConfig
@@ -35,7 +35,7 @@ HINDSIGHT = "best constant in hindsight"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run what is missing, write the results; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m gac.study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.methods_study", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3, help="seeds per method")
@@ -97,7 +97,7 @@ def _run(plain: dict[str, Any]) -> None:
     config = load(TrainConfig, plain)
     Path(config.out).mkdir(parents=True, exist_ok=True)
     sys.stderr = (Path(config.out) / "log.txt").open("a")
-    from gac.trainer import train
+    from gac.training.trainer import train
 
     train(config)
     (Path(config.out) / "done").touch()

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gac.data_order import Order
-from gac.data_source import DataError, Row, read_rows
+from .order import Order
+from .source import DataError, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class DataConfig:
     """What to read and how to write it as prompts.
 
     A source is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face data
-    set, or `name:split` of the hub; see `gac.data_source.read_rows`.
+    set, or `name:split` of the hub; see `gac.data.source.read_rows`.
     """
 
     prompts: str | None = None

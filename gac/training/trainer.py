@@ -18,25 +18,27 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from . import checkpoint, distributed, guards, replay
-from .batch import Row, denominators, norms
-from .config import dump, save
-from .data import load_prompts
-from .evaluate import evaluate
-from .experience import Rollouts, Sampler
-from .export import export_checkpoint
-from .feed import Feed
+from gac.config import dump, save
+from gac.control.signals import Evidence
+from gac.data import load_prompts
+from gac.data.feed import Feed
+from gac.data.rows import Row, denominators, norms
+from gac.evaluate import evaluate
+from gac.export import export_checkpoint
+from gac.faults import checkpoint, guard, replay
+from gac.faults.guard import Guard, RunError
+from gac.faults.heartbeat import Heartbeat
+from gac.faults.stopping import StopRequest
+from gac.methods import Mix, Observation
+from gac.model import load_model, load_tokenizer
+from gac.parallel import setup
+from gac.rewards import build_reward
+from gac.rollouts.sampling import Rollouts, Sampler
+from gac.train_config import TrainConfig
+
 from .gradients import Gradients, Measured, over_ranks
-from .guards import Guard, RunError
-from .heartbeat import Heartbeat
-from .logbook import Record
-from .methods import Mix, Observation
-from .model import load_model, load_tokenizer
 from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
-from .rewards import build_reward
-from .signals import Evidence
-from .stopping import StopRequest
-from .train_config import TrainConfig
+from .record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
     Returns the run directory. Raises KeyboardInterrupt after saving when it is interrupted.
     """
     out = Trainer(config, resume).run()
-    distributed.leave()  # after the trainer is gone: DDP's destructor needs the process group
+    setup.leave()  # after the trainer is gone: DDP's destructor needs the process group
     return out
 
 
@@ -57,7 +59,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, resume: bool = True) -> None:
         self.config, self.method = config, config.method
         self.out = Path(config.out)
-        self.accelerator = distributed.make_accelerator(
+        self.accelerator = setup.make_accelerator(
             config.parallel, config.mixed_precision, config.trackers, config.out
         )
         self.heartbeat = Heartbeat()
@@ -71,7 +73,7 @@ class Trainer:
             load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
         )
         self.needs_kl = self.spec.kl_coef != 0
-        self.model = self._prepare(distributed.prepare)
+        self.model = self._prepare(setup.prepare)
         self.reference = self._make_reference()
         self.optimizer = make_optimizer(self.model, config.optim)
         reward = build_reward(config.reward)
@@ -102,11 +104,11 @@ class Trainer:
         asks = self.needs_kl or monitors or self.method.uses_reference
         if not asks or config.model.lora is not None:
             return None  # with adapters, the reference is the model without them
-        return self._prepare(distributed.prepare_frozen)
+        return self._prepare(setup.prepare_frozen)
 
     def _open_folder(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; what forbids a start is found before any work."""
-        guards.check_folder(self.out)
+        guard.check_folder(self.out)
         self.checkpoints = self.out / "checkpoints"
         self.record = Record(self.out, self.accelerator)
         found = checkpoint.newest(self.checkpoints)
@@ -117,7 +119,7 @@ class Trainer:
         if found:
             saved = checkpoint.read_progress(found)
             ranks = saved["ranks"], self.accelerator.num_processes
-            guards.check_same_run(
+            guard.check_same_run(
                 saved["config"], dump(self.config), ranks, self.config.parallel.resize
             )
         return found
@@ -127,7 +129,7 @@ class Trainer:
             self._restore(found)
         config = self.config
         more = -(-(self.feed.steps - self.step) // config.checkpoint_every)
-        guards.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
+        guard.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
@@ -280,7 +282,7 @@ class Trainer:
             policy = contextlib.nullcontext(self.model)
             with (
                 self.gradients.reference_model() if initial else policy as model,
-                distributed.gathered(model, self.config.parallel),
+                setup.gathered(model, self.config.parallel),
             ):
                 self.rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
             if (reuse > 1 or self.method.looks_back) and not initial:
@@ -300,11 +302,11 @@ class Trainer:
         """
         config = self.config.optim
         set_learning_rate(self.optimizer, learning_rate(config, self.step, self.feed.steps))
-        distributed.reshard(self.model)  # gathered parameters are other objects, without gradient
+        setup.reshard(self.model)  # gathered parameters are other objects, without gradient
         params = [p for p in trainable(self.model) if p.grad is not None]
         if params:
             clip = config.clip or float("inf")
-            norm = distributed.full(torch.nn.utils.clip_grad_norm_(params, clip))
+            norm = setup.full(torch.nn.utils.clip_grad_norm_(params, clip))
         fault = self.guard.judge(norm, {"rollout_loss": losses[0], "demo_loss": losses[1]})
         if params and fault is None:
             self.optimizer.step()
@@ -372,7 +374,7 @@ class Trainer:
             return None
         model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
-        with distributed.gathered(self.model, self.config.parallel):
+        with setup.gathered(self.model, self.config.parallel):
             found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
                              self.config.eval, self.config.seed)  # fmt: skip
         self.record.evaluation({"step": self.step, **found})

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from .config import ConfigError
+from gac.config import ConfigError
 
 MODES = ("ddp", "fsdp")
 _held: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`

@@ -9,7 +9,8 @@ import math
 from typing import NamedTuple
 
 from gac.checks import is_real, require
-from gac.solvers.gram import Gram, Weights
+
+from .gram import Gram, Weights
 
 LEAST = 1e-3  # smallest GradNorm weight: at 0 an objective could not come back
 

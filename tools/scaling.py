@@ -1,4 +1,4 @@
-"""Memory and traffic of a training step per rank, from formulas: `python -m gac.scaling`.
+"""Memory and traffic of a training step per rank, from formulas: `python -m tools.scaling`.
 
 The formulas count what FSDP2 and AdamW must hold and send; tests hold them against the byte counts
 of real runs on CPU processes. Activations are left out: they depend on the micro-batch, not on the

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 from gac.checks import is_real, require
-from gac.solvers.gram import Cross, Gram, Weights
+
+from .gram import Cross, Gram, Weights
 
 OPPOSITE = 1e-7  # 1 + cosine below this is rounding of float32 gradients
 PARALLEL = 1e-12  # 1 - cosine^2 below this: the Gram matrix has rank 1

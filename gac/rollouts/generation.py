@@ -10,9 +10,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.model import stop_tokens
+from gac.parallel.setup import calls, in_lockstep
+
 from .advantages import ADVANTAGES
-from .distributed import calls, in_lockstep
-from .model import stop_tokens
 
 
 @dataclass(frozen=True)

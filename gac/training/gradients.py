@@ -11,15 +11,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gac.data.rows import Batch, Row, collate, split
+from gac.methods import Method, Mix
+from gac.model import Head
+from gac.parallel.setup import reshard
+from gac.rollouts.sampling import place
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
-from .batch import Batch, Row, collate, split
-from .distributed import reshard
-from .experience import place
 from .gradient_parts import GradientParts
-from .methods import Method, Mix
-from .model import Head
-from .objective import own_loss
+from .token_loss import own_loss
 
 Norms = tuple[float, float]
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gac.checks import is_count, is_real, require
 from gac.config import Choice
-from gac.estimators import Corrections
-from gac.schedules import uniform
 from gac_kernels.contract import Signals, TokenMoments
+
+from .estimators import Corrections
+from .schedules import uniform
 
 State = dict[str, Any]  # plain JSON types
 
@@ -38,7 +39,7 @@ class Evidence(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a source returns: arguments of `gac.controller.step`."""
+    """What a source returns: arguments of `gac.control.controller.step`."""
 
     signals: Signals
     corrections: Corrections | None = None

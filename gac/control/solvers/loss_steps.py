@@ -10,7 +10,8 @@ import math
 from typing import NamedTuple
 
 from gac.checks import is_count, is_real, require
-from gac.solvers.gram import Weights
+
+from .gram import Weights
 
 Losses = tuple[float, float]
 EPSILON = 1e-8  # keeps a loss of exactly 0 divisible

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from .batch import Row
-from .data import Example
-from .methods import Method
-from .methods.base import Stage
-from .rollouts import RolloutConfig, generate
+from gac.data import Example
+from gac.data.rows import Row
+from gac.methods import Method
+from gac.methods.base import Stage
+
+from .generation import RolloutConfig, generate
 
 
 @dataclass

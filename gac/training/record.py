@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .guards import RunError
+from gac.faults.guard import RunError
 
 
 class Logbook:

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from .batch import Row
-from .data import Example, Order, load_demos, load_prompts
-from .experience import demo_row
-from .train_config import TrainConfig
+from gac.rollouts.sampling import demo_row
+from gac.train_config import TrainConfig
+
+from .examples import Example, Order, load_demos, load_prompts
+from .rows import Row
 
 
 class Feed:

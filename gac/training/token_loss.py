@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gac.data.rows import Batch
+from gac.model import Head
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.tokens import Tokens, TokenTerms, finish, plan
-
-from .batch import Batch
-from .model import Head
 
 
 class TokenView(NamedTuple):

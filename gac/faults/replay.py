@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gac.config import load
+from gac.control.solvers import Weights
+from gac.data.rows import Row
+from gac.methods import Mix
+
 from . import checkpoint
-from .batch import Row
-from .config import load
-from .guards import RunError
-from .methods import Mix
-from .solvers import Weights
+from .guard import RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,8 @@ def replay(path: Path) -> dict[str, Any]:
 
     Returns what was recorded, what came out now, and the rows whose loss or gradient is not finite.
     """
-    from .train_config import TrainConfig
-    from .trainer import Trainer  # it imports this module to keep steps
+    from gac.train_config import TrainConfig
+    from gac.training.trainer import Trainer  # it imports this module to keep steps
 
     files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
     if not files:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .methods import Mix
-from .solvers import Weights
+from gac.control.solvers import Weights
+from gac.methods import Mix
 
 logger = logging.getLogger(__name__)
 Gradient = list[Tensor | None]  # one entry per parameter; None: the loss does not reach it

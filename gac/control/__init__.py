@@ -1,0 +1,1 @@
+"""How mu is chosen: controller, estimators, schedules, signals, solvers."""

@@ -1,0 +1,1 @@
+"""What keeps a run from being lost: checkpoints, guards, replay of skipped steps."""

@@ -1,0 +1,66 @@
+"""What each method is, in words: the list that `gac methods` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from . import METHODS
+from .base import Method, Stage
+
+DEMOS = {
+    "none": (),
+    "apart": ("demonstrations",),
+    "prompt": ("demonstrations of the sampled prompts",),
+}
+COMPLETIONS = 8  # rollouts per prompt in the examples that are looked at here
+
+
+def methods_table() -> str:
+    """By family, each method: name, what it is, source, what it needs, extra cost per step."""
+    width = max(map(len, METHODS))
+    lines = []
+    for family, members in families().items():
+        lines.append(f"{family}:")
+        for method in members:
+            words = f"{summary(method)} [{method.source}] Needs: {', '.join(needs(method()))}."
+            if method.cost != "none":
+                words += f" Extra: {method.cost}."
+            indent = " " * (width + 4)
+            lines.append(
+                textwrap.fill(
+                    words, 100, initial_indent=f"  {method.name:{width}}  ",
+                    subsequent_indent=indent,
+                )
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def families() -> dict[str, list[type[Method]]]:
+    """Family -> its methods, in the order of the table of methods."""
+    found: dict[str, list[type[Method]]] = {}
+    for method in METHODS.values():
+        found.setdefault(method.family, []).append(method)
+    return found
+
+
+def summary(method: type[Method]) -> str:
+    """The first paragraph of the class's own documentation."""
+    return " ".join((method.__doc__ or "").split("\n\n")[0].split())
+
+
+def needs(method: Method) -> tuple[str, ...]:
+    """What the trainer has to provide, read off the method's own declarations."""
+    stages: Sequence[Stage] = method.stages(COMPLETIONS) if method.uses_rollouts else ()
+    sampled = "rollouts of the reference" if method.samples_reference else "rollouts"
+    declared = {
+        sampled: method.uses_rollouts,
+        **dict.fromkeys(DEMOS[method.demos], True),
+        "prefixes": any(stage.prefix for stage in stages),
+        "separate gradients": any(method.parts(step) for step in range(20)),
+        "reference": method.uses_reference,
+        "log-probs": method.own_loss,
+        "losses after the update": method.looks_back,
+        "best weights": method.keeps_best,
+    }
+    return tuple(name for name, needed in declared.items() if needed)

@@ -1,0 +1,1 @@
+"""Sampling: generation, what is made of it, advantages."""
