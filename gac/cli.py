@@ -2,21 +2,26 @@
 
 Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
 0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says
-which), 130 interrupted.
+which; `--debug` or GAC_DEBUG=1 shows the traceback too), 130 interrupted.
 """
 
 import argparse
 import json
 import logging
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from gac.demo import METHODS as COMPARED
+from gac.errors import FAILED, USAGE, ConfigError, refusals_are, verdict, writable_folder
+from gac.remembered import remembered
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, INTERRUPTED = 0, 130
+__all__ = ["FAILED", "INTERRUPTED", "OK", "USAGE", "main", "make_parser"]
 
 EXAMPLES = """\
 examples:
@@ -26,6 +31,9 @@ examples:
   gac methods gac                                 what a method does and its hyperparameters
 """
 SET_HELP = "one configuration key, e.g. optim.lr=1e-5 or method=grpo; may be repeated, last wins"
+
+
+DEBUG_HELP = "show the traceback of an error too; the same as GAC_DEBUG=1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,11 +47,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: without the program's name."""
+    options = make_parser().parse_args(argv)
+    debug = options.debug or os.environ.get("GAC_DEBUG", "0") not in ("", "0")
     try:
-        options = make_parser().parse_args(argv)
         return options.run(options)
-    except SystemExit:  # help was asked for, or usage is wrong: the clauses below import torch
-        raise
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
         print(f"gac: interrupted{detail}; the same command goes on from there", file=sys.stderr)
@@ -51,12 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `gac methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except _mistakes() as error:
-        print(f"gac: {error}", file=sys.stderr)
-        return USAGE
-    except _failures() as error:
-        print(f"gac: {error}", file=sys.stderr)
-        return FAILED
+    except Exception as error:
+        found = verdict(error)
+        if found is None:  # a defect: its traceback is wanted
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"gac: {found[0]}", file=sys.stderr)
+        return found[1]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_eval(commands)
@@ -75,6 +85,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_methods(commands)
     _add_demo(commands)
+    for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
+        )
     return parser
 
 
@@ -200,7 +214,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from gac.config import ConfigError, load
+    from gac.config import load
     from gac.train_config import TrainConfig
 
     config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
@@ -208,10 +222,8 @@ def _train(options: argparse.Namespace) -> int:
     from gac.parallel import setup
     from gac.training.trainer import Trainer
 
-    try:
+    with refusals_are(ConfigError):  # what set-up refuses is the configuration's fault
         trainer = Trainer(config, options.resume)
-    except ValueError as error:  # what set-up refuses is the configuration's fault
-        raise ConfigError(str(error)) from error
     run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
     setup.leave()
@@ -251,26 +263,42 @@ def _report(options: argparse.Namespace) -> int:
 
     runs = find_runs(options.runs)
     out = options.out or Path(os.path.commonpath([run.resolve() for run in runs]))
-    page = write_report(runs, out)
+    page = write_report(runs, writable_folder("--out", out))
     print(f"{results_table(runs)}\n\nThe page: {page}")
     return OK
 
 
 def _methods(options: argparse.Namespace) -> int:
-    from gac.config import choose, describe
-    from gac.methods import METHODS
-    from gac.methods.listing import methods_table
-
-    if options.name is None:
-        print(methods_table())
-        return OK
-    method = type(choose(METHODS, options.name))
-    print(f"{options.name}: {' '.join((method.__doc__ or '').split())}\n")
-    print(describe(method, "method") or "It has no hyperparameters.")
+    name = options.name
+    if name is None:
+        print(remembered("methods", _methods_table))
+    elif re.fullmatch(r"[a-z0-9-]+", name):
+        print(remembered(f"method-{name}", lambda: _method(name)))
+    else:
+        raise ConfigError(f"{name!r} is no method's name: `gac methods` lists them")
     return OK
 
 
+def _methods_table() -> str:
+    from gac.methods.listing import methods_table
+
+    return methods_table()
+
+
+def _method(name: str) -> str:
+    from gac.config import choose, describe
+    from gac.methods import METHODS
+
+    method = type(choose(METHODS, name))
+    keys = describe(method, "method") or "It has no hyperparameters."
+    return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"
+
+
 def _demo(options: argparse.Namespace) -> int:
+    for name in ("seeds", "steps", "jobs"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}={value}: use a number >= 1")
     from gac.demo.run import run_demo
 
     seeds = range(options.seeds)
@@ -279,32 +307,22 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _keys(module: str, name: str) -> str:
     """The help of a configuration class."""
-    from importlib import import_module
 
-    from gac.config import describe
+    def make() -> str:
+        from importlib import import_module
 
-    return f"configuration keys:\n\n{describe(getattr(import_module(module), name))}"
+        from gac.config import describe
+        from gac.rewards import rewards_table
+
+        keys = describe(getattr(import_module(module), name))
+        return f"configuration keys:\n\n{keys}\n\n{rewards_table()}"
+
+    return remembered(f"keys-{name}", make)
 
 
 def _show_log() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
-
-
-def _mistakes() -> tuple[type[Exception], ...]:
-    """Errors that are the user's to mend, so that one line serves better than a traceback."""
-    from gac.config import ConfigError
-    from gac.data.source import DataError
-
-    return ConfigError, DataError, FileNotFoundError, FileExistsError
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Errors of a run that cannot go on, whose message says what to do."""
-    from gac.faults.checkpoint import CheckpointError
-    from gac.faults.guard import RunError
-
-    return CheckpointError, RunError
 
 
 if __name__ == "__main__":

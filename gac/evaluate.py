@@ -14,6 +14,7 @@ from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import DataConfig, Example, load_prompts
+from gac.errors import ConfigError, refusals_are
 from gac.model import ModelConfig, load_model, load_tokenizer
 from gac.rewards import build_reward
 from gac.rollouts.generation import generate
@@ -74,6 +75,7 @@ def evaluate(
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = examples[rank::world]
+    _check_split(examples, settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed * world + rank)
         responses = generate(
@@ -100,6 +102,16 @@ def evaluate(
     return {**out, "seconds": time.perf_counter() - started}
 
 
+def _check_split(examples: Sequence[Example], settings: EvalSettings) -> None:
+    name = settings.split_field
+    bad = next((e for e in examples if name and name not in e.extra), None)
+    if bad is not None:
+        raise ConfigError(
+            f"split_field={name!r} is not among the further fields of row {bad.id!r}: "
+            f"{', '.join(bad.extra) or 'none'}"
+        )
+
+
 def _gather(found: dict[str, list[float]], world: int) -> dict[str, list[float]]:
     if world == 1:
         return found
@@ -115,9 +127,10 @@ def _gather(found: dict[str, list[float]], world: int) -> dict[str, list[float]]
 
 def evaluate_model(config: EvalConfig) -> dict[str, float]:
     """Load a model and evaluate it: what `gac eval` does."""
-    tokenizer = load_tokenizer(config.model)
-    examples = load_prompts(config.settings.data, tokenizer)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(config.model, config.seed).to(device)
-    reward = build_reward(config.reward)
+    with refusals_are(ConfigError):
+        reward = build_reward(config.reward)
+        tokenizer = load_tokenizer(config.model)
+        examples = load_prompts(config.settings.data, tokenizer)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load_model(config.model, config.seed).to(device)
     return evaluate(model, tokenizer, examples, reward, config.settings, config.seed)

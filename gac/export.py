@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from gac.config import load
+from gac.errors import NoCheckpoint, writable_folder
 from gac.faults import checkpoint
-from gac.faults.checkpoint import CheckpointError
 from gac.model import ModelConfig, export, load_model, load_tokenizer
 from gac.train_config import TrainConfig
 
@@ -17,12 +17,15 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
     """Write the model of a run directory as `from_pretrained` reads it: what `gac export` does.
 
     step: which checkpoint; None = the last intact one, "best" = of the evaluated ones the most
-    accurate. Adapters are merged into the model. Returns the checkpoint. Raises CheckpointError if
+    accurate. Adapters are merged into the model. Returns the checkpoint. Raises NoCheckpoint if
     there is none, FileExistsError if `out` is not empty.
     """
+    if not (run / "config.yaml").is_file():
+        raise NoCheckpoint(f"RUN={str(run)!r} is no run directory: it has no config.yaml")
     path = _choose(run / "checkpoints", step)
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty: choose another folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"OUT={str(out)!r} is not an empty folder: choose another one")
+    writable_folder("OUT", out)
     export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
     return path
 
@@ -32,14 +35,12 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
         return checkpoint.at(folder, step)
     newest = checkpoint.newest(folder)
     if newest is None:
-        raise CheckpointError(f"no intact checkpoint is in {folder}")
+        raise NoCheckpoint(f"no intact checkpoint is in {folder}")
     if step is None:
         return newest
     best = checkpoint.read_progress(newest).get("best")
     if not best:
-        raise CheckpointError(
-            f"no checkpoint in {folder} was evaluated: name a step instead of best"
-        )
+        raise NoCheckpoint(f"no checkpoint in {folder} was evaluated: name a step instead of best")
     return checkpoint.at(folder, best["step"])
 
 

@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.errors import ConfigError, import_extra
+from gac.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
 from gac_kernels import (
     LossOutput,
     fused_gac_loss,
@@ -110,9 +112,15 @@ class Head:
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token (the end token where the model has none)."""
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.path)
+    key = "model.tokenizer" if config.tokenizer else "model.path"
+    name = config.tokenizer or config.path
+    check_source(key, name)
+    remedy = "set model.tokenizer to the folder or hub name of one"
+    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
+    with loading(key, name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer of {config.path!r} has no end token: set eos_token in it")
+        raise ConfigError(f"{key}={name!r}: the tokenizer has no end token: set eos_token in it")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -123,18 +131,23 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
 
     seed: draws new weights and adapters.
     """
-    if not config.path:
-        raise ValueError("model.path is empty: give a folder or a hub name, e.g. model.path=./base")
+    check_source("model.path", config.path)
+    remedy = "give what transformers' save_pretrained wrote"
+    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
     keywords: dict[str, Any] = {"dtype": DTYPES[config.dtype]}
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
-    if config.random_init:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.path), **keywords
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
+    if not config.random_init:
+        remedy = "give a folder that has them, or draw new ones by model.random_init=true"
+        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
+    with loading("model.path", config.path):
+        if config.random_init:
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(config.path), **keywords
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
     attach_head(model)
     if config.gradient_checkpointing:
         # the name changed within transformers 5
@@ -147,10 +160,7 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
 
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ImportError("model.lora needs peft: pip install 'gac[lora]'") from None
+    peft = import_extra("peft", "lora", "model.lora")
     model.enable_input_require_grads()  # checkpointed layers need an input with a gradient
     return peft.get_peft_model(
         model,
@@ -228,6 +238,6 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -
     for text in extra:
         token = tokenizer.encode(text, add_special_tokens=False)
         if len(token) != 1:
-            raise ValueError(f"stop={text!r} is {len(token)} tokens: use a text of one token")
+            raise ConfigError(f"stop={text!r} is {len(token)} tokens: use a text of one token")
         ids.append(token[0])
     return ids

@@ -31,7 +31,7 @@ class TrainConfig:
     """What the report calls this run; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model and how it is held."""
-    method: Annotated[Method, Choice(_methods)] = METHODS["gac"]()
+    method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS["gac"]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
     data: DataConfig = DataConfig()
     """Prompts to sample on, and demonstrations."""
@@ -76,3 +76,5 @@ class TrainConfig:
         for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        if self.mixed_precision not in ("no", "bf16"):
+            raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

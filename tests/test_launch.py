@@ -113,4 +113,4 @@ def test_accelerate_launch_export_and_replay(task, tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
     job = start(gac, "replay", str(tmp_path / "run"))
     output = job.communicate(timeout=120)[0]
-    assert job.returncode == 1 and "holds no kept step: give a folder of RUN/replay" in output
+    assert job.returncode == 2 and "holds no kept step: give a folder of RUN/replay" in output

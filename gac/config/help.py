@@ -8,10 +8,11 @@ import typing
 from typing import Any
 
 from .dump import to_plain
-from .types import choice_of, type_name
+from .types import Choice, choice_of, type_name
 from .yaml_text import to_yaml
 
 WIDTH = 96
+FEW = 8  # so many names of a choice stand on the key's own line
 
 
 def describe(cls: type, prefix: str = "") -> str:
@@ -54,28 +55,58 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 
 def _paragraphs(cls: type, instance: Any, prefix: str) -> list[str]:
-    """`instance` supplies the defaults where the field that holds `cls` sets its own."""
+    """Plain keys first, then each nested dataclass after an empty line.
+
+    `instance` supplies the defaults where the field that holds `cls` sets its own.
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = field_docs(cls)
-    result = []
+    plain, nested = [], []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         hint, default = hints[field.name], _default(field, instance)
-        nested = _nested_class(hint)
-        choice = choice_of(hint)
-        kind = " | ".join(choice.table()) if choice else type_name(hint)
-        if default is dataclasses.MISSING:
-            kind += "  (required)"
-        elif not dataclasses.is_dataclass(default) or choice:
-            kind += f" = {_inline(default, hint)}"
-        result.append(f"{prefix}{field.name}: {kind}")
+        key, inside = f"{prefix}{field.name}", _nested_class(hint)
+        lines = [f"{key}: {_kind(hint, default)}"]
         if docs.get(field.name):
-            result.append(textwrap.indent(textwrap.fill(docs[field.name], WIDTH - 4), " " * 4))
-        if nested:
+            lines.append(textwrap.indent(textwrap.fill(docs[field.name], WIDTH - 4), " " * 4))
+        choice = choice_of(hint)
+        if choice and len(choice.table()) > FEW:
+            lines += _names(choice)
+        if inside:
             inner = default if dataclasses.is_dataclass(default) else None
-            result += _paragraphs(nested, inner, f"{prefix}{field.name}.")
-    return result
+            nested += ["", *lines, *_paragraphs(inside, inner, f"{key}.")]
+        else:
+            plain += lines
+    return plain + nested
+
+
+def _kind(hint: Any, default: Any) -> str:
+    """The type and the default of a key."""
+    choice = choice_of(hint)
+    kind = type_name(hint)
+    if choice:
+        few = len(choice.table()) <= FEW
+        kind = " | ".join(choice.table()) if few else "one of the names below"
+    if default is dataclasses.MISSING:
+        return f"{kind}  (required)"
+    if dataclasses.is_dataclass(default) and not choice:
+        return kind
+    return f"{kind} = {_inline(default, hint)}"
+
+
+def _names(choice: Choice) -> list[str]:
+    """The names of a long table, by family."""
+    families: dict[str, list[str]] = {}
+    for name, cls in choice.table().items():
+        families.setdefault(choice.family(cls) if choice.family else "names", []).append(name)
+    return [
+        textwrap.fill(
+            ", ".join(names), WIDTH, initial_indent=f"      {family}: ",
+            subsequent_indent=" " * 8, break_on_hyphens=False,
+        )
+        for family, names in families.items()
+    ]  # fmt: skip
 
 
 def _default(field: dataclasses.Field, instance: Any) -> Any:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from gac.errors import ConfigError
+
 from .yaml_text import YamlError, parse_yaml
 
+MANY = 40  # more words than this are not listed in an error
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is meant for the person who wrote it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,8 @@ class Choice:
 
     table: Callable[[], Mapping[str, type]]
     """Returns name -> dataclass; a function, so that the table may be imported later than this."""
+    family: Callable[[type], str] | None = None
+    """The heading of a class where the help lists many names; None: one list."""
 
 
 class Override(str):
@@ -63,7 +64,9 @@ def type_name(hint: Any) -> str:
         items = [type_name(arg) for arg in args if arg is not Ellipsis]
         fixed = base is tuple and Ellipsis not in args
         return f"[{', '.join(items)}]" if fixed else f"list of {', '.join(items)}"
-    return {str: "text", Path: "path"}.get(hint, getattr(hint, "__name__", str(hint)))
+    return {str: "text", Path: "path", Any: "text | mapping"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -73,7 +76,11 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def unknown_word(where: str, key: Any, valid: Mapping[str, Any], noun: str) -> str:
     near = nearest(str(key), valid)
-    return f"{where}: unknown {noun} {str(key)!r}{near or '.'} Valid {noun}s: {', '.join(valid)}"
+    listed = ", ".join(valid)
+    if len(valid) > MANY:
+        few = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.0)
+        listed = f"{', '.join(few)} and {len(valid) - len(few)} more; the help lists them"
+    return f"{where}: unknown {noun} {str(key)!r}{near or '.'} Valid {noun}s: {listed}"
 
 
 def join(where: str, key: Any) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gac.errors import ConfigError, MissingData
+
 from .order import Order
 from .source import DataError, Row, read_rows
 
@@ -104,10 +106,18 @@ class DataConfig:
                 raise ValueError(f"{name} must be at least 1 or null, got {value}")
         for name, needed in (("template", "prompt"), ("demo_template", "demo")):
             _check_template(name, getattr(self, name), needed)
-        if self.answer_pattern is not None and re.compile(self.answer_pattern).groups != 1:
-            raise ValueError(f"answer_pattern needs one group (...), got {self.answer_pattern!r}")
+        _check_pattern(self.answer_pattern)
         if self.system is not None and not self.chat:
             raise ValueError(f"system is {self.system!r} but chat is false: set chat: true")
+
+
+def _check_pattern(pattern: str | None) -> None:
+    try:
+        groups = 1 if pattern is None else re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"answer_pattern={pattern!r} is no regular expression: {error}") from error
+    if groups != 1:
+        raise ValueError(f"answer_pattern needs one group (...), got {pattern!r}")
 
 
 def _check_template(name: str, template: str | None, needed: str) -> None:
@@ -139,9 +149,9 @@ def load_prompts(
         ValueError: no source, or nothing left.
     """
     if config.prompts is None:
-        raise ValueError("prompts is not set: name a .jsonl file, a folder or 'name:split'")
+        raise ConfigError("data.prompts is not set: name a .jsonl file, a folder or 'name:split'")
     dropped: Counter[str] = Counter()
-    rows = _select(config, config.prompts, dropped)
+    rows = _select(config, "prompts", config.prompts, dropped)
     if training:
         _refuse_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
@@ -159,7 +169,7 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     if source is None or config.demo_field is None:
         raise ValueError("demonstrations need demos (or prompts) and demo_field to be set")
     dropped: Counter[str] = Counter()
-    rows = _select(config, source, dropped)
+    rows = _select(config, "demos" if config.demos else "prompts", source, dropped)
     if config.demos is None:
         rows = [row for row in rows if row.fields.get(config.demo_field) is not None]
         if not rows:
@@ -168,21 +178,25 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
                 "set demo_field, or demos to a file that has it"
             )
     for row in rows:
-        row.text(config.demo_field)
+        row.text(config.demo_field, key="demo_field")
     _refuse_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=False)
     kept = [_within(config, example, dropped) for example in examples]
     return _finish(source, [example for example in kept if example and example.demo], dropped)
 
 
-def _select(config: DataConfig, source: str, dropped: Counter[str]) -> list[Row]:
-    """Rows that `where` keeps, up to `limit`."""
+def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[Row]:
+    """Rows of `source`, which `data.key` names, that `where` keeps, up to `limit`."""
     rows: list[Row] = []
-    for row in read_rows(source):
+    try:
+        found = read_rows(source)
+    except MissingData as error:
+        raise MissingData(f"data.{key}={source!r}: there is no such file or folder") from error
+    for row in found:
         wanted = True
         for name, value in config.where.items():
             allowed = value if isinstance(value, list | tuple) else [value]
-            wanted = wanted and row.get(name) in allowed
+            wanted = wanted and row.get(name, key="where") in allowed
         if wanted:
             rows.append(row)
         else:
@@ -240,7 +254,7 @@ def _tokenize(
 
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
-    text = row.text(config.prompt_field)
+    text = row.text(config.prompt_field, key="prompt_field")
     assert text is not None  # `text` raises on a missing field
     if config.template is not None:
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
@@ -288,7 +302,7 @@ def _fill(template: str, row: Row, values: Mapping[str, Any]) -> str:
 def _answer(config: DataConfig, row: Row, *, required: bool) -> str | None:
     if config.answer_field is None:
         return None
-    text = row.text(config.answer_field, required=required)
+    text = row.text(config.answer_field, required=required, key="answer_field (null: no answers)")
     if text is None or config.answer_pattern is None:
         return text
     matches = re.findall(config.answer_pattern, text)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gac.errors import DataError, MissingData, import_extra
+
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson")
-
-
-class DataError(ValueError):
-    """A row that cannot be used; the message names the file, the line and the field."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,21 @@ class Row:
         """Raise `DataError` for `field` of this row."""
         raise DataError(f"{self.place}, field {field!r}: {problem}")
 
-    def get(self, field: str, *, required: bool = True) -> Any:
-        """The field's value; None when it is absent or null and not `required`."""
+    def get(self, field: str, *, required: bool = True, key: str | None = None) -> Any:
+        """The field's value; None when it is absent or null and not `required`.
+
+        key: of the configuration, that chose the field, for the error.
+        """
         value = self.fields.get(field)
         if value is None and required:
             state = "is null" if field in self.fields else "is missing"
-            self.fail(field, f"{state}; the row has {', '.join(sorted(self.fields)) or 'no field'}")
+            had = ", ".join(sorted(self.fields)) or "no field"
+            self.fail(field, f"{state}; the row has {had}{f': set {key}' if key else ''}")
         return value
 
-    def text(self, field: str, *, required: bool = True) -> str | None:
+    def text(self, field: str, *, required: bool = True, key: str | None = None) -> str | None:
         """The field as text that is not blank (numbers are written out); see `get`."""
-        value = self.get(field, required=required)
+        value = self.get(field, required=required, key=key)
         if value is None:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -67,10 +70,10 @@ def read_rows(source: str) -> Iterator[Row]:
     (`owner/name:split` or `owner/name:configuration:split`). `~` and `$NAME` are expanded.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
+        MissingData: a path that does not exist.
         DataError: a line that is not a JSON object.
         ValueError: a hub name without its split.
-        ImportError: a Hugging Face data set without the `datasets` package.
+        MissingExtra: a Hugging Face data set without the `datasets` package.
     """
     source = os.path.expandvars(source)
     path = Path(source).expanduser()
@@ -80,14 +83,14 @@ def read_rows(source: str) -> Iterator[Row]:
     if Path(folder).expanduser().is_dir():
         return _read_saved(Path(folder).expanduser(), split)
     if source.endswith(JSON_LINES) or source.startswith(("/", ".", "~", "$")):
-        raise FileNotFoundError(f"data source {source!r}: there is no such file or folder")
+        raise MissingData(f"data source {source!r}: there is no such file or folder")
     return _read_hub(source)
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_undamaged(lines, path), start=1):
             place = f"{path}, line {number}"
             if not line.strip():
                 raise DataError(f"{place}: the line is empty; delete it")
@@ -100,19 +103,25 @@ def _read_lines(path: Path) -> Iterator[Row]:
             yield Row(fields, str(path), number)
 
 
-def _datasets() -> Any:
+def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
     try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "Hugging Face data sets need the 'datasets' package: pip install 'gac[hub]', "
-            "or give a .jsonl file"
-        ) from error
-    return datasets
+        yield from lines
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: the compressed file is damaged or cut short ({error})") from error
+
+
+def _datasets() -> Any:
+    return import_extra("datasets", "hub", "a Hugging Face data set (unlike a .jsonl file)")
 
 
 def _read_saved(folder: Path, split: str) -> Iterator[Row]:
-    saved = _datasets().load_from_disk(str(folder))
+    try:
+        saved = _datasets().load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data source {str(folder)!r} is a folder without a saved data set: name a .jsonl file "
+            "in it, or what datasets' save_to_disk wrote"
+        ) from error
     if isinstance(saved, dict):
         if split not in saved:
             raise ValueError(
@@ -131,7 +140,13 @@ def _read_hub(source: str) -> Iterator[Row]:
             "'name:configuration:split' of the Hugging Face hub"
         )
     *configuration, split = rest
-    return _enumerate(_datasets().load_dataset(name, *configuration, split=split), source)
+    datasets = _datasets()
+    try:
+        table = datasets.load_dataset(name, *configuration, split=split)
+    except (OSError, ValueError) as error:  # no network, no such data set, no such split
+        problem = " ".join(str(error).split())[:300]
+        raise DataError(f"data source {source!r} cannot be read from the hub: {problem}") from error
+    return _enumerate(table, source)
 
 
 def _enumerate(table: Any, source: str) -> Iterator[Row]:

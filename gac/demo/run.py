@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gac.config import load, save
+from gac.config.types import unknown_word
+from gac.errors import ConfigError, RunError, writable_folder
 from gac.faults.checkpoint import complete, read_progress
 from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
@@ -38,6 +40,10 @@ def run_demo(
     base_steps: int = 400,
 ) -> int:
     """Train the base, then each method for each seed; write the report and print its table."""
+    for name in methods:
+        if name not in TABLE:
+            raise ConfigError(unknown_word("--methods", name, TABLE, "method"))
+    writable_folder("--out", out)
     started = time.perf_counter()
     jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
     task = out / "task"
@@ -71,7 +77,7 @@ def make_base(out: Path, steps: int) -> Path:
         print(f"base model, seed {seed}: sampled accuracy + {found['+']:.3f}, - {found['-']:.3f}")
         if GATE[0] <= found["-"] <= GATE[1]:
             return run / "model"
-    raise RuntimeError(f"no base with a subtraction accuracy in {GATE} in 5 seeds; see {out}")
+    raise RunError(f"no base with a subtraction accuracy in {GATE} in 5 seeds; see {out}")
 
 
 def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
@@ -146,7 +152,7 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
                 if process.poll() is not None:
                     del going[name]
                     if process.returncode:
-                        raise RuntimeError(f"{name} failed (exit {process.returncode}); see {out}")
+                        raise RunError(f"{name} failed (exit {process.returncode}); see {out}")
             time.sleep(0.05)
     finally:
         for process in going.values():

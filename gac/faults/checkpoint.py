@@ -31,15 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from gac.errors import CheckpointError, NoCheckpoint
+
 logger = logging.getLogger(__name__)
 # one process is what a run without torchrun means
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 BLOCK = 1 << 24  # bytes read at once for a checksum
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; the message says what to do."""
 
 
 def save(
@@ -152,7 +150,7 @@ def at(folder: Path, step: int) -> Path:
     found = complete(folder)
     if path not in found:
         there = ", ".join(str(int(p.name.removeprefix("step-"))) for p in found) or "none"
-        raise CheckpointError(f"step {step} is not in {folder}: there are {there}")
+        raise NoCheckpoint(f"step {step} is not in {folder}: there are {there}")
     return path
 
 

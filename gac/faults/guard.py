@@ -14,17 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gac.config import ConfigError
+from gac.errors import BadFolder, ConfigError, RunError
 
 # keys of TrainConfig that a run may change when it goes on: none changes what is learned from
 HARMLESS = {
     "out", "name", "steps", "eval", "micro_batch", "checkpoint_every", "keep_checkpoints",
     "trackers", "export", "guards", "parallel",
 }  # fmt: skip
-
-
-class RunError(RuntimeError):
-    """A run that cannot go on; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Guard:
 
 
 def check_folder(out: Path) -> None:
-    """Raise RunError unless every rank can write in `out` and all see the same folder."""
+    """Raise BadFolder unless every rank can write in `out` and all see the same folder."""
     probe = [f".probe-{secrets.token_hex(4)}"]
     if dist.is_initialized():
         dist.broadcast_object_list(probe)
@@ -107,7 +103,7 @@ def check_folder(out: Path) -> None:
     if rank == 0:
         _remove(path)
     if faults:
-        raise RunError(f"out={str(out)!r}: {faults[0]}")
+        raise BadFolder(f"out={str(out)!r}: {faults[0]}")
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:

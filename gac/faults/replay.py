@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from gac.config import load
 from gac.control.solvers import Weights
 from gac.data.rows import Row
+from gac.errors import ConfigError
 from gac.methods import Mix
 
 from . import checkpoint
-from .guard import RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def replay(path: Path) -> dict[str, Any]:
 
     files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
     if not files:
-        raise RunError(f"{path} holds no kept step: give a folder of RUN/replay")
+        raise ConfigError(f"{path} holds no kept step: give a folder of RUN/replay")
     parts = [torch.load(file, weights_only=True) for file in files]
     config = load(TrainConfig, path.parents[1] / "config.yaml")
     with tempfile.TemporaryDirectory() as scratch:

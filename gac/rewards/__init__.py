@@ -1,7 +1,7 @@
 """Rewards: numbers for completions. `build_reward` makes one from a configuration value."""
 
 from .base import Reward, RewardError, RowReward
-from .build import REWARDS, build_reward
+from .build import REWARDS, build_reward, rewards_table
 from .combine import SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
@@ -17,4 +17,5 @@ __all__ = [
     "RowReward",
     "SumReward",
     "build_reward",
+    "rewards_table",
 ]

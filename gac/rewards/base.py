@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gac.data import Example
 
+from gac.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "drop"]
@@ -19,7 +21,7 @@ Outcome = float | Exception
 """A row's reward, or why it has none."""
 
 
-class RewardError(ValueError):
+class RewardError(UserError, ValueError):
     """A row that could not be scored: the reward raised, or gave no finite number."""
 
     def __init__(self, problem: str, reward: str, example_id: str, completion: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -101,3 +102,16 @@ def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) 
         inspect.signature(reward).bind(**options)
     except TypeError as error:
         raise ValueError(f"reward {name!r}: {error}; options: {known}") from error
+
+
+def rewards_table() -> str:
+    """Each reward with its options and the first sentence about it, for the help."""
+    lines = ["rewards, as `reward: NAME` or `reward: {name: NAME, OPTION: value}`:"]
+    for name, reward in REWARDS.items():
+        words = " ".join((reward.__doc__ or "").split("\n\n")[0].split())
+        options = ", ".join(inspect.signature(reward).parameters)
+        text = f"{words} Options: {options}." if options else words
+        lines.append(textwrap.fill(
+            text, 100, initial_indent=f"  {name:8}", subsequent_indent=" " * 10
+        ))  # fmt: skip
+    return "\n".join([*lines, "  package.module:function, or {sum: [{reward: ..., weight: ...}]}"])

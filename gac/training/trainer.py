@@ -30,7 +30,7 @@ from gac.faults.guard import Guard, RunError
 from gac.faults.heartbeat import Heartbeat
 from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
-from gac.model import load_model, load_tokenizer
+from gac.model import load_model, load_tokenizer, stop_tokens
 from gac.parallel import setup
 from gac.rewards import build_reward
 from gac.rollouts.sampling import Rollouts, Sampler
@@ -65,6 +65,7 @@ class Trainer:
         self.heartbeat = Heartbeat()
         found = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
+        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
         longest = config.loss.max_tokens or config.rollouts.max_new_tokens
         self.spec = self.method.spec(dataclasses.replace(config.loss, max_tokens=longest))
         ranks = self.accelerator.num_processes

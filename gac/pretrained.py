@@ -1,0 +1,98 @@
+"""What `model.path` names, checked before transformers loads it: a folder, or a model of the hub.
+
+transformers reports all that can be wrong as one OSError of several paragraphs; here each case is
+one line that names the key and says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gac.errors import ConfigError
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
+TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
+
+
+def check_source(key: str, name: str, example: str = "./base") -> None:
+    """Raise ConfigError unless `name` is a folder or a model of the hub that may be read."""
+    if not name:
+        raise ConfigError(
+            f"{key} is empty: give a folder with a transformers model, or the name of one on the "
+            f"hub, e.g. {key}={example}"
+        )
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
+    if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{key}={name!r}: there is no such folder")
+    _check_hub(key, name)
+
+
+def _check_hub(key: str, name: str) -> None:
+    from huggingface_hub import auth_check, constants, errors, try_to_load_from_cache
+
+    cached = any(
+        isinstance(try_to_load_from_cache(name, file), str)
+        for file in ("config.json", "tokenizer_config.json")
+    )
+    if cached:
+        return
+    missing = f"{key}={name!r}: there is no such folder here, and"
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{missing} HF_HUB_OFFLINE forbids asking the hub: give a folder, or unset it"
+        )
+    try:
+        auth_check(name)
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{key}={name!r} is a gated model: accept its terms at {constants.ENDPOINT}/{name}, "
+            "then log in with `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{missing} no model of that name on the hub; if it is private, log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.HFValidationError:
+        raise ConfigError(f"{missing} no hub name looks like this") from None
+    except Exception as error:  # no network shows as an error of whatever client the hub uses
+        raise ConfigError(
+            f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
+            "the folder of a model that is already on this machine"
+        ) from error
+
+
+def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
+    """Raise ConfigError if `name` is a folder without any of `files` (patterns), a `kind`'s."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not any(any(path.glob(file)) for file in files):
+        raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
+
+
+@contextlib.contextmanager
+def loading(key: str, name: str) -> Iterator[None]:
+    """Turn what transformers refuses into one line that names the key."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # its module is not there before the weights
+            raise
+        raise ConfigError(
+            f"{key}={name!r}: the weights are damaged ({error}): copy or download them again"
+        ) from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence, end, _ = text.partition(". ")
+    return (sentence + end.strip())[:300]
