@@ -120,16 +120,11 @@ class GradientSignals:
 
 
 @dataclass(frozen=True)
-class ConstantVariance:
-    """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
+class SpoiltSignals:
+    """Another source, one of whose signals is replaced."""
 
     source: Source = field(default_factory=ProxySignals)
     """Where the other signals come from."""
-    value: float = 1.0
-    """sigma_r^2 >= 0."""
-
-    def __post_init__(self) -> None:
-        require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
 
     @property
     def needs_gram(self) -> bool:
@@ -148,18 +143,35 @@ class ConstantVariance:
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
         """The wrapped reading, one value replaced."""
         reading, state = self.source.read(evidence, state)
-        return reading._replace(signals=reading.signals._replace(rl_variance=self.value)), state
+        return reading._replace(signals=self.spoil(reading.signals, evidence.step)), state
+
+    def spoil(self, signals: Signals, step: int) -> Signals:
+        """The signals of a refresh at `step` with the replaced value."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class ShuffledDisagreement:
+class ConstantVariance(SpoiltSignals):
+    """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
+
+    value: float = 1.0
+    """sigma_r^2 >= 0."""
+
+    def __post_init__(self) -> None:
+        require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
+
+    def spoil(self, signals: Signals, step: int) -> Signals:
+        """The same variance always."""
+        return signals._replace(rl_variance=self.value)
+
+
+@dataclass(frozen=True)
+class ShuffledDisagreement(SpoiltSignals):
     """Another source whose disagreement is drawn from its own past: degradation (b).
 
     The values keep their distribution over the last `window` refreshes and lose their order.
     """
 
-    source: Source = field(default_factory=ProxySignals)
-    """Where the signals come from."""
     window: int = 64
     """Refreshes from which a value is drawn, this one included."""
     seed: int = 0
@@ -167,16 +179,6 @@ class ShuffledDisagreement:
 
     def __post_init__(self) -> None:
         require(is_count(self.window, 2), "window", self.window, "an integer >= 2")
-
-    @property
-    def needs_gram(self) -> bool:
-        """As the wrapped source."""
-        return self.source.needs_gram
-
-    @property
-    def needs_bias(self) -> bool:
-        """As the wrapped source."""
-        return self.source.needs_bias
 
     def init(self) -> State:
         """The wrapped source's state and an empty past."""
@@ -194,11 +196,9 @@ class ShuffledDisagreement:
 
 
 @dataclass(frozen=True)
-class RandomDisagreement:
+class RandomDisagreement(SpoiltSignals):
     """Another source whose disagreement is uniform noise: the paper's degradation (c)."""
 
-    source: Source = field(default_factory=ProxySignals)
-    """Where the other signals come from."""
     low: float = 0.0
     """Smallest value."""
     high: float = 1.0
@@ -211,26 +211,10 @@ class RandomDisagreement:
         high_ok = is_real(self.high) and self.high >= self.low
         require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
 
-    @property
-    def needs_gram(self) -> bool:
-        """As the wrapped source."""
-        return self.source.needs_gram
-
-    @property
-    def needs_bias(self) -> bool:
-        """As the wrapped source."""
-        return self.source.needs_bias
-
-    def init(self) -> State:
-        """The wrapped source's state."""
-        return self.source.init()
-
-    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped reading, one value replaced."""
-        reading, state = self.source.read(evidence, state)
-        draw = uniform("disagreement", self.seed, evidence.step)
-        value = self.low + (self.high - self.low) * draw
-        return reading._replace(signals=reading.signals._replace(disagreement=value)), state
+    def spoil(self, signals: Signals, step: int) -> Signals:
+        """A draw that hangs on the seed and the step."""
+        draw = uniform("disagreement", self.seed, step)
+        return signals._replace(disagreement=self.low + (self.high - self.low) * draw)
 
 
 SOURCES: dict[str, type] = {
