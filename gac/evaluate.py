@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data import DataConfig, Example, load_prompts
 from gac.errors import ConfigError, refusals_are
 from gac.model import ModelConfig, load_model, load_tokenizer
-from gac.rewards import build_reward
+from gac.rewards import build_reward, in_use
 from gac.rollouts.generation import generate
 
 
@@ -133,4 +133,5 @@ def evaluate_model(config: EvalConfig) -> dict[str, float]:
         examples = load_prompts(config.settings.data, tokenizer)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_model(config.model, config.seed).to(device)
-    return evaluate(model, tokenizer, examples, reward, config.settings, config.seed)
+    with in_use(reward):
+        return evaluate(model, tokenizer, examples, reward, config.settings, config.seed)

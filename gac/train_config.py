@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from gac.config import Choice
+from gac.config import Choice, ConfigError, dump, load
 from gac.data import DataConfig
 from gac.evaluate import EvalSettings
 from gac.faults.guard import GuardConfig
@@ -15,6 +16,14 @@ from gac.parallel.setup import ParallelConfig
 from gac.rollouts.generation import RolloutConfig
 from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
+
+
+def restated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration that an earlier version dumped, as this one does; unknown keys: as it is."""
+    try:
+        return dump(load(TrainConfig, saved))
+    except ConfigError:
+        return saved
 
 
 def _methods() -> dict[str, type[Method]]:

@@ -267,3 +267,30 @@ def test_describe_gives_types_defaults_and_the_words_under_each_field():
     assert "teacher: Optimizer | null = null" in lines
     assert "teacher.lr: float = 0.001" in lines
     assert describe(Mixed, "method").startswith("method.ema_decay: float = 0.99")
+
+
+def test_a_prior_is_chosen_by_its_name():
+    """Fields without a name change the method's own prior, as they always did."""
+    from gac.control.schedules import Prior, RandomPrior
+    from gac.train_config import TrainConfig, restated
+
+    def prior(**fields):
+        return load(TrainConfig, {"method": {"name": "gac", "prior": fields}}).method.prior
+
+    assert prior(name="random", low=0.2) == RandomPrior(low=0.2)
+    assert prior(name="cosine", hold=5) == prior(hold=5) == Prior(hold=5)
+    config = load(TrainConfig, {}, ["method=gac", "method.prior={name: random, interval: 3}"])
+    assert config.method.prior == RandomPrior(interval=3)
+    assert dump(config)["method"]["prior"]["name"] == "random"
+    assert load(TrainConfig, dump(config)) == config
+    with pytest.raises(ConfigError, match=r"method.prior.name: unknown name 'cosin'.*'cosine'"):
+        prior(name="cosin")
+    with pytest.raises(ConfigError, match=r"method.prior.hihg: unknown key 'hihg'.*'high'"):
+        prior(hihg=0.5)
+    with pytest.raises(ConfigError, match=r"method.prior: high=2"):
+        prior(high=2)
+    old = dump(config)
+    del old["method"]["prior"]["name"]  # as versions before the names wrote it
+    old["method"]["prior"] = {"high": 0.8, "low": 0.2, "hold": 1, "decay": 9}
+    assert restated(old)["method"]["prior"] == {"name": "cosine", **old["method"]["prior"]}
+    assert restated({"gone": 1}) == {"gone": 1}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
 from gac.checks import is_count, is_real, require
+from gac.config import Choice
 
 SHAPES = ("linear", "cosine")
 
@@ -72,6 +74,11 @@ class RandomPrior:
         return self.low + (self.high - self.low) * uniform(
             "prior", self.seed, step // self.interval
         )
+
+
+PRIORS: dict[str, type] = {"cosine": Prior, "random": RandomPrior}
+"""Name -> prior; without a name the fields are those of the method's own, mostly the cosine."""
+PriorChoice = Annotated[Prior | RandomPrior, Choice(lambda: PRIORS)]
 
 
 @dataclass(frozen=True)

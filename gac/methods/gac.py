@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.estimators import Corrections
-from gac.control.schedules import Prior, RandomPrior
+from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import Evidence, ProxySignals, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
 
@@ -24,8 +24,8 @@ class GAC(ControllerConfig, Method):
     cost: ClassVar[str] = "reference forward of the rollouts, on refresh steps"
     uses_reference: ClassVar[bool] = True
 
-    prior: Prior | RandomPrior = Prior()
-    """mu_prior(t)."""
+    prior: PriorChoice = Prior()
+    """mu_prior(t), e.g. {name: random, low: 0.2} or, for the same kind, {hold: 50}."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)

@@ -4,6 +4,7 @@ from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table
 from .combine import SumReward
 from .mathematics import MathReward
+from .tally import Tally, in_use
 from .text import ChoiceReward, ExactReward, FormatReward
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "RewardError",
     "RowReward",
     "SumReward",
+    "Tally",
     "build_reward",
+    "in_use",
     "rewards_table",
 ]

@@ -32,9 +32,9 @@ from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
 from gac.model import load_model, load_tokenizer, stop_tokens
 from gac.parallel import setup
-from gac.rewards import build_reward
+from gac.rewards import Tally, build_reward, in_use
 from gac.rollouts.sampling import Rollouts, Sampler
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, restated
 
 from .gradients import Gradients, Measured, over_ranks
 from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
@@ -80,6 +80,7 @@ class Trainer:
         reward = build_reward(config.reward)
         self.sampler = Sampler(config.rollouts, self.tokenizer, reward, self.method)
         self.rollouts: Rollouts | None = None
+        self.tally = Tally(reward)
         self.gradients = Gradients(
             self.accelerator, self.model, self.reference, self.method, self.spec,
             temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
@@ -121,7 +122,7 @@ class Trainer:
             saved = checkpoint.read_progress(found)
             ranks = saved["ranks"], self.accelerator.num_processes
             guard.check_same_run(
-                saved["config"], dump(self.config), ranks, self.config.parallel.resize
+                restated(saved["config"]), dump(self.config), ranks, self.config.parallel.resize
             )
         return found
 
@@ -165,7 +166,7 @@ class Trainer:
                    disable=not self.accelerator.is_main_process,
                    desc=self.config.name or self.method.name)  # fmt: skip
         try:
-            with self.stop, bar:
+            with self.stop, bar, in_use(self.tally.reward):
                 self._loop(bar)
         except RuntimeError as error:
             gone = self.heartbeat.gone()
@@ -355,7 +356,7 @@ class Trainer:
             "response_length": counts[1] / counts[0] if counts[0] else None,
             "grad_norm": norm, "skipped": self.guard.skipped, "tokens": int(tokens),
             "lr": self.optimizer.param_groups[0]["lr"],
-            **self.method.report(self.state),
+            **self.tally.news(), **self.method.report(self.state),
         }  # fmt: skip
         if self.guard.in_a_row:  # nothing that a broken step measured may steer the next one
             self.seen = Observation(self.step + 1)

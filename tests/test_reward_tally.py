@@ -1,0 +1,65 @@
+"""What a reward drops, counts and holds reaches the metrics, the log and the end of the run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gac.rewards import Reward, RewardError
+from gac.training.trainer import train
+from tests.tiny import metrics, tiny_config, write_tiny
+
+
+class Flaky(Reward):
+    """Cannot score every fifth row; counts its calls."""
+
+    name = "flaky"
+    made: list[Flaky] = []  # noqa: RUF012 - the run makes it, the test looks at it
+
+    def __init__(self) -> None:
+        self.rows = self.calls = self.closed = 0
+        self.made.append(self)
+
+    def outcomes(self, completions, examples):
+        self.calls += 1
+        found = []
+        for _ in completions:
+            self.rows += 1
+            found.append(ValueError("no score") if self.rows % 5 == 0 else self.rows % 2)
+        return found
+
+    def counts(self):
+        return {"calls": self.calls}
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("task"))
+
+
+def run(task, out, caplog, on_error):
+    Flaky.made.clear()
+    reward = {"name": "tests.test_reward_tally:Flaky", "on_error": on_error}
+    with caplog.at_level(logging.WARNING, "gac"):
+        train(tiny_config(task, out, reward=reward, eval={"data": {"prompts": None}}))
+
+
+def test_counts_are_told_per_step_and_in_the_end(task, tmp_path, caplog):
+    run(task, tmp_path / "run", caplog, "drop")
+    (reward,) = Flaky.made
+    rows = metrics(tmp_path / "run")
+    assert [row["reward_calls"] for row in rows] == [1, 1, 1, 1]
+    assert [row["reward_dropped"] for row in rows] == [3, 3, 3, 3]  # of 16 rows a step: 15/5, ...
+    assert reward.dropped == 12 and reward.closed == 1
+    assert "reward flaky, in this process: 12 dropped, 4 calls" in caplog.text
+
+
+def test_a_run_that_fails_tells_and_closes_too(task, tmp_path, caplog):
+    with pytest.raises(RewardError, match="'flaky'.*no score.*on_error: drop"):
+        run(task, tmp_path / "run", caplog, "raise")
+    (reward,) = Flaky.made
+    assert reward.closed == 1 and "reward flaky, in this process: 1 calls" in caplog.text
