@@ -5,17 +5,17 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from html import escape
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from gac.config import to_yaml
+from gac.errors import import_extra
 
 from .groups import Group, differences
 from .plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
 from .reading import Run
 from .statistics import mean_sd
-from .style import CSS
 from .table import FINAL, Column, Context, Table, progress, summarise, tables, write_cell
 from .words import HOW_TO_READ, SYMBOLS, definitions
 
@@ -24,23 +24,22 @@ PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path]) -> str:
     """The whole page; plots: panel key -> PNG, which is put into the page itself."""
-    labels = ", ".join(group.label for group in groups)
-    body = [
-        f"<header><h1>{escape(_title(groups))}</h1>{_facts(groups)}</header>",
-        f"<p class='lead'>{escape(headline(groups, context))}</p>",
-        _section("Results", _results(groups, context)),
-        _section("Held-out accuracy", _panels(evaluation_panels(groups), plots)),
-        _section("Training", _panels(TRAINING, plots)),
-        _section("Mixing", _panels(MIXING, plots)),
-        _section("How to read this page", _how_to_read(context)),
-        _section("The runs", _runs(groups)),
-    ]
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(labels)}: training report</title><style>{CSS}</style></head>\n"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
-    )
+    jinja2 = import_extra("jinja2", "train", "the report")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    panels = {
+        "Held-out accuracy": evaluation_panels(groups), "Training": TRAINING, "Mixing": MIXING,
+    }  # fmt: skip
+    return environment.get_template("page.html.j2").render(
+        groups=groups, title=_title(groups), facts=_facts(groups),
+        headline=headline(groups, context),
+        tables=[_table(table, groups) for table in tables(groups, context)], note=_note(groups),
+        figures=[(name, _figures(wanted, plots)) for name, wanted in panels.items()],
+        how_to_read=HOW_TO_READ, symbols=SYMBOLS, definitions=definitions(context),
+        differences=_differences(groups), runs=_runs(groups),
+    )  # fmt: skip
 
 
 def headline(groups: Sequence[Group], context: Context) -> str:
@@ -84,7 +83,8 @@ def _title(groups: Sequence[Group]) -> str:
     return f"Comparison: {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _facts(groups: Sequence[Group]) -> str:
+def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """(name, text) of what the page is about."""
     runs = [run for group in groups for run in group.runs]
     seeds = sorted({seed for group in groups for seed in group.seeds})
     models = dict.fromkeys(filter(None, map(_model, runs)))
@@ -95,8 +95,7 @@ def _facts(groups: Sequence[Group]) -> str:
     if written:
         facts.append(("Last trained", f"{datetime.fromtimestamp(max(written)):%Y-%m-%d %H:%M}"))
     facts.append(("Page written", f"{datetime.now():%Y-%m-%d %H:%M}, {_versions()}"))
-    items = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in facts)
-    return f"<ul class='facts'>{items}</ul>"
+    return facts
 
 
 def _model(run: Run) -> str:
@@ -114,36 +113,31 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
-
-
-def _results(groups: Sequence[Group], context: Context) -> str:
-    blocks = "".join(_table(table, groups) for table in tables(groups, context))
+def _note(groups: Sequence[Group]) -> str:
+    """What has to be said under the tables."""
     repeated = any(len(group.runs) > 1 for group in groups)
     note = "± is the standard deviation over seeds. " if repeated else ""
     lengths = {run.steps_done for group in groups for run in group.runs}
     if len(lengths) > 1:
         note += "Areas and sums of runs with fewer steps cover fewer steps. "
-    return f"{blocks}<p class='note'>{note}Each column is defined at the end of the page.</p>"
+    return note
 
 
-def _table(table: Table, groups: Sequence[Group]) -> str:
+def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
+    """Heads and rows of one table; each row with the line that the figures draw for its group."""
+    rows = []
+    for index, (group, cells) in enumerate(zip(groups, table.cells, strict=True)):
+        dashes = " ".join(f"{2 * length:g}" for length in DASHES[index % len(DASHES)])
+        rows.append({
+            "label": group.label, "seeds": len(group.runs), "progress": progress(group),
+            "colour": COLOURS[index % len(COLOURS)], "dashes": dashes or "none",
+            "cells": [
+                _cell(cell, column, best=len(groups) > 1 and _is_best(table, i, cell))
+                for i, (cell, column) in enumerate(zip(cells, table.columns, strict=True))
+            ],
+        })  # fmt: skip
     heads = [table.title, "seeds", "steps", *(column.title for column in table.columns)]
-    head = "".join(f"<th scope='col'>{escape(text)}</th>" for text in heads)
-    lines = []
-    for index, (group, row) in enumerate(zip(groups, table.cells, strict=True)):
-        name = f"<th scope='row'>{_swatch(index)}{escape(group.label)}</th>"
-        plain = f"<td>{len(group.runs)}</td><td>{escape(progress(group))}</td>"
-        numbers = [
-            _cell(cell, column, is_best=len(groups) > 1 and _is_best(table, i, cell))
-            for i, (cell, column) in enumerate(zip(row, table.columns, strict=True))
-        ]
-        lines.append(f"<tr>{name}{plain}{''.join(numbers)}</tr>")
-    return (
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return {"heads": heads, "rows": rows}
 
 
 def _is_best(table: Table, index: int, cell: tuple[float, float]) -> bool:
@@ -157,53 +151,24 @@ def _known_first(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
 
 
-def _cell(cell: tuple[float, float], column: Column, is_best: bool) -> str:
-    mean, plus_minus, sd = write_cell(cell, column).partition(" ± ")
-    spread = f" <span class='sd'>± {sd}</span>" if plus_minus else ""
-    return f"<td{' class=best' if is_best else ''}>{mean}{spread}</td>"
+def _cell(cell: tuple[float, float], column: Column, best: bool) -> dict[str, Any]:
+    mean, _, sd = write_cell(cell, column).partition(" ± ")
+    return {"mean": mean, "sd": sd, "best": best}
 
 
-def _swatch(index: int) -> str:
-    """The group's line as the figures draw it; its marker is left to the figures' own legend."""
-    dashes = " ".join(f"{2 * length:g}" for length in DASHES[index % len(DASHES)])
-    return (
-        "<svg class='swatch' viewBox='0 0 46 14' aria-hidden='true'><line x1='1' y1='7' x2='45' "
-        f"y2='7' stroke='{COLOURS[index % len(COLOURS)]}' stroke-width='3.4' "
-        f"stroke-dasharray='{dashes or 'none'}'/></svg>"
-    )
+def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
+    """The panels that were drawn, each as base64 text, and the titles of those that were not."""
+    shown = [
+        {"title": panel.title, "words": panel.words,
+         "data": base64.b64encode(plots[panel.key].read_bytes()).decode("ascii")}
+        for panel in panels if panel.key in plots
+    ]  # fmt: skip
+    return {"shown": shown, "missing": [p.title for p in panels if p.key not in plots]}
 
 
-def _panels(panels: Sequence[Panel], plots: Mapping[str, Path]) -> str:
-    shown = [_figure(panel, plots[panel.key]) for panel in panels if panel.key in plots]
-    three = " three" if len(shown) == 3 else ""
-    missing = [panel.title for panel in panels if panel.key not in plots]
-    note = f"<p class='note'>Not recorded: {escape(', '.join(missing))}.</p>" if missing else ""
-    return (f"<div class='panels{three}'>{''.join(shown)}</div>" if shown else "") + note
-
-
-def _figure(panel: Panel, image: Path) -> str:
-    data = base64.b64encode(image.read_bytes()).decode("ascii")
-    return (
-        f"<figure><img alt='{escape(panel.title)} over optimiser steps' "
-        f"src='data:image/png;base64,{data}'><figcaption>{escape(panel.words)}</figcaption></figure>"
-    )
-
-
-def _how_to_read(context: Context) -> str:
-    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in HOW_TO_READ)
-    return (
-        f"{paragraphs}<div class='two'><div><h3>Symbols</h3>{_list(SYMBOLS)}</div>"
-        f"<div><h3>Numbers of the table</h3>{_list(definitions(context))}</div></div>"
-    )
-
-
-def _list(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in entries)
-    return f"<dl>{items}</dl>"
-
-
-def _runs(groups: Sequence[Group]) -> str:
-    parts = [_differences(groups)] if len(groups) > 1 else []
+def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
+    """What each run is, how far it got, and its configuration."""
+    found = []
     for group in groups:
         for run in group.runs:
             state = f"{run.steps_done} steps"
@@ -211,28 +176,17 @@ def _runs(groups: Sequence[Group]) -> str:
                 state += f" of {run.steps_planned}: unfinished or still running"
             if run.unreadable:
                 state += f"; {run.unreadable} unreadable line(s) skipped"
-            seed = "" if run.seed is None else f", seed {run.seed}"
-            summary = f"<b>{escape(group.label)}</b>{seed}: {escape(state)}"
-            config = to_yaml(dict(run.config)) if run.config else "no config.yaml"
-            parts.append(
-                f"<details><summary>{summary} <code>{escape(str(run.path))}</code></summary>"
-                f"<pre>{escape(config)}</pre></details>"
-            )
-    return "".join(parts)
+            found.append({
+                "label": group.label, "seed": "" if run.seed is None else f", seed {run.seed}",
+                "state": state, "path": str(run.path),
+                "config": to_yaml(dict(run.config)) if run.config else "no config.yaml",
+            })  # fmt: skip
+    return found
 
 
-def _differences(groups: Sequence[Group]) -> str:
-    rows = differences(groups)
-    if not rows:
-        return ""
-    head = "".join(f"<th scope='col'>{escape(group.label)}</th>" for group in groups)
-    lines = []
-    for key, values in rows.items():
-        texts = ["–" if value is None else to_yaml(value, inline=True) for value in values]
-        line = "".join(f"<td>{escape(text)}</td>" for text in texts)
-        lines.append(f"<tr><th scope='row'><code>{escape(key)}</code></th>{line}</tr>")
-    return (
-        "<details><summary>Settings in which they differ</summary><div class='scroll'><table>"
-        f"<thead><tr><th></th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        "</details>"
-    )
+def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
+    """Each key in which the groups differ, with its value in each."""
+    return [
+        (key, ["–" if value is None else to_yaml(value, inline=True) for value in values])
+        for key, values in differences(groups).items()
+    ]
