@@ -5,7 +5,7 @@ STAMP := .venv/.done
 # Threads that spin while they wait for work make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test test-gpu bench bench-gpu kernel-report lint types check study clean
+.PHONY: release-check setup ext demo test test-gpu bench bench-gpu kernel-report lint types check study clean
 
 setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
 
@@ -26,7 +26,10 @@ demo: setup  ## train a tiny model by four methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not release"
+
+release-check: setup  ## build sdist and wheel, install them in a fresh environment, train there
+	$(BIN)/python -m pytest -m release tests/test_packages.py
 
 test-gpu:  ## the tests that need a GPU, with the python at hand
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py

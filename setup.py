@@ -1,4 +1,4 @@
-"""Builds the native extension; everything else is in pyproject.toml.
+"""Builds the native extension and ships its sources; everything else is in pyproject.toml.
 
 GAC_EXT=auto (default) builds it where torch and a compiler are found and says so where not,
 1 fails loudly, 0 skips it. Without it the other backends do the work.
@@ -6,10 +6,13 @@ GAC_EXT=auto (default) builds it where torch and a compiler are found and says s
 
 import os
 import platform
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 MODE = os.environ.get("GAC_EXT", "auto")
 if MODE not in ("auto", "0", "1"):
@@ -54,6 +57,25 @@ class BuildNative(build_ext):
         super().build_extension(ext)
 
 
+class BuildPython(build_py):
+    """The modules, and csrc inside: where nvcc is found, the CUDA kernels are built from it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # a checkout has them beside the package
+            target = Path(self.build_lib) / "gac_kernels" / "csrc"
+            shutil.copytree("csrc", target, dirs_exist_ok=True)
+
+
+class Wheel(bdist_wheel):
+    """One wheel for every Python 3 of a platform: the library is no Python extension module."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        build = Path(self.get_finalized_command("build").build_lib)
+        native = (build / "gac_kernels" / "_native.so").exists()
+        return "py3", "none", super().get_tag()[2] if native else "any"
+
+
 NATIVE = Extension(
     "gac_kernels._native",
     SOURCES,
@@ -64,4 +86,7 @@ NATIVE = Extension(
     language="c++",
     optional=MODE != "1",
 )
-setup(ext_modules=[] if MODE == "0" else [NATIVE], cmdclass={"build_ext": BuildNative})
+setup(
+    ext_modules=[] if MODE == "0" else [NATIVE],
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython, "bdist_wheel": Wheel},
+)

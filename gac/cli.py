@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 from gac.demo import METHODS as COMPARED
-from gac.errors import FAILED, USAGE, ConfigError, refusals_are, verdict, writable_folder
+from gac.errors import (
+    FAILED,
+    USAGE,
+    ConfigError,
+    extras_named,
+    refusals_are,
+    verdict,
+    writable_folder,
+)
 from gac.remembered import remembered
 
 OK, INTERRUPTED = 0, 130
@@ -47,10 +55,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: without the program's name."""
-    options = make_parser().parse_args(argv)
-    debug = options.debug or os.environ.get("GAC_DEBUG", "0") not in ("", "0")
+    debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
     try:
-        return options.run(options)
+        with extras_named("this command"):
+            options = make_parser().parse_args(argv)
+            debug |= options.debug
+            return options.run(options)
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
         print(f"gac: interrupted{detail}; the same command goes on from there", file=sys.stderr)

@@ -10,10 +10,20 @@ import contextlib
 import errno
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 FAILED, USAGE = 1, 2
+EXTRAS = {
+    "train": {
+        "transformers", "tokenizers", "huggingface_hub", "accelerate", "math_verify", "matplotlib",
+        "jinja2", "tqdm",
+    },
+    "lora": {"peft"},
+    "hub": {"datasets"},
+}  # fmt: skip
+"""Extra of pyproject.toml -> the packages that it brings."""
 
 
 class UserError(Exception):
@@ -89,25 +99,24 @@ def refusals_are(error: type[UserError], key: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def needs_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Turn the import of a package that is not installed into the one line that names its extra."""
+def extras_named(purpose: str) -> Iterator[None]:
+    """Turn the import of a package that an extra brings, and that is not there, into one line."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package.startswith("gac"):
+        extra = next((name for name, brings in EXTRAS.items() if package in brings), None)
+        if extra is None:
             raise
         raise MissingExtra(
-            f"{purpose} needs {package}, of the extra {extra}: pip install 'gac[{extra}]'",
+            f"{purpose} needs the extra {extra} ({package}): pip install 'gac[{extra}]'",
             name=error.name,
         ) from error
 
 
-def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
+def import_extra(module: str, purpose: str) -> ModuleType:
     """The module, or MissingExtra."""
-    from importlib import import_module
-
-    with needs_extra(extra, purpose):
+    with extras_named(purpose):
         return import_module(module)
 
 

@@ -160,7 +160,7 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
 
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
-    peft = import_extra("peft", "lora", "model.lora")
+    peft = import_extra("peft", "model.lora")
     model.enable_input_require_grads()  # checkpointed layers need an input with a gradient
     return peft.get_peft_model(
         model,

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-SOURCES = PACKAGE.parent / "csrc"
+# beside the package in a checkout, in it where a wheel was installed
+SOURCES = next((p for p in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if p.is_dir()), PACKAGE)
 ARCHITECTURES = ("90a", "100")  # Hopper and Blackwell: clusters and bulk copies came with 9.0
 FLAGS = ("-std=c++20", "-O3", "--compiler-options", "-fPIC")
 
@@ -37,7 +38,11 @@ def library_path() -> Path:
         [*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*.h"), *SOURCES.glob("cuda/*.cu")]
     ):
         digest.update(path.read_bytes())
-    return PACKAGE / f"_cuda-{digest.hexdigest()[:12]}.so"
+    name = f"_cuda-{digest.hexdigest()[:12]}.so"
+    if os.access(PACKAGE, os.W_OK) or (PACKAGE / name).exists():
+        return PACKAGE / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "gac" / name  # an installation that belongs to another user
 
 
 def compile_source(*options: str) -> str:
@@ -47,7 +52,7 @@ def compile_source(*options: str) -> str:
         raise RuntimeError("nvcc was not found: put it on the PATH or set CUDA_HOME")
     source = SOURCES / "cuda" / "launch.cu"
     if not source.exists():
-        raise RuntimeError(f"{source} does not exist: use a source checkout")
+        raise RuntimeError(f"{source} does not exist: install gac again")
     command = [nvcc, *FLAGS, *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -60,7 +65,8 @@ def build() -> Path:
     path = library_path()
     if path.exists():
         return path
-    with tempfile.TemporaryDirectory(dir=PACKAGE) as folder:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
         compile_source(*targets, "-shared", "-o", str(fresh))

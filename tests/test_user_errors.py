@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gac import cli
-from gac.errors import ConfigError, RunError, UserError, needs_extra, refusals_are, verdict
+from gac.errors import ConfigError, RunError, refusals_are, verdict
 from tests.tiny import write_tiny
 
 ROOT = Path(cli.__file__).parents[1]
@@ -221,9 +221,6 @@ def test_refusals_of_set_up_become_the_users(capsys):
         raise ValueError("a=1")
     with pytest.raises(RunError, match="^b$"), refusals_are(ConfigError, "key"):
         raise RunError("b")
-    said = pytest.raises(UserError, match=r"this needs no_such, of the extra train: pip install")
-    with said, needs_extra("train", "this"):
-        import no_such.module  # noqa: F401 - it is not there
 
 
 def test_help_is_fast_once_it_was_made(tmp_path):

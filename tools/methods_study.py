@@ -26,6 +26,7 @@ from gac.demo.task import write_task
 from gac.faults.checkpoint import complete
 from gac.methods import METHODS
 from gac.methods.constant import Constant
+from gac.report.statistics import mean_sd
 from gac.train_config import TrainConfig
 
 RESULTS = Path("docs") / "methods_study.json"
@@ -138,9 +139,8 @@ def _statistics(configs: Sequence[TrainConfig]) -> dict[str, Any]:
 
 
 def _mean_deviation(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values)
-    square = sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
-    return [round(mean, 4), round(math.sqrt(square), 4)]
+    mean, deviation = mean_sd(values)
+    return [round(mean, 4), 0.0 if math.isnan(deviation) else round(deviation, 4)]
 
 
 if __name__ == "__main__":

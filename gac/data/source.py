@@ -111,7 +111,7 @@ def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 
 def _datasets() -> Any:
-    return import_extra("datasets", "hub", "a Hugging Face data set (unlike a .jsonl file)")
+    return import_extra("datasets", "a Hugging Face data set (unlike a .jsonl file)")
 
 
 def _read_saved(folder: Path, split: str) -> Iterator[Row]:

@@ -24,7 +24,7 @@ PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path]) -> str:
     """The whole page; plots: panel key -> PNG, which is put into the page itself."""
-    jinja2 = import_extra("jinja2", "train", "the report")
+    jinja2 = import_extra("jinja2", "the report")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,

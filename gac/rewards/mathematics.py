@@ -7,7 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from gac.errors import MissingExtra
 
 from .base import Outcome, Reward, gold
 from .grading_pool import GradingPool
@@ -56,6 +59,8 @@ class MathReward(Reward):
         workers: int | None = None,
         answer_pattern: str | None = None,
     ) -> None:
+        if find_spec("math_verify") is None:
+            raise MissingExtra("reward 'math' needs the extra train: pip install 'gac[train]'")
         self._pool = _shared_pool(timeout, workers)
         self._pattern = compile_answer_pattern(answer_pattern)
         self._counts = Counter(timeouts=0, crashes=0)

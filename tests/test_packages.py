@@ -1,0 +1,102 @@
+"""The sdist and the wheel: built, installed into a fresh environment, and trained with there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gac.config import dump
+from tests.tiny import tiny_config, write_tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+LOOK = """
+import gac, gac_kernels, sys
+from gac_kernels import build_cuda
+from gac_kernels.backends import native
+print(gac.__file__)
+print((build_cuda.SOURCES / "cuda" / "launch.cu").is_file())
+print(native.capability() if sys.argv[1] == "1" else "none")
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """stdout of a command that succeeds; nothing of the checkout is on its path."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GAC_EXT")}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=clean | environment, capture_output=True, text=True,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def packages(folder: Path, mode: str) -> tuple[Path, Path]:
+    """The sdist of the tracked files, and the wheel that is built from the sdist alone."""
+    checkout = folder / "checkout"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if names.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(lambda n: (ROOT / n).is_file(), names.stdout.splitlines()):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    run(sys.executable, "-c", BUILD, folder, cwd=checkout, GAC_EXT=mode)
+    (sdist,) = folder.glob("gac-*.tar.gz")
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--no-index", "--wheel-dir", folder, sdist, cwd=folder, GAC_EXT=mode,
+    )  # fmt: skip
+    (wheel,) = folder.glob("gac-*.whl")
+    return sdist, wheel
+
+
+def fresh(folder: Path, wheel: Path) -> Path:
+    """A new environment with the wheel in it; its dependencies are those of this one, by path."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    purelib = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+    # a path file within such a folder is not read, so the checkout that is installed there by one
+    # stays unseen
+    (Path(purelib) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
+        "--no-index", "--force-reinstall", wheel, cwd=folder.parent,
+    )  # fmt: skip
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["0", pytest.param("1", marks=pytest.mark.release)])
+def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
+    _, wheel = packages(tmp_path, mode)
+    *_, python_tag, abi, platform = wheel.stem.split("-")
+    assert (python_tag, abi) == ("py3", "none") and (platform == "any") == (mode == "0")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"gac/report/page.html.j2", "gac/report/page.css"} <= names
+    assert {"gac_kernels/csrc/cuda/launch.cu", "gac_kernels/csrc/token_math.h"} <= names
+    assert ("gac_kernels/_native.so" in names) == (mode == "1")
+    assert not [n for n in names if n.startswith(("tests/", "tools/", "bench/"))]
+
+    python = fresh(tmp_path / "fresh", wheel)
+    place, sources, capability = run(python, "-c", LOOK, mode, cwd=tmp_path).splitlines()
+    assert Path(place).is_relative_to(tmp_path / "fresh") and sources == "True"
+    assert capability in (("none",) if mode == "0" else ("default", "avx2", "avx512"))
+
+    task = write_tiny(tmp_path / "task")
+    config = dump(tiny_config(task, tmp_path / "run", steps=2))
+    config["reward"] = {"name": "format", "pattern": "[0-9].*", "full": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    said = run(python.with_name("gac"), "train", tmp_path / "run.yaml", cwd=tmp_path)
+    assert "The report:" in said and (tmp_path / "run" / "report.html").is_file()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
