@@ -24,7 +24,7 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
         raise NoCheckpoint(f"RUN={str(run)!r} is no run directory: it has no config.yaml")
     path = _choose(run / "checkpoints", step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"OUT={str(out)!r} is not an empty folder: choose another one")
+        raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
     writable_folder("OUT", out)
     export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
     return path
