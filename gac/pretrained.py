@@ -63,6 +63,8 @@ def _check_hub(key: str, name: str) -> None:
         ) from None
     except errors.HFValidationError:
         raise ConfigError(f"{missing} no hub name looks like this") from None
+    except errors.HfHubHTTPError:
+        return  # it answers, but knows no such question: a mirror; loading will tell
     except Exception as error:  # no network shows as an error of whatever client the hub uses
         raise ConfigError(
             f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "

@@ -14,6 +14,7 @@ import pytest
 
 from gac import cli
 from gac.errors import ConfigError, RunError, refusals_are, verdict
+from gac.pretrained import check_source
 from tests.tiny import write_tiny
 
 ROOT = Path(cli.__file__).parents[1]
@@ -134,9 +135,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """Answers as the hub does for a gated model, and for one that is not there."""
 
     def do_GET(self) -> None:
-        gated = "/gated" in self.path
-        self.send_response(403 if gated else 404)
-        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        answers = {"gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound")}
+        status, code = answers.get(self.path.split("/")[4], (501, "NotSupported"))
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
@@ -159,6 +161,7 @@ def test_names_of_the_hub(task, tmp_path, capsys, monkeypatch):
         assert "model.path='firm/gated' is a gated model: accept its terms" in text
         text = line(capsys, *train(task, tmp_path, "model.path=firm/absent"))
         assert "no model of that name on the hub" in text
+        check_source("model.path", "firm/mirrored")  # its answer forbids nothing
     finally:
         server.shutdown()
         server.server_close()
