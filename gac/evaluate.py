@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import DataConfig, Example, load_prompts
 from gac.errors import ConfigError, refusals_are
 from gac.model import ModelConfig, load_model, load_tokenizer
+from gac.parallel.collectives import gather, rank, ranks
 from gac.rewards import build_reward, in_use
 from gac.rollouts.generation import generate
 
@@ -72,12 +72,10 @@ def evaluate(
     Sampling draws from its own seed and leaves the global generators as they were.
     """
     started = time.perf_counter()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = examples[rank::world]
+    mine = examples[rank() :: ranks()]
     _check_split(examples, settings)
     with torch.random.fork_rng():
-        torch.manual_seed(seed * world + rank)
+        torch.manual_seed(seed * ranks() + rank())
         responses = generate(
             model, tokenizer, [e.prompt for e in mine],
             max_new_tokens=settings.max_new_tokens, temperature=settings.temperature,
@@ -97,7 +95,7 @@ def evaluate(
         for name, value in [*((n, score) for n in names), ("response_length", len(response))]:
             found[name][0] += value
             found[name][1] += 1
-    sums = _gather(dict(found), world)
+    sums = _added(gather(dict(found)))
     out = {name: total / count for name, (total, count) in sorted(sums.items())}
     return {**out, "seconds": time.perf_counter() - started}
 
@@ -112,17 +110,14 @@ def _check_split(examples: Sequence[Example], settings: EvalSettings) -> None:
         )
 
 
-def _gather(found: dict[str, list[float]], world: int) -> dict[str, list[float]]:
-    if world == 1:
-        return found
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, found)
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for one in everyone:
-        for name, (value, count) in one.items():
-            total[name][0] += value
-            total[name][1] += count
-    return total
+def _added(everyone: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Sum and count of each name over the ranks, some of which may not have met it."""
+    out: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for found in everyone:
+        for name, (value, count) in found.items():
+            out[name][0] += value
+            out[name][1] += count
+    return out
 
 
 def evaluate_model(config: EvalConfig) -> dict[str, float]:

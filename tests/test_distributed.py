@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gac.data.rows import Row, denominators, norms
+from gac.data.rows import Row
 from gac.methods import Mix
 from gac.rollouts import sampling
-from gac.training.gradients import over_ranks
 from gac.training.trainer import Trainer
 
 from . import ranks
@@ -201,13 +200,12 @@ def shares(config, spread):
         advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
         rows.append(Row(ids, len(examples[i].prompt), i % 2 == 1, advantage))
     mine = [row for row, owner in zip(rows, spread, strict=True) if owner % count == rank]
-    counts = over_ranks(trainer.accelerator, denominators(mine))
-    scaled = tuple(n / count for n in norms(counts, trainer.spec))
-    found = trainer.gradients(mine, Mix(0.4), scaled, kl=True)
-    signals = found.moments.all_reduce().signals()
+    step = trainer._assemble(mine, Mix(0.4))
+    assert step.needs.kl
+    found = trainer.gradients(step)
     named = trainer.model.named_parameters()
     grads = {n.removeprefix("module."): whole(p.grad) for n, p in named}
-    return signals, trainer._mean_losses(found), grads
+    return found.moments.signals(), found.losses, grads
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

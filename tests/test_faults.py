@@ -19,6 +19,7 @@ from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
 from gac.faults.guard import Guard, GuardConfig, RunError
 from gac.faults.replay import replay
+from gac.methods import Observation
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
 
@@ -75,12 +76,12 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, reward, fault):
         assert trainer.step <= 8
     assert all(map(torch.equal, before, weights(trainer)))
     assert steps == [int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()]
-    assert trainer.seen == type(trainer.seen)(trainer.step)  # nothing of it steers the next step
+    assert trainer.last == Observation(trainer.step)  # nothing of it steers the next step
 
     found = replay(trainer.kept)
     recorded, again = found["recorded"], found["again"]
     assert fault in recorded["fault"] and recorded["step"] == trainer.step - 1
-    same = [*recorded["losses"], recorded["grad_norm"]], [*again["losses"], again["grad_norm"]]
+    same = [[found[name] for name in again] for found in (recorded, again)]
     torch.testing.assert_close(*map(torch.tensor, same), rtol=1e-6, atol=0, equal_nan=True)
     if reward == "overflowing":
         assert found["culprits"] and all(abs(c["advantage"]) > 1e200 for c in found["culprits"])
@@ -123,7 +124,8 @@ def test_replay_repeats_what_the_method_did(task, tmp_path, method):
         recorded, again = found["recorded"], found["again"]
         assert recorded["grad_norm"] > 0 and found["culprits"] == []
         assert again["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
-        assert again["losses"] == pytest.approx(recorded["losses"], rel=1e-5, abs=1e-7)
+        for name in ("rollout_loss", "demo_loss"):
+            assert again[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
 
 
 def tame(completion, example):
@@ -180,8 +182,9 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
     (kept,) = (tmp_path / "replay").iterdir()
     assert sorted(p.name for p in kept.glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]
     found = replay(kept)
-    assert found["culprits"] and not math.isfinite(found["again"]["losses"][0])
-    assert found["again"]["losses"][1] == pytest.approx(found["recorded"]["losses"][1], rel=1e-5)
+    assert found["culprits"] and not math.isfinite(found["again"]["rollout_loss"])
+    losses = [found[when]["demo_loss"] for when in ("again", "recorded")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_guard_judges_every_number():

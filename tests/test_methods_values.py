@@ -21,7 +21,9 @@ from gac.control.signals import GradientSignals
 from gac.control.solvers import cross_gram
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
+from gac.methods.base import Outcome
 from gac.model import Head
+from gac.pair import Pair
 from gac.training.gradient_parts import GradientParts
 from gac.training.token_loss import own_loss
 from gac.training.trainer import Trainer
@@ -68,9 +70,9 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     found: list[Tensor] = []
     step = trainer.optimizer.step
 
-    def watch(self, given, *args, **keywords):
-        rows.extend(given)
-        return call(self, given, *args, **keywords)
+    def watch(self, given):
+        rows.extend(given.rows)
+        return call(self, given)
 
     def take(*args, **keywords):
         found.extend(p.grad.double() for p in trainer.model.parameters())
@@ -165,7 +167,7 @@ def test_the_gradient_source_is_given_the_true_inner_products(task, tmp_path, mo
     four = torch.stack([sft, rl, parts[4], rl])  # on-policy, the clip does nothing
     torch.testing.assert_close(evidence[0].bias_gram, four @ four.T, rtol=1e-4, atol=1e-7)
     assert evidence[0].sft_count == 2
-    biases = trainer.seen.corrections
+    biases = trainer.last.corrections
     bias = sft - parts[4]  # b_r is 0
     assert biases.bias_gap_sq == pytest.approx((bias @ bias).item(), rel=1e-4)
     assert biases.rl_bias_dot_d == pytest.approx(0, abs=1e-6)
@@ -182,8 +184,9 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02]])).float()
     method = METHODS["gspo"]()
     batch = Batch(targets, targets, targets, advantages, torch.zeros(3, dtype=torch.bool))
-    out = own_loss(method.token_loss, Head(None, logits=logits), None, batch, 0.0, old, None,
-                   method.spec(LossSpec()), (3.0, 1.0))  # fmt: skip
+    spec = method.loss(LossSpec()).spec
+    out = own_loss(method.token_loss, Head(None, logits=logits), None, batch, 0.0, old, None, spec,
+                   Pair(demo=1.0, rollout=3.0))  # fmt: skip
     lengths = torch.tensor([5, 3, 5])
     ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
     parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
@@ -278,7 +281,7 @@ def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
     method = METHODS["famo"]()
     state = method.init()
     for _ in range(20):
-        state = method.after_step(state, (1.0, 0.0), (0.5, -0.01))
+        state, _ = method.after_step(state, Outcome(None, Pair(1.0, 0.0), Pair(0.5, -0.01)))
     logits = state["famo"]["logits"]
     assert logits[0] < 0 < logits[1]
     # w_i ~ z_i / (L_i - floor_i)
@@ -291,13 +294,19 @@ def test_sft_light_stops_on_a_plateau():
     method = METHODS["sft-light"](patience=3, decay=0.0)
     state = method.init()
     for loss in (2.0, 1.0, 1.1, 1.2):
-        state, _ = method.mix(state, Observation(1, demo_loss=loss))
-        assert not method.finished(state)
-    state, _ = method.mix(state, Observation(1, demo_loss=1.0))
-    assert method.finished(state)
-    assert method.demo_set(5000) == 1000
-    assert method.length(10**6, 1000, 64) == 1000 // 64
-    assert METHODS["sft-best"]().length(10**6, 5000, 64) == 15000 // 64
+        state, mix = method.mix(state, Observation(1, demo_loss=loss))
+        assert not mix.final
+    state, mix = method.mix(state, Observation(1, demo_loss=1.0))
+    assert mix.final
+
+
+def test_sft_budgets_end_after_their_epochs(task, tmp_path):
+    fields = {"examples": 10, "epochs": 3}
+    method = {"name": "sft-best", **fields}
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, steps=100))
+    assert len(trainer.feed.demos) == 10 and trainer.feed.steps == 3 * 10 // 4
+    method = METHODS["sft-light"]().sampling(8)
+    assert (method.limit_demos, method.epochs) == (1000, 1)
 
 
 def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
@@ -315,10 +324,13 @@ def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
 
 def test_gates():
     method = METHODS["hpt"](table=(1.0, 0.75, 0.0))
-    assert method.gate([0.0, 0.0]) == (0.0, 1.0)
-    assert method.gate([1.0, 0.0]) == (0.25, 0.75)
-    assert method.gate([1.0, 1.0, 1.0]) == (1.0, 0.0)
-    assert METHODS["hpt"](switch=2).gate([1.0, 1.0, 0.0]) == (0.0, 1.0)
+    nan = math.nan  # a dropped rollout is not right
+    rewards = torch.tensor([[0.0, nan, 0.0], [1.0, 0.0, nan], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    soft = method.credit(rewards.double(), None, "centered")
+    assert soft.rollout_weight.tolist() == [0.0, 0.25, 1.0, 1.0]
+    assert soft.demo_weight.tolist() == [1.0, 0.75, 0.0, 0.0]
+    hard = METHODS["hpt"](switch=2).credit(rewards.double(), None, "centered")
+    assert hard.demo_weight.tolist() == [1.0, 1.0, 0.0, 1.0]
 
 
 # ---- GAC and its variants: the controller itself is tested in test_controller.py
@@ -350,8 +362,8 @@ def test_variants_differ_from_gac_where_they_say():
     prior = METHODS["gac"]().prior(399)
     assert printed[-1] == pytest.approx(0.9901 * prior + 0.0099 * star, abs=2e-3)
     early = METHODS["gac-early-refresh"]()
-    assert [t for t in range(20) if early.wants_signals(t)] == [0, *range(1, 20, 2)]
-    assert METHODS["gac-no-trim"]().trim == 0.0
+    assert [t for t in range(20) if early.needs(t).signals] == [0, *range(1, 20, 2)]
+    assert METHODS["gac-no-trim"]().needs(0).trim == 0.0
 
 
 def test_state_of_gac_survives_json_with_every_source():

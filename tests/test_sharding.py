@@ -47,12 +47,12 @@ class Traffic(TorchDispatchMode):
 def traffic(made):
     """Collectives of the gradients of some demonstrations, and the sizes of the model's units."""
     trainer = Trainer(made)
-    rows = trainer.feed.demo_rows(0)
-    trainer.gradients(rows, Mix(1.0), (1.0, 1.0), kl=False)  # the first call sets hooks up
+    step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
+    trainer.gradients(step)  # the first call sets hooks up
     trainer.optimizer.zero_grad()
     setup.reshard(trainer.model)
     with Traffic() as found:
-        trainer.gradients(rows, Mix(1.0), (1.0, 1.0), kl=False)
+        trainer.gradients(step)
     layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
     total = sum(p.numel() for p in trainer.model.parameters())
     return found.elements, layers, total - sum(layers)
@@ -78,13 +78,14 @@ def losses(made, reshard):
     trainer = Trainer(made)
     if not reshard:
         setup.reshard = gradients.reshard = lambda model: None
-    rows, norms = trainer.feed.demo_rows(0), (1.0, 4.0 / trainer.accelerator.num_processes)
+    rows = trainer.feed.demo_rows(0)
     found = []
     for _ in range(3):
-        measured = trainer.gradients(rows, Mix(1.0), norms, kl=False)
-        found.append(trainer._mean_losses(measured)[1])
+        step = trainer._assemble(rows, Mix(1.0))
+        measured = trainer.gradients(step)
+        found.append(measured.losses.demo)
         trainer.gradients.row_logprobs(rows)  # would leave the root gathered
-        trainer._update((0.0, 0.0))
+        trainer._apply(step, measured)
         trainer.step += 1
     return found
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from gac.data.rows import Batch, Row, collate, denominators, norms
+from gac.data.rows import Batch, Counts, Row, collate, count, norms
 from gac.evaluate import evaluate
+from gac.pair import Pair
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
 from gac.training.trainer import Trainer, train
@@ -102,8 +103,8 @@ def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     for x, y in zip(one, many, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss"):
-        assert getattr(whole.seen, name) == pytest.approx(getattr(parts.seen, name), rel=1e-4)
-    assert whole.seen.signals == pytest.approx(parts.seen.signals, rel=1e-4)
+        assert getattr(whole.last, name) == pytest.approx(getattr(parts.last, name), rel=1e-4)
+    assert whole.last.signals == pytest.approx(parts.last.signals, rel=1e-4)
 
 
 def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
@@ -214,9 +215,10 @@ def test_collate_scores_response_tokens_only():
     assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
     assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
     assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
-    assert denominators(rows) == [1, 2, 1, 1, 2]
-    assert norms([3, 30, 2, 20, 5], LossSpec()) == (3, 20)
-    assert norms([3, 30, 2, 20, 5], LossSpec(), pooled=True) == (5, 50)
+    assert count(rows) == Counts(1, 2, 1, 1, rows=2, tokens=9)
+    counts = Counts(3, 30, 2, 20, rows=5, tokens=99)
+    assert norms(counts, LossSpec()) == Pair(demo=20, rollout=3)
+    assert norms(counts, LossSpec(), pooled=True) == Pair(demo=50, rollout=5)
     assert collate([], 0).targets.tolist() == [[-100]]
 
 

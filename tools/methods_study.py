@@ -135,7 +135,10 @@ def _statistics(configs: Sequence[TrainConfig]) -> dict[str, Any]:
         seconds.append(sum(json.loads(line)["seconds"] for line in lines))
     columns = {"accuracy": "accuracy", "+": "accuracy/+", "-": "accuracy/-"}
     found = {key: _mean_deviation([row[name] for row in finals]) for key, name in columns.items()}
-    return {"demos": configs[0].method.demos, **found, "seconds": _mean_deviation(seconds)}
+    method, completions = configs[0].method, configs[0].rollouts.completions
+    reads = any(method.needs(step).demos for step in range(configs[0].steps))
+    demos = method.sampling(completions).demos if reads else "none"
+    return {"demos": demos, **found, "seconds": _mean_deviation(seconds)}
 
 
 def _mean_deviation(values: Sequence[float]) -> list[float]:

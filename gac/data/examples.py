@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gac.errors import ConfigError, MissingData
 
 from .order import Order
-from .source import DataError, Row, read_rows
+from .source import DataError, SourceRow, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,9 +185,9 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     return _finish(source, [example for example in kept if example and example.demo], dropped)
 
 
-def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[Row]:
+def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
     """Rows of `source`, which `data.key` names, that `where` keeps, up to `limit`."""
-    rows: list[Row] = []
+    rows: list[SourceRow] = []
     try:
         found = read_rows(source)
     except MissingData as error:
@@ -206,7 +206,7 @@ def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) ->
     return rows
 
 
-def _refuse_canaries(rows: Sequence[Row]) -> None:
+def _refuse_canaries(rows: Sequence[SourceRow]) -> None:
     for row in rows:
         if "canary" in row.fields:
             row.fail("canary", "this row must not be trained on (its authors mark it so)")
@@ -215,7 +215,7 @@ def _refuse_canaries(rows: Sequence[Row]) -> None:
 def _encode(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     dropped: Counter[str],
     *,
     answers: bool,
@@ -253,7 +253,7 @@ def _tokenize(
     return tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
 
 
-def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
     text = row.text(config.prompt_field, key="prompt_field")
     assert text is not None  # `text` raises on a missing field
     if config.template is not None:
@@ -268,7 +268,7 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Ro
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
-def _demo_text(config: DataConfig, row: Row) -> str | None:
+def _demo_text(config: DataConfig, row: SourceRow) -> str | None:
     if config.demo_field is None:
         return None
     text = row.text(config.demo_field, required=False)
@@ -277,7 +277,7 @@ def _demo_text(config: DataConfig, row: Row) -> str | None:
     return _fill(config.demo_template, row, {**_printable(config, row), "demo": text})
 
 
-def _printable(config: DataConfig, row: Row) -> dict[str, Any]:
+def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
     """The row's fields as a template shows them: choices lettered, other lists one per line."""
     shown = dict(row.fields)
     for name, value in row.fields.items():
@@ -292,14 +292,14 @@ def _printable(config: DataConfig, row: Row) -> dict[str, Any]:
     return shown
 
 
-def _fill(template: str, row: Row, values: Mapping[str, Any]) -> str:
+def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
     try:
         return template.format_map(values)
     except KeyError as error:
         row.fail(str(error.args[0]), f"is missing, and the template {template!r:.80} uses it")
 
 
-def _answer(config: DataConfig, row: Row, *, required: bool) -> str | None:
+def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:
     if config.answer_field is None:
         return None
     text = row.text(config.answer_field, required=required, key="answer_field (null: no answers)")

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.rollouts.sampling import demo_row
+from gac.methods.base import Needs
 from gac.train_config import TrainConfig
 
 from .examples import Example, Order, load_demos, load_prompts
-from .rows import Row
+from .rows import Row, demo_row
 
 
 class Feed:
@@ -26,20 +26,27 @@ class Feed:
         self.batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
         self.share = slice(rank, None, ranks)
         self.orders: dict[str, Order] = {}
-        if self.method.uses_rollouts:
+        needs = Needs.union(map(self.method.needs, range(config.steps)))
+        sampling = self.method.sampling(config.rollouts.completions)
+        self.demo_tokens, self.apart = sampling.demo_tokens, False
+        if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.orders["prompt_order"] = Order(len(self.prompts), config.seed)
             _divides("rollouts.prompts", self.prompt_batch, ranks)
-        if self.method.demos == "prompt" and not any(e.demo for e in self.prompts):
+        if not needs.demos:
+            return
+        if sampling.demos == "prompt" and not any(e.demo for e in self.prompts):
             raise ValueError(
                 f"data.prompts={config.data.prompts!r}: method {self.method.name!r} learns from "
                 "the demonstrations of the sampled prompts; give rows with a field "
                 f"{config.data.demo_field!r} (data.demo_field)"
             )
-        if self.method.demos == "apart":
-            found = load_demos(config.data, tokenizer)
-            self.demos = found[: self.method.demo_set(len(found))]
-            self.steps = self.method.length(config.steps, len(self.demos), self.batch)
+        if sampling.demos == "apart":
+            self.apart = True
+            self.demos = load_demos(config.data, tokenizer)[: sampling.limit_demos]
+            if sampling.epochs is not None:
+                enough = max(sampling.epochs * len(self.demos) // self.batch, 1)
+                self.steps = min(config.steps, enough)
             self.orders["demo_order"] = Order(len(self.demos), config.seed + 1)
             _divides("demo_batch", self.batch, ranks)
 
@@ -50,19 +57,20 @@ class Feed:
 
     def demo_rows(self, step: int) -> list[Row]:
         """This rank's demonstrations of step `step`, if it has any apart from the prompts."""
-        if self.method.demos != "apart" or not self.method.demos_at(step):
+        if not (self.apart and self.method.needs(step).demos):
             return []
         taken = self.orders["demo_order"].take(self.batch)
-        return [demo_row(self.demos[i], self.method) for i in taken[self.share]]
+        return [demo_row(self.demos[i], self.demo_tokens) for i in taken[self.share]]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {name: order.state_dict() for name, order in self.orders.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; entries that are not this feed's are left alone."""
+        """Go on from `state`; what it does not name was not read so far."""
         for name, order in self.orders.items():
-            order.load_state_dict(state[name])
+            if name in state:
+                order.load_state_dict(state[name])
 
 
 def _divides(name: str, value: int, ranks: int) -> None:

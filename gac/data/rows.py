@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gac.pair import Pair
 from gac_kernels import LossSpec
+
+from .examples import Example
 
 
 class Row(NamedTuple):
@@ -86,24 +89,41 @@ def split(rows: Sequence[Row], size: int | None, unit: int = 1) -> Iterator[Sequ
         yield rows[start : start + size]
 
 
-def denominators(rows: Sequence[Row]) -> list[float]:
-    """[rollouts, rollout tokens, demonstrations, demonstration tokens, rows] of this rank."""
-    out = [0.0] * 5
-    for row in rows:
-        shown = row.demo_tokens
-        for side, tokens in enumerate((row.response_tokens - shown, shown)):
-            if tokens > 0:
-                out[2 * side] += 1
-                out[2 * side + 1] += tokens
-        out[4] += row.response_tokens > 0
-    return out
+class Counts(NamedTuple):
+    """How much there is of everything that a term may be divided by."""
+
+    rollouts: float
+    rollout_tokens: float  # with a loss
+    demos: float
+    demo_tokens: float  # with a loss
+    rows: float  # with a loss; one that is half demonstration counts once
+    tokens: float  # all that pass through the model, prompts too
 
 
-def norms(counts: Sequence[float], spec: LossSpec, pooled: bool = False) -> tuple[float, float]:
-    """(rollout_norm, demo_norm) of the loss from global `denominators`; pooled: of all rows."""
-    pick = {"sequence": 0, "constant": 0, "token": 1}
-    roll, demo = pick[spec.rollout_reduction], pick[spec.demo_reduction]
+def count(rows: Sequence[Row]) -> Counts:
+    """The counts of this rank's rows; those of all ranks are their sum."""
+    shown = [row.demo_tokens for row in rows]
+    own = [row.response_tokens - tokens for row, tokens in zip(rows, shown, strict=True)]
+    return Counts(
+        sum(n > 0 for n in own), sum(own), sum(n > 0 for n in shown), sum(shown),
+        sum(row.response_tokens > 0 for row in rows), sum(len(row.ids) for row in rows),
+    )  # fmt: skip
+
+
+def norms(counts: Counts, spec: LossSpec, pooled: bool = False) -> Pair:
+    """The divisors of the two terms from global counts; pooled: one count over all rows."""
+    rows = Pair(counts.demos, counts.rollouts)
+    tokens = Pair(counts.demo_tokens, counts.rollout_tokens)
     if pooled:
-        everything = counts[4], counts[1] + counts[3]
-        return everything[roll], everything[demo]
-    return counts[roll], counts[2 + demo]
+        rows, tokens = Pair(counts.rows, counts.rows), Pair(sum(tokens), sum(tokens))
+    of_demos = tokens if spec.demo_reduction == "token" else rows
+    of_rollouts = tokens if spec.rollout_reduction == "token" else rows
+    return Pair(of_demos.demo, of_rollouts.rollout)
+
+
+def demo_row(example: Example, tokens: int | None = None) -> Row:
+    """An example's demonstration, of which the last `tokens` have a loss; None: all."""
+    demo = example.demo or ()
+    learnt = len(demo) if tokens is None else min(tokens, len(demo))
+    ids = example.prompt + demo
+    return Row(ids, len(ids) - learnt, True, 1.0)

@@ -17,7 +17,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson")
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row and where it stands, so that every later complaint can point at it."""
 
     fields: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Row:
         return value
 
 
-def read_rows(source: str) -> Iterator[Row]:
+def read_rows(source: str) -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
     `source` is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face data
@@ -87,7 +87,7 @@ def read_rows(source: str) -> Iterator[Row]:
     return _read_hub(source)
 
 
-def _read_lines(path: Path) -> Iterator[Row]:
+def _read_lines(path: Path) -> Iterator[SourceRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as lines:
         for number, line in enumerate(_undamaged(lines, path), start=1):
@@ -100,7 +100,7 @@ def _read_lines(path: Path) -> Iterator[Row]:
                 raise DataError(f"{place}: not valid JSON in UTF-8 ({error})") from error
             if not isinstance(fields, dict):
                 raise DataError(f"{place}: expected an object, found {type(fields).__name__}")
-            yield Row(fields, str(path), number)
+            yield SourceRow(fields, str(path), number)
 
 
 def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
@@ -114,7 +114,7 @@ def _datasets() -> Any:
     return import_extra("datasets", "a Hugging Face data set (unlike a .jsonl file)")
 
 
-def _read_saved(folder: Path, split: str) -> Iterator[Row]:
+def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
     try:
         saved = _datasets().load_from_disk(str(folder))
     except FileNotFoundError as error:
@@ -132,7 +132,7 @@ def _read_saved(folder: Path, split: str) -> Iterator[Row]:
     return _enumerate(saved, f"{folder}:{split}" if split else str(folder))
 
 
-def _read_hub(source: str) -> Iterator[Row]:
+def _read_hub(source: str) -> Iterator[SourceRow]:
     name, *rest = source.split(":")
     if len(rest) not in (1, 2) or not all([name, *rest]):
         raise ValueError(
@@ -149,6 +149,6 @@ def _read_hub(source: str) -> Iterator[Row]:
     return _enumerate(table, source)
 
 
-def _enumerate(table: Any, source: str) -> Iterator[Row]:
+def _enumerate(table: Any, source: str) -> Iterator[SourceRow]:
     for number, fields in enumerate(table, start=1):
-        yield Row(fields, source, number)
+        yield SourceRow(fields, source, number)

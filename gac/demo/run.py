@@ -117,7 +117,7 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
     all others get a set of 256 apart from the prompts.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
-    if TABLE[name].demos == "prompt":
+    if TABLE[name]().sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
     return _config(out, out / f"{name}-{seed}", {
         "model": {"path": str(base)},

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from gac.errors import CheckpointError, NoCheckpoint
+from gac.parallel.collectives import gather, rank, ranks
 
 logger = logging.getLogger(__name__)
 # one process is what a run without torchrun means
@@ -130,17 +131,17 @@ def newest(folder: Path) -> Path | None:
     Each rank checks a share of the files, and all ranks return the same answer.
     """
     for path in reversed(complete(folder)):
-        found = [f for f in _gather(_fault(path)) if f]
+        found = [f for f in gather(_fault(path)) if f]
         if not found:
             return path
         aside = path.with_name(path.name.replace("step-", "damaged-"))
         logger.warning("%s is damaged (%s); it is now %s, and the checkpoint before it is used",
                        path, found[0], aside.name)  # fmt: skip
-        _gather(None)  # nobody renames while another still reads
-        if _rank() == 0:
+        gather(None)  # nobody renames while another still reads
+        if rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-        _gather(None)
+        gather(None)
     return None
 
 
@@ -156,7 +157,7 @@ def at(folder: Path, step: int) -> Path:
 
 def prune(folder: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
-    if _rank() != 0:
+    if rank() != 0:
         return
     kept = {*complete(folder)[-keep:], *([] if best is None else [_path(folder, best)])}
     for path in complete(folder):
@@ -170,31 +171,14 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order; also a barrier."""
-    if not dist.is_initialized():
-        return [value]
-    everyone: list[Any] = [None] * _ranks()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
     """Every rank's result of `work`; if one of them failed, all raise instead of waiting for it."""
     result, fault = None, None
     try:
         result = work()
     except (OSError, CheckpointException) as error:
-        fault = f"rank {_rank()}: {_cause(error)}"
-    results = _gather((result, fault))
+        fault = f"rank {rank()}: {_cause(error)}"
+    results = gather((result, fault))
     faults = [f for _, f in results if f]
     if faults:
         free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
@@ -214,7 +198,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _on_main(work: Callable[[], None]) -> None:
-    if _rank() == 0:
+    if rank() == 0:
         work()
 
 
@@ -242,8 +226,8 @@ def _publish(aside: Path, final: Path, content: dict[str, Any]) -> None:
 
 def _mine(path: Path) -> list[str]:
     """The files that this rank wrote; rank 0 also answers for the index."""
-    names = [p.name for p in path.glob(f"__{_rank()}_*.distcp")]
-    return [*names, ".metadata"] if _rank() == 0 else names
+    names = [p.name for p in path.glob(f"__{rank()}_*.distcp")]
+    return [*names, ".metadata"] if rank() == 0 else names
 
 
 def _checksums(path: Path, names: list[str]) -> dict[str, list[int]]:
@@ -266,7 +250,7 @@ def _fault(path: Path) -> str | None:
     """What is wrong with this rank's share of a checkpoint's files, if anything is."""
     try:
         files = read_progress(path)["files"]
-        share = sorted(files)[_rank() :: _ranks()]
+        share = sorted(files)[rank() :: ranks()]
         missing = [name for name in share if not (path / name).exists()]
         if missing:
             return f"{missing[0]} is missing"

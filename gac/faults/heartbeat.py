@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gac.parallel.collectives import rank, ranks
+
 logger = logging.getLogger(__name__)
 INTERVAL = 1.0  # seconds between beats
 SILENCE = 4.0  # seconds without a beat after which a rank counts as gone
@@ -27,11 +29,11 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.where = "set-up"
-        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._alone = ranks() == 1
         if self._alone:
             return
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.next = (self.rank + 1) % ranks
+        self.rank = rank()
+        self.next = (self.rank + 1) % ranks()
         self._id = f"{socket.gethostname()}, pid {os.getpid()}"
         self._prefix = f"gac/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.TCPStore(

@@ -1,135 +1,73 @@
-"""The batch of a skipped step: kept with its weights, and computed again by `gac replay`.
-
-replay/step-00000012/rank-0.pt    rows and weights of the loss, one file per rank
-replay/step-00000012/weights/     the model before the step, shared by skipped steps in a row,
-                                  and a method's moving averages
-"""
+"""`gac replay`: compute a skipped step again, and each of its rows on its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from gac.config import load
-from gac.control.solvers import Weights
-from gac.data.rows import Row
-from gac.errors import ConfigError
-from gac.methods import Mix
+from gac.model import load_tokenizer
+from gac.parallel import setup
+from gac.train_config import TrainConfig
+from gac.training.policy import load_policy, load_reference, make_gradients
+from gac.training.step import Step
 
-from . import checkpoint
-
-
-@dataclasses.dataclass(frozen=True)
-class Bad:
-    """One skipped step on this rank: what `Gradients` was called with, and what came out."""
-
-    step: int
-    fault: str
-    """Why the step was skipped."""
-    seed: int
-    """Of the dropout masks."""
-    rows: Sequence[Row]
-    mix: Mix
-    weights: Weights | None
-    """Of the two terms, from a solver; None: `mix` was applied as it is."""
-    norms: tuple[float, float]
-    kl: bool
-    old_logps: Sequence[Tensor]
-    grad_norm: float
-    losses: tuple[float, float]
-    """The rollout and the demonstration term, over all ranks."""
-
-
-def keep(
-    folder: Path, bad: Bad, model: nn.Module, tracked: dict[str, Tensor], first: Path | None
-) -> Path:
-    """Write a skipped step under `folder`; every rank calls it. Returns its path.
-
-    tracked: moving averages of gradients. first: where the first of the skipped steps in a row was
-    kept, if this is a later one: the weights are still the same.
-    """
-    path = folder / f"step-{bad.step:08d}"
-    if first is None:
-        checkpoint.write_weights(path / "weights", model, tracked)
-    path.mkdir(parents=True, exist_ok=True)
-    plain = {f.name: getattr(bad, f.name) for f in dataclasses.fields(bad)}
-    plain |= {"rows": [tuple(r) for r in bad.rows], "mix": tuple(bad.mix)}
-    plain |= {"old_logps": list(bad.old_logps), "shares": (first or path).name}
-    torch.save(plain, path / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.pt")
-    return path
+from . import checkpoint, skipped
 
 
 def replay(path: Path) -> dict[str, Any]:
-    """Compute a kept step again, in one process, and each of its rows on its own.
+    """Compute the step kept at `path` again, in one process.
 
     Returns what was recorded, what came out now, and the rows whose loss or gradient is not finite.
     """
-    from gac.train_config import TrainConfig
-    from gac.training.trainer import Trainer  # it imports this module to keep steps
-
-    files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
-    if not files:
-        raise ConfigError(f"{path} holds no kept step: give a folder of RUN/replay")
-    parts = [torch.load(file, weights_only=True) for file in files]
-    config = load(TrainConfig, path.parents[1] / "config.yaml")
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(dataclasses.replace(config, out=scratch, trackers=()))
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        checkpoint.load_weights(
-            path.parent / parts[0]["shares"] / "weights", model, trainer.gradients.tracked
-        )
-        rows, old = _merged(parts)
-        again = _Again(trainer, parts, old)
-        torch.manual_seed(parts[0]["seed"])
-        now = again(rows)
-        alone = [again([row]) for row in rows]
-    names = ("fault", "grad_norm", "losses", "step")
+    kept, weights = skipped.load(path)
+    compute = Recompute(load(TrainConfig, path.parents[1] / "config.yaml"), kept, weights)
+    again = compute(kept.step)
+    alone = [compute(dataclasses.replace(kept.step, rows=(row,))) for row in kept.step.rows]
     culprits = [
         {"row": i, "demonstration": row.is_demo, "advantage": row.advantage, **found,
-         "text": trainer.tokenizer.decode(list(row.ids))}
-        for i, (row, found) in enumerate(zip(rows, alone, strict=True))
-        if not all(map(math.isfinite, [found["grad_norm"], *found["losses"]]))
+         "text": compute.tokenizer.decode(list(row.ids))}
+        for i, (row, found) in enumerate(zip(kept.step.rows, alone, strict=True))
+        if not all(map(math.isfinite, found.values()))
     ]  # fmt: skip
-    return {"recorded": {n: parts[0][n] for n in names}, "again": now, "culprits": culprits}
+    recorded = {
+        "step": kept.step.number, "fault": kept.fault, "grad_norm": kept.norm,
+        "rollout_loss": kept.losses.rollout, "demo_loss": kept.losses.demo,
+    }  # fmt: skip
+    return {"recorded": recorded, "again": again, "culprits": culprits}
 
 
-def _merged(parts: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Tensor]]:
-    """The rows of all ranks, with indices into one list of old log-probs."""
-    rows: list[Row] = []
-    old: list[Tensor] = []
-    for part in parts:
-        for row in (Row(*values) for values in part["rows"]):
-            before = len(old) if part["old_logps"] else 0
-            rows.append(row._replace(sequence=row.sequence + before))
-        old += part["old_logps"]
-    return rows, old
+class Recompute:
+    """Gradients under the weights of a skipped step; of the run, only its models are loaded."""
 
+    def __init__(self, config: TrainConfig, kept: skipped.SkippedStep, weights: Path) -> None:
+        needs, self.weights = kept.step.needs, kept.weights
+        self.tokenizer = load_tokenizer(config.model)
+        accelerator = setup.make_accelerator(
+            config.parallel, config.mixed_precision, (), config.out
+        )
+        self.model = load_policy(config, accelerator)
+        reference = load_reference(config, accelerator, kl=needs.kl)
+        self.gradients = make_gradients(
+            config, accelerator, self.tokenizer, self.model, reference, needs
+        )
+        checkpoint.load_weights(
+            weights, accelerator.unwrap_model(self.model), self.gradients.tracked
+        )
 
-class _Again:
-    """Gradients of some rows under the weights of the kept step."""
-
-    def __init__(self, trainer: Any, parts: Sequence[dict[str, Any]], old: list[Tensor]) -> None:
-        kept = parts[0]  # all but rows and log-probs are the same on every rank
-        self.trainer, self.mix, self.weights = trainer, Mix(*kept["mix"]), kept["weights"]
-        norms = tuple(n * len(parts) for n in kept["norms"])
-        self.keywords = {"norms": norms, "kl": kept["kl"], "old_logps": old, "step": kept["step"]}
-
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        found = self.trainer.gradients(rows, self.mix, **self.keywords)
+    def __call__(self, step: Step) -> dict[str, float]:
+        """Gradient norm and losses of a step."""
+        found = self.gradients(step)
         if found.parts:
-            found.parts.combine_pair(self.weights or self.mix.pair, self.mix)
-        params = [p for p in self.trainer.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+            found.parts.combine_pair(self.weights or step.mix.pair, step.mix)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        self.model.zero_grad(set_to_none=True)
         return {
             "grad_norm": float(norm),
-            "losses": (float(found.rollout_loss), float(found.demo_loss)),
-        }
+            "rollout_loss": found.losses.rollout, "demo_loss": found.losses.demo,
+        }  # fmt: skip

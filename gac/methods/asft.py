@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from .base import Method, Mix, Observation, State
+from gac_kernels import LossSpec
+
+from .base import Loss, Method, Mix, Needs, Observation, State
 
 if TYPE_CHECKING:
     from gac.training.token_loss import TokenView
@@ -21,18 +23,22 @@ class ASFT(Method):
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2509.23753"
     cost: ClassVar[str] = "reference forward of the demonstrations, full-vocabulary KL"
-    uses_rollouts: ClassVar[bool] = False
-    uses_reference: ClassVar[bool] = True
-    own_loss: ClassVar[bool] = True
 
     kl_weight: float = 0.1
     """Weight of the KL; the released program's default."""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), as the released program; reverse: as the publication."""
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def needs(self, step: int) -> Needs:
+        return Needs(rollouts=False)
+
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(base, token=self.token_loss, reference=True)
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(1.0)
 
     def token_loss(self, tokens: TokenView) -> Tensor:
+        """[N] loss of each token."""
         weighted = -tokens.logps * tokens.logps.detach().exp()
         return weighted + self.kl_weight * tokens.vocabulary_kl(self.kl_direction == "forward")

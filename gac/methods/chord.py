@@ -8,7 +8,7 @@ from typing import ClassVar
 from gac.control.schedules import MixSchedule
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 from .preset import preset
 
 
@@ -25,11 +25,11 @@ class CHORD(Method):
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations: phi for CHORD-phi."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
-        return state, Mix(self.schedule(seen.step))
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(self.schedule(last.step))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Constant(Method):
         if not 0 <= self.mu <= 1:
             raise ValueError(f"mu={self.mu!r}: use a number in [0, 1]")
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.mu)

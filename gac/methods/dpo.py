@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, State
 
 if TYPE_CHECKING:
     from gac.training.token_loss import TokenView
@@ -26,23 +27,22 @@ class Preference(Method):
 
     family: ClassVar[str] = "preference"
     cost: ClassVar[str] = "reference forward of the pairs"
-    demos: ClassVar[str] = "none"
-    uses_reference: ClassVar[bool] = True
-    samples_reference: ClassVar[bool] = True
-    pairs: ClassVar[bool] = True
-    own_loss: ClassVar[bool] = True
 
-    def spec(self, base: LossSpec) -> LossSpec:
+    def needs(self, step: int) -> Needs:
+        return Needs(demos=False, kl=True)
+
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(from_reference=True, pairs=True)
+
+    def loss(self, base: LossSpec) -> Loss:
         # the mean over sequences of a pair's loss, which both of its rows carry
-        return replace(base, rollout_reduction="sequence")
+        return Loss(replace(base, rollout_reduction="sequence"), token=self.token_loss)
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
 
-    def wants_kl(self, step: int) -> bool:
-        return True
-
     def token_loss(self, tokens: TokenView) -> Tensor:
+        """[N] loss of each token: that of its pair."""
         batch = tokens.batch
         if batch.ref is None:
             raise ValueError("ref_logps=None: pairs need the reference's log-probs")

@@ -30,12 +30,12 @@ class DWA(LossWeights):
     def init(self) -> State:
         return _plain(DWAState())
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         known: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in state.items()
         }
         before = DWAState(**known)
-        losses = positive_losses(seen)
+        losses = positive_losses(last)
         after = before if losses is None else dwa_step(before, losses, self.window) or before
         return _plain(after), Mix.weights(*dwa_weights(after, self.temperature))
 

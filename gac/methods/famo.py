@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gac.control.signals import Reading
 from gac.control.solvers import FAMOState, famo_step, famo_weights
+from gac.pair import Pair
 
-from .base import Losses, Mix, Observation, State
+from .base import Mix, Needs, Observation, Outcome, State
 from .loss_weights import LossWeights
 
 
@@ -23,7 +25,6 @@ class FAMO(LossWeights):
     name: ClassVar[str] = "famo"
     source: ClassVar[str] = "arXiv 2306.03792"
     cost: ClassVar[str] = "forward of every row before and after the update"
-    looks_back: ClassVar[bool] = True
 
     lr: float = 0.025
     """Step size of the logits (Adam)."""
@@ -32,29 +33,36 @@ class FAMO(LossWeights):
     rollout_floor: float = -3.2
     """No RL loss is below it; losses that are count as it. The default is for K = 8."""
 
+    def needs(self, step: int) -> Needs:
+        return Needs(losses_after=True)
+
     def init(self) -> State:
         return {"famo": _plain(FAMOState()), "losses": None}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         if state["losses"] is None:
             return state, Mix(0.5)
-        s, r = state["losses"]
-        found = famo_weights(_restore(state["famo"]), self._bounded((s, r)), self._floors)
+        found = famo_weights(
+            _restore(state["famo"]), self._bounded(Pair(*state["losses"])), self._floors
+        )
         return state, Mix(0.5) if found is None else Mix.weights(*found)
 
-    def after_step(self, state: State, before: Losses, after: Losses) -> State:
-        moved = famo_step(_restore(state["famo"]), self._bounded(before), self._bounded(after),
-                          self._floors, lr=self.lr, decay=self.decay)  # fmt: skip
+    def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
+        if outcome.after is None:
+            return state, None
+        before, after = self._bounded(outcome.before), self._bounded(outcome.after)
+        moved = famo_step(_restore(state["famo"]), before, after, self._floors, lr=self.lr,
+                          decay=self.decay)  # fmt: skip
         if moved is None:
-            return state
-        return {"famo": _plain(moved), "losses": list(before)}
+            return state, None
+        return {"famo": _plain(moved), "losses": list(outcome.before)}, None
 
     @property
-    def _floors(self) -> Losses:
-        return 0.0, self.rollout_floor
+    def _floors(self) -> Pair:
+        return Pair(0.0, self.rollout_floor)
 
-    def _bounded(self, losses: Losses) -> Losses:
-        return max(losses[0], 0.0), max(losses[1], self.rollout_floor)
+    def _bounded(self, losses: Pair) -> Pair:
+        return Pair(*map(max, losses, self._floors))
 
 
 def _restore(plain: State) -> FAMOState:

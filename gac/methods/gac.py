@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gac.control.controller import ControllerConfig, GuidedController
-from gac.control.estimators import Corrections
 from gac.control.schedules import Prior, PriorChoice
-from gac.control.signals import Evidence, ProxySignals, Source
+from gac.control.signals import ProxySignals, Reading, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, Outcome, State
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class GAC(ControllerConfig, Method):
     family: ClassVar[str] = "noise-aware"
     source: ClassVar[str] = "the paper, section 3 and Algorithm 1"
     cost: ClassVar[str] = "reference forward of the rollouts, on refresh steps"
-    uses_reference: ClassVar[bool] = True
 
     prior: PriorChoice = Prior()
     """mu_prior(t), e.g. {name: random, low: 0.2} or, for the same kind, {hold: 50}."""
@@ -40,8 +38,8 @@ class GAC(ControllerConfig, Method):
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
             )
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
     def init(self) -> State:
         return {
@@ -50,34 +48,27 @@ class GAC(ControllerConfig, Method):
             "read": None,
         }
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        mu = controller.update(seen.signals, seen.kl, seen.corrections)
+        mu = controller.update(last.signals, last.kl, last.corrections)
         return {**state, "controller": controller.state_dict()}, Mix(mu)
 
-    def wants_signals(self, step: int) -> bool:
+    def needs(self, step: int) -> Needs:
         # update t sees what step t - 1 measured; the very first signals start the averages early
-        return step == 0 or self.is_refresh(step + 1)
+        refresh = step == 0 or self.is_refresh(step + 1)
+        needs = Needs(kl=refresh or self.alpha_every == "step", signals=refresh)
+        if refresh and self.signals.needs_gram:
+            needs = needs._replace(parts=self.gradient_parts, bias=self.signals.needs_bias)
+        if isinstance(self.signals, ProxySignals):
+            needs = needs._replace(trim=self.signals.trim)
+        return needs
 
-    def wants_kl(self, step: int) -> bool:
-        return self.alpha_every == "step" or self.wants_signals(step)
-
-    def read(self, state: State, evidence: Evidence) -> tuple[State, Signals, Corrections | None]:
-        reading, after = self.signals.read(evidence, state["signals"])
-        new = {**state, "signals": after, "read": list(reading.signals)}
-        return new, reading.signals, reading.corrections
-
-    @property
-    def trim(self) -> float:
-        return self.signals.trim if isinstance(self.signals, ProxySignals) else 0.1
-
-    def parts(self, step: int) -> int:
-        return self.gradient_parts if self.signals.needs_gram and self.wants_signals(step) else 0
-
-    @property
-    def measures_bias(self) -> bool:
-        return self.signals.needs_bias
+    def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
+        if outcome.evidence is None:
+            return state, None
+        reading, after = self.signals.read(outcome.evidence, state["signals"])
+        return {**state, "signals": after, "read": list(reading.signals)}, reading
 
     def report(self, state: State) -> dict[str, float | None]:
         known = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}

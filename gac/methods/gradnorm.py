@@ -31,8 +31,8 @@ class GradNorm(GramSolver):
     def init(self) -> State:
         return {**super().init(), "weights": [1.0, 1.0], "initial": None}
 
-    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
-        losses = positive_losses(seen)
+    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
+        losses = positive_losses(last)
         asymmetry = self.asymmetry if losses is not None else 0.0
         initial = state["initial"]
         before = GradNormState(tuple(state["weights"]), None if initial is None else tuple(initial))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights
 
-from .base import Mix, Observation, State
+from .base import Mix, Needs, Observation, State
 from .gram_solver import GramSolver
 
 
@@ -38,13 +38,13 @@ class GradNormControl(GramSolver):
     def init(self) -> State:
         return {**super().init(), "mu": 0.5}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(state["mu"])
 
-    def parts(self, step: int) -> int:
-        return int(step % self.update_every == 0)
+    def needs(self, step: int) -> Needs:
+        return Needs(parts=int(step % self.update_every == 0))
 
-    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
         sft, rl = math.sqrt(gram.sft), math.sqrt(gram.rl)
         if sft + rl > 0:
             mu = (rl if self.invert else sft) / (sft + rl)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gac.control.solvers import Gram, Weights, with_unit_rl
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, State
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class GramSolver(Method):
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
     def init(self) -> State:
         return {"skipped": 0, "cosine": None}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.5)  # what is logged for a skipped step; `solve` replaces it
 
-    def parts(self, step: int) -> int:
-        return 1
+    def needs(self, step: int) -> Needs:
+        return Needs(parts=1)
 
-    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
+    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
         """The published weights, and the state after them; None where a number is not finite."""
         return state, self.closed_form(gram)
 
@@ -46,18 +46,18 @@ class GramSolver(Method):
         raise NotImplementedError
 
     def solve(
-        self, state: State, gram: Tensor, mix: Mix, seen: Observation
+        self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:
-        pair = Gram.of_means(gram, self.parts(seen.step))
+        pair = Gram.of_means(gram, self.needs(last.step).parts)
         if not pair.usable:
             return {**state, "skipped": state["skipped"] + 1}, None
         if not self.unit_rl:
-            state, weights = self.weights(state, pair, seen)
+            state, weights = self.weights(state, pair, last)
         else:
             after = [state]
 
             def solver(unit: Gram) -> Weights | None:
-                after[0], found = self.weights(state, unit, seen)
+                after[0], found = self.weights(state, unit, last)
                 return found
 
             weights = with_unit_rl(solver, pair)

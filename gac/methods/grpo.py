@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, State
 
 if TYPE_CHECKING:
     from gac.training.token_loss import TokenView
@@ -23,9 +24,11 @@ class GRPO(Method):
     name: ClassVar[str] = "grpo"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2402.03300"
-    demos: ClassVar[str] = "none"
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def needs(self, step: int) -> Needs:
+        return Needs(demos=False)
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
 
 
@@ -39,11 +42,11 @@ class DrGRPO(GRPO):
     name: ClassVar[str] = "dr-grpo"
     source: ClassVar[str] = "arXiv 2503.20783"
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, rollout_reduction="constant")
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, rollout_reduction="constant"))
 
-    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        return super().advantages(rewards, demos, "centered")
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(advantages="centered")
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class DAPO(GRPO):
     clip_high: float = 0.28
     """The ratio is clipped above at 1 + clip_high."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, clip_low=self.clip_low, clip_high=self.clip_high, kl_coef=0.0,
-                       rollout_reduction="token")  # fmt: skip
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, clip_low=self.clip_low, clip_high=self.clip_high, kl_coef=0.0,
+                            rollout_reduction="token"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,17 @@ class GSPO(GRPO):
 
     name: ClassVar[str] = "gspo"
     source: ClassVar[str] = "arXiv 2507.18071, equations 5 to 7"
-    own_loss: ClassVar[bool] = True
 
     clip_low: float = 3e-4
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 4e-4
     """The ratio is clipped above at 1 + clip_high."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, rollout_reduction="sequence")
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, rollout_reduction="sequence"), token=self.token_loss)
 
     def token_loss(self, tokens: TokenView) -> Tensor:
+        """[N] loss of each token, from the ratio of its response."""
         ratio = tokens.batch.spread(tokens.sequence_mean(tokens.log_ratio).exp())
         advantage = tokens.batch.advantages
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights
+from gac.rollouts.plan import Sampling
 
 from .gram_solver import GramSolver
 
@@ -35,8 +36,8 @@ class GTA(GramSolver):
                 f"sft_coef={self.sft_coef!r}, rl_coef={self.rl_coef!r}: use numbers >= 0 and > 0"
             )
 
-    def demo_tokens(self, length: int) -> int:
-        return length if self.guess_tokens is None else min(length, self.guess_tokens)
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(demo_tokens=self.guess_tokens)
 
     def closed_form(self, gram: Gram) -> Weights | None:
         return (0.0 if gram.dot < 0 else self.sft_coef), self.rl_coef

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from gac.rollouts.advantages import Credit
+from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,6 @@ class HPT(Method):
     name: ClassVar[str] = "hpt"
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2509.04419"
-    demos: ClassVar[str] = "prompt"
 
     switch: int = 0
     """Most right rollouts of a prompt that is learnt by SFT."""
@@ -46,22 +47,24 @@ class HPT(Method):
         if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(
             base, demo_weight=self.weight, demo_reduction="token", clip_low=None, clip_high=None,
             entropy_coef=self.entropy_coef, rollout_reduction="constant",
-        )  # fmt: skip
+        ))  # fmt: skip
 
-    def gate(self, rewards: Sequence[float]) -> tuple[float, float]:
-        right = sum(reward > self.correct for reward in rewards)
-        if self.table is not None:
-            sft = self.table[min(right, len(self.table) - 1)]
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(demos="prompt", advantages="centered")
+
+    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+        right = (rewards > self.correct).sum(1)
+        if self.table is None:
+            sft = (right <= self.switch).to(rewards.dtype)
         else:
-            sft = float(right <= self.switch)
-        return 1 - sft, sft
+            table = torch.tensor(self.table, dtype=rewards.dtype)
+            sft = table[right.clamp(max=len(table) - 1)]
+        credit = super().credit(rewards, demos, kind)
+        return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
 
-    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        return super().advantages(rewards, demos, "centered")
-
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(self.sft_coef, 1.0)

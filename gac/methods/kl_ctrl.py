@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Observation
+from .base import Needs, Observation
 from .rules import Rule
 
 LEAST = 1e-6  # nats: a policy that never left the reference has no scale of its own
@@ -17,13 +17,12 @@ class KLControl(Rule):
 
     name: ClassVar[str] = "kl-ctrl"
     cost: ClassVar[str] = "reference forward of the rollouts"
-    uses_reference: ClassVar[bool] = True
 
-    def wants_kl(self, step: int) -> bool:
-        return True
+    def needs(self, step: int) -> Needs:
+        return Needs(kl=True)
 
-    def measured(self, seen: Observation) -> float | None:
-        return seen.kl
+    def measured(self, last: Observation) -> float | None:
+        return last.kl
 
     def constant(self, mean: float) -> float:
         return max(mean, LEAST) / (1 - self.mu_init if self.sign > 0 else self.mu_init)

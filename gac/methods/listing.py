@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+
+from gac_kernels import LossSpec
 
 from . import METHODS
-from .base import Method, Stage
+from .base import Method, Needs
 
-DEMOS = {
-    "none": (),
-    "apart": ("demonstrations",),
-    "prompt": ("demonstrations of the sampled prompts",),
-}
+DEMOS = {"apart": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
+STEPS = 1000  # of the run that is looked at here: every method has shown all it does by then
 COMPLETIONS = 8  # rollouts per prompt in the examples that are looked at here
 
 
@@ -51,16 +49,17 @@ def summary(method: type[Method]) -> str:
 
 def needs(method: Method) -> tuple[str, ...]:
     """What the trainer has to provide, read off the method's own declarations."""
-    stages: Sequence[Stage] = method.stages(COMPLETIONS) if method.uses_rollouts else ()
-    sampled = "rollouts of the reference" if method.samples_reference else "rollouts"
+    found = Needs.union(map(method.needs, range(STEPS)))
+    sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec())
+    sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"
     declared = {
-        sampled: method.uses_rollouts,
-        **dict.fromkeys(DEMOS[method.demos], True),
-        "prefixes": any(stage.prefix for stage in stages),
-        "separate gradients": any(method.parts(step) for step in range(20)),
-        "reference": method.uses_reference,
-        "log-probs": method.own_loss,
-        "losses after the update": method.looks_back,
+        sampled: found.rollouts,
+        DEMOS[sampling.demos]: found.demos,
+        "prefixes": any(stage.prefix for stage in sampling.stages),
+        "separate gradients": found.parts > 0,
+        "reference": found.kl or loss.reference,
+        "log-probs": loss.token is not None,
+        "losses after the update": found.losses_after,
         "best weights": method.keeps_best,
     }
     return tuple(name for name, needed in declared.items() if needed)

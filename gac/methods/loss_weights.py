@@ -5,22 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.pair import Pair
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Losses, Method, Observation
+from .base import Loss, Method, Observation
 
 LEAST = 1e-3  # a loss of exactly 0 has no ratio
 
 
-def positive_losses(seen: Observation) -> Losses | None:
+def positive_losses(last: Observation) -> Pair | None:
     """(demonstration loss, 1 - mean reward), each at least 1e-3; None before the first step.
 
     The policy-gradient surrogate is near 0 and changes its sign, so it measures no progress. The
     publications have no such term; this reading is ours, for rewards in [0, 1].
     """
-    if seen.demo_loss is None or seen.reward_mean is None:
+    if last.demo_loss is None or last.reward_mean is None:
         return None
-    return max(seen.demo_loss, LEAST), max(1 - seen.reward_mean, LEAST)
+    return Pair(max(last.demo_loss, LEAST), max(1 - last.reward_mean, LEAST))
 
 
 @dataclass(frozen=True)
@@ -32,5 +33,5 @@ class LossWeights(Method):
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))

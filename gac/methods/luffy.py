@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
-
+from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, Stage, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,6 @@ class LUFFY(Method):
     name: ClassVar[str] = "luffy"
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2504.14945"
-    demos: ClassVar[str] = "prompt"
-    demo_in_group: ClassVar[bool] = True
-    pooled: ClassVar[bool] = True
 
     shape: float = 0.1
     """c of the shaped probability p / (p + c), the publication's gamma."""
@@ -35,22 +30,21 @@ class LUFFY(Method):
     weight: DemoWeight = DemoWeight.SHAPED
     """Token weight of the demonstrations; any but shaped leaves out their advantage."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(
+    def loss(self, base: LossSpec) -> Loss:
+        spec = replace(
             base, demo_weight=self.weight, demo_shape=self.shape, clip_low=None, clip_high=None,
             entropy_coef=self.entropy_coef, rollout_reduction="constant",
             demo_reduction="constant",
         )  # fmt: skip
+        return Loss(spec, pooled=True)
 
-    def stages(self, completions: int) -> Sequence[Stage]:
+    def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
                 f"rollouts.completions={completions!r}: use 2 or more, one is the demonstration"
             )
-        return (Stage(completions - 1),)
+        group = (Stage(completions - 1),)
+        return Sampling("prompt", group, demo_in_group=True, advantages="centered")
 
-    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        return super().advantages(rewards, demos, "centered")
-
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(1.0, 1.0)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights, moco_step
 
-from .base import Observation, State
+from .base import Needs, Observation, State
 from .gram_solver import GramSolver
 
 
@@ -19,7 +19,6 @@ class MoCo(GramSolver):
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
     cost: ClassVar[str] = "four more gradient buffers, two of them kept"
-    tracking: ClassVar[bool] = True
 
     rate: float = 0.1
     """beta in (0, 1]: y <- y + beta (g - y)."""
@@ -39,11 +38,11 @@ class MoCo(GramSolver):
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5]}
 
-    def track(self, step: int) -> float:
-        return self.rate * (step + 1) ** -self.decay
+    def needs(self, step: int) -> Needs:
+        return Needs(parts=1, average=self.rate * (step + 1) ** -self.decay)
 
-    def weights(self, state: State, gram: Gram, seen: Observation) -> tuple[State, Weights | None]:
-        lr = self.lr * (seen.step + 1) ** -self.decay
+    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
+        lr = self.lr * (last.step + 1) ** -self.decay
         s, r = state["weights"]
         found, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
         return {**state, "weights": list(after)}, found

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,6 @@ class MultiTask(Method):
     name: ClassVar[str] = "multitask"
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2504.14945, baseline RL w/ SFT loss"
-    demos: ClassVar[str] = "prompt"
 
     sft_coef: float = 1.0
     """Factor of the SFT loss, >= 0."""
@@ -28,8 +28,11 @@ class MultiTask(Method):
         if not self.sft_coef >= 0:
             raise ValueError(f"sft_coef={self.sft_coef!r}: use a number >= 0")
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight, demo_reduction="token")
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight, demo_reduction="token"))
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(demos="prompt")
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(self.sft_coef, 1.0)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from .base import Method
 
 M = TypeVar("M", bound=Method)
+_made: dict[str, type[Method]] = {}  # every preset, for pickle
 
 
 def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
@@ -30,6 +31,7 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
     attributes["__reduce__"] = _by_name  # pickle looks for a class where it was defined
     title = "".join(part.capitalize() for part in name.split("-"))
     made = make_dataclass(title, defaults, bases=(base,), namespace=attributes, frozen=True)
+    _made[name] = made
     return typing.cast(type[M], made)
 
 
@@ -40,6 +42,4 @@ def _by_name(method: Method) -> tuple[Any, ...]:
 
 
 def _restore(name: str, values: dict[str, Any]) -> Method:
-    from . import METHODS  # it lists the presets, which are made by this module
-
-    return METHODS[name](**values)
+    return _made[name](**values)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class RewardThreshold(Method):
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
-        return state, Mix(min(max(self.threshold - (seen.reward_mean or 0.0), 0.0), 1.0))
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(min(max(self.threshold - (last.reward_mean or 0.0), 0.0), 1.0))

@@ -17,8 +17,8 @@ class RewardVarianceControl(Rule):
 
     name: ClassVar[str] = "rewvar-ctrl"
 
-    def measured(self, seen: Observation) -> float | None:
-        return seen.reward_variance
+    def measured(self, last: Observation) -> float | None:
+        return last.reward_variance
 
     def constant(self, mean: float) -> float:
         scale = max(mean, 0.0) + LEAST

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Rule(Method):
                 "numbers in this order in [0, 1]"
             )
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
-    def measured(self, seen: Observation) -> float | None:
+    def measured(self, last: Observation) -> float | None:
         """The number that the rule follows; None where it is not known."""
         raise NotImplementedError
 
@@ -64,8 +64,8 @@ class Rule(Method):
     def init(self) -> State:
         return {"sum": 0.0, "count": 0, "mu": self.mu_init}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
-        value = self.measured(seen)
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        value = self.measured(last)
         if value is None or not math.isfinite(value):
             return state, Mix(state["mu"])
         if state["count"] < self.calibration:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gac.control.solvers import Weights, cross_gram, sdmgrad
 
-from .base import Mix, Observation, State
+from .base import Mix, Needs, Observation, State
 from .gram_solver import GramSolver
 
 
@@ -36,11 +36,11 @@ class SDMGrad(GramSolver):
         identity = ((1.0, 0.0), (0.0, 1.0))
         sdmgrad(identity, self.regularization, self.preference)  # raises if out of range
 
-    def parts(self, step: int) -> int:
-        return 2
+    def needs(self, step: int) -> Needs:
+        return Needs(parts=2)
 
     def solve(
-        self, state: State, gram: Tensor, mix: Mix, seen: Observation
+        self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:
         weights = sdmgrad(cross_gram(gram, 2), self.regularization, self.preference)
         return {**state, "skipped": state["skipped"] + (weights is None)}, weights

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, State
 from .preset import preset
 
 
@@ -18,15 +18,17 @@ class SFT(Method):
     name: ClassVar[str] = "sft"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "the paper, section 4.1"
-    uses_rollouts: ClassVar[bool] = False
 
     weight: DemoWeight = DemoWeight.ONE
     """Token weight: one, p, phi, shaped or trust."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def needs(self, step: int) -> Needs:
+        return Needs(rollouts=False)
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(1.0)
 
 

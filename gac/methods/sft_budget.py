@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gac.rollouts.plan import Sampling
+
 from .base import Mix, Observation, State
 from .sft import SFT
 
@@ -28,11 +30,8 @@ class SFTBest(SFT):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
 
-    def demo_set(self, size: int) -> int:
-        return min(size, self.examples)
-
-    def length(self, steps: int, demos: int, batch: int) -> int:
-        return min(steps, max(self.epochs * demos // batch, 1))
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(limit_demos=self.examples, epochs=self.epochs)
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,13 @@ class SFTLight(SFTBest):
     def init(self) -> State:
         return {"average": None, "best": None, "since": 0}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
-        loss = seen.demo_loss
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        loss = last.demo_loss
         if loss is None or not math.isfinite(loss):
-            return state, Mix(1.0)
+            return state, Mix(1.0, final=state["since"] >= self.patience)
         old, best = state["average"], state["best"]
         average = loss if old is None else self.decay * old + (1 - self.decay) * loss
         better = best is None or average < best
         since = 0 if better else state["since"] + 1
-        return {"average": average, "best": average if better else best, "since": since}, Mix(1.0)
-
-    def finished(self, state: State) -> bool:
-        return state["since"] >= self.patience
+        after = {"average": average, "best": average if better else best, "since": since}
+        return after, Mix(1.0, final=since >= self.patience)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Needs, Observation, State
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,11 @@ class SFTThenRL(Method):
         if self.sft_steps < 0:
             raise ValueError(f"sft_steps={self.sft_steps!r}: use a number >= 0")
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(base, demo_weight=self.weight)
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
-    def rollouts_at(self, step: int) -> bool:
-        return step >= self.sft_steps
+    def needs(self, step: int) -> Needs:
+        return Needs(rollouts=step >= self.sft_steps, demos=step < self.sft_steps)
 
-    def demos_at(self, step: int) -> bool:
-        return step < self.sft_steps
-
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
-        return state, Mix(float(self.demos_at(seen.step)))
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(float(last.step < self.sft_steps))

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from gac.rollouts.advantages import Credit
+from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State
 
 if TYPE_CHECKING:
     from gac.training.token_loss import TokenView
@@ -27,9 +29,6 @@ class SRFT(Method):
     name: ClassVar[str] = "srft"
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2506.19767, equations 5 to 13"
-    demos: ClassVar[str] = "prompt"
-    demo_in_group: ClassVar[bool] = True
-    own_loss: ClassVar[bool] = True
 
     sft_scale: float = 0.5
     """Factor of exp(-H) in the SFT weight."""
@@ -43,20 +42,25 @@ class SRFT(Method):
     """Tokens of wrong rollouts below this log-probability are not pushed further down; null, as
     published: pushed without bound."""
 
-    def spec(self, base: LossSpec) -> LossSpec:
+    def loss(self, base: LossSpec) -> Loss:
         # SHAPED makes the demonstrations' advantages available; the formula is the one below
-        return replace(base, demo_weight=DemoWeight.SHAPED, rollout_reduction="token",
+        spec = replace(base, demo_weight=DemoWeight.SHAPED, rollout_reduction="token",
                        demo_reduction="token")  # fmt: skip
+        return Loss(spec, token=self.token_loss)
 
-    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        of_demos = super().advantages(rewards, demos, "std")[1]
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(demos="prompt", demo_in_group=True, advantages="std")
+
+    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
         signs = torch.where(rewards > self.correct, 1.0, -1.0)
-        return torch.where(rewards.isnan(), 0.0, signs).double(), of_demos
+        signs = torch.where(rewards.isnan(), 0.0, signs).double()
+        return super().credit(rewards, demos, kind)._replace(rollouts=signs)
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(1.0, 1.0)
 
     def token_loss(self, tokens: TokenView) -> Tensor:
+        """[N] loss of each token."""
         batch, logps = tokens.batch, tokens.logps
         entropy = batch.spread(tokens.sequence_mean(tokens.entropy))
         p = logps.exp()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
-
+from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, Mix, Observation, Stage, State
+from .base import Loss, Method, Mix, Observation, State
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,6 @@ class TRAPO(Method):
     name: ClassVar[str] = "trapo"
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2512.17636"
-    demos: ClassVar[str] = "prompt"
-    pooled: ClassVar[bool] = True
 
     sizes: tuple[int, ...] = (4, 2, 1, 1)
     """Rollouts of each micro-group; their sum must be `rollouts.completions`."""
@@ -49,23 +45,22 @@ class TRAPO(Method):
         if not all(0 <= x <= 1 for x in self.prefixes):
             raise ValueError(f"prefixes={self.prefixes!r}: use shares in [0, 1]")
 
-    def spec(self, base: LossSpec) -> LossSpec:
-        return replace(
+    def loss(self, base: LossSpec) -> Loss:
+        spec = replace(
             base, demo_weight=DemoWeight.TRUST, demo_shape=self.trust, clip_low=None,
             clip_high=None, rollout_reduction="constant", demo_reduction="constant",
         )  # fmt: skip
+        return Loss(spec, pooled=True)
 
-    def stages(self, completions: int) -> Sequence[Stage]:
+    def sampling(self, completions: int) -> Sampling:
         if sum(self.sizes) != completions:
             raise ValueError(
                 f"rollouts.completions={completions!r}: use {sum(self.sizes)}, the sum of "
                 f"method.sizes={self.sizes!r}, or change the sizes"
             )
         rows = zip(self.sizes, self.prefixes, self.below, self.trained, strict=True)
-        return [Stage(n, share, limit if share else math.inf, k) for n, share, limit, k in rows]
+        stages = (Stage(n, share, limit if share else math.inf, k) for n, share, limit, k in rows)
+        return Sampling("prompt", tuple(stages), advantages="centered")
 
-    def advantages(self, rewards: Tensor, demos: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        return super().advantages(rewards, demos, "centered")
-
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(1.0, 1.0)

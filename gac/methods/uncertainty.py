@@ -24,9 +24,9 @@ class Uncertainty(LossWeights):
     def init(self) -> State:
         return {"log_variances": [0.0, 0.0]}
 
-    def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         s, r = state["log_variances"]
-        losses = positive_losses(seen)
+        losses = positive_losses(last)
         after = None if losses is None else uncertainty_step((s, r), losses, lr=self.lr)
         s, r = after or (s, r)
         return {"log_variances": [s, r]}, Mix.weights(*uncertainty_weights((s, r)))

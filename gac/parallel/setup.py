@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from gac.config import ConfigError
 
+from .collectives import largest
+
 MODES = ("ddp", "fsdp")
 _held: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
 
@@ -188,9 +190,7 @@ def calls(model: nn.Module, mine: int) -> int:
     """How many calls this rank makes when it needs `mine`: all ranks' most in lockstep."""
     if not in_lockstep(model):
         return mine
-    most = torch.tensor(mine, device=next(model.parameters()).device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    return int(largest([mine])[0])
 
 
 def full(value: Tensor) -> float:

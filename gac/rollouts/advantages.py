@@ -1,6 +1,11 @@
-"""Group-relative advantages. Legend: Q prompts, K rollouts per prompt."""
+"""Group-relative advantages, and the weights of what is learnt from a group.
+
+Legend: Q prompts, K rollouts per prompt.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,3 +35,29 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
         flat = rewards[valid]
         var = flat.var() if flat.numel() > 1 else torch.ones(())
     return centred / (var.sqrt() + 1e-4)
+
+
+class Credit(NamedTuple):
+    """What the rewards of Q prompts make of their rollouts and demonstrations."""
+
+    rollouts: Tensor
+    """[Q, K] advantages."""
+    demos: Tensor
+    """[Q] advantages of the prompts' own demonstrations."""
+    rollout_weight: Tensor
+    """[Q] factors of the loss of its rollouts, if there is a demonstration too; 0 drops them."""
+    demo_weight: Tensor
+    """[Q] factors of the loss of its demonstration; 0 drops it."""
+
+
+def group_credit(rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    """Group-relative advantages [Q, K] of `rewards`, every row with weight 1.
+
+    demos: [Q] rewards of demonstrations that are members of their prompt's group (nan: there is
+        none); None: they are not, and have the advantage 1. kind: see `group_advantages`.
+    """
+    one = torch.ones(len(rewards), dtype=rewards.dtype)
+    if demos is None:
+        return Credit(group_advantages(rewards, kind), one, one, one)
+    table = group_advantages(torch.cat([rewards, demos[:, None]], 1), kind)
+    return Credit(table[:, :-1], table[:, -1], one, one)

@@ -6,7 +6,7 @@ Legend: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
-from gac.data.rows import Row
-from gac.methods import Method
-from gac.methods.base import Stage
+from gac.data.rows import Row, demo_row
 
+from .advantages import Credit
 from .generation import RolloutConfig, generate
+from .plan import Sampling, Stage
+
+Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 
 
 @dataclass
@@ -55,24 +57,26 @@ class Sampler:
     """Calls the model and the reward as the method asks: examples in, rows to learn from out."""
 
     def __init__(
-        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, reward: Any, method: Method
-    ) -> None:
-        self.config, self.tokenizer, self.reward, self.method = config, tokenizer, reward, method
+        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, reward: Any,
+        plan: Sampling, credit: Crediting,
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.plan, self.credit = plan, credit
+        self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example]) -> Rollouts:
-        """The method's rollouts of Q examples, with their demonstrations where it wants them."""
+        """Rollouts of Q examples, with their demonstrations where these are learnt from."""
         draws: list[list[Draw]] = [[] for _ in examples]
-        for stage in self.method.stages(self.config.completions):
+        for stage in self.stages:
             self._draw(model, examples, stage, draws)
         rewards = torch.tensor([[d.reward for d in drawn] for drawn in draws], dtype=torch.float64)
-        demos = self._demo_rewards(examples)
-        advantages = self.method.advantages(rewards, demos, self.config.advantages)
+        demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
+        credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
         rows: list[Row] = []
-        for example, drawn, of_rollouts, of_demo in zip(
-            examples, draws, advantages[0].tolist(), advantages[1].tolist(), strict=True
+        for example, drawn, *share in zip(
+            examples, draws, *(part.tolist() for part in credit), strict=True
         ):
-            choose = _pair if self.method.pairs else self._rows
-            rows += choose(example, drawn, of_rollouts, of_demo)
+            rows += _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
         rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)])
@@ -110,19 +114,19 @@ class Sampler:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
         out = torch.full((len(examples),), math.nan, dtype=torch.float64)
         own = [(q, e) for q, e in enumerate(examples) if e.demo is not None]
-        if own and self.method.demo_in_group:
+        if own:
             scores = self._scores([e.demo or () for _, e in own], [e for _, e in own])
             out[[q for q, _ in own]] = torch.tensor(scores, dtype=out.dtype)
         return out
 
     def _rows(
-        self, example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float
-    ) -> list[Row]:
-        """The prompt's rollouts, and its demonstration where the method reads it."""
+        self, example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float,
+        keep: float, show: float,
+    ) -> list[Row]:  # fmt: skip
+        """The prompt's rollouts, and its demonstration where that is learnt from."""
         prompt, rows = example.prompt, []
-        has_demo = self.method.demos == "prompt" and example.demo is not None
-        rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
-        keep, show = self.method.gate(rewards) if has_demo else (1.0, 0.0)
+        if self.plan.demos != "prompt" or example.demo is None:
+            keep, show = 1.0, 0.0
         for draw, advantage in zip(drawn, advantages, strict=True):
             switch = len(prompt) + len(draw.given)
             start = len(prompt) if draw.learns_given else switch
@@ -130,22 +134,10 @@ class Sampler:
             if keep and not math.isnan(draw.reward) and start < len(ids):
                 shown = not draw.response  # the whole row is a demonstration's
                 rows.append(Row(ids, start, shown, advantage, weight=keep, switch=switch))
-        if show and example.demo is not None and not _stages_show(self.method, self.config):
-            row = demo_row(example, self.method)
+        if show and not any(stage.prefix for stage in self.stages):  # prefixes show it already
+            row = demo_row(example, self.plan.demo_tokens)
             rows.append(row._replace(advantage=demo_advantage, weight=show))
         return rows
-
-
-def demo_row(example: Example, method: Method) -> Row:
-    """An example's demonstration as a row; the method says how many of its tokens have a loss."""
-    demo = example.demo or ()
-    ids = example.prompt + demo
-    return Row(ids, len(ids) - min(method.demo_tokens(len(demo)), len(demo)), True, 1.0)
-
-
-def _stages_show(method: Method, config: RolloutConfig) -> bool:
-    """Whether demonstrations come as prefixes of rollouts."""
-    return any(stage.prefix for stage in method.stages(config.completions))
 
 
 def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, ...]:
@@ -157,9 +149,7 @@ def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, 
     return example.demo[: math.ceil(stage.prefix * len(example.demo))]
 
 
-def _pair(
-    example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float
-) -> list[Row]:
+def _pair(example: Example, drawn: list[Draw]) -> list[Row]:
     """The first best and the first worst response, if their rewards differ."""
     scored = [d for d in drawn if not math.isnan(d.reward)]
     best, worst = (pick(scored, key=lambda d: d.reward, default=None) for pick in (max, min))

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gac.control.solvers import Weights
-from gac.methods import Mix
+from gac.methods.base import Mix
+from gac.parallel.collectives import add, ranks
 
 logger = logging.getLogger(__name__)
 Gradient = list[Tensor | None]  # one entry per parameter; None: the loss does not reach it
@@ -52,9 +52,7 @@ class GradientParts:
             rows = torch.stack([local(g).float().flatten() for _, g in present])
             square = (rows @ rows.T).double() / copies(present[0][1])
             total[torch.tensor(index)[:, None], torch.tensor(index)] += square
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return total.cpu()
+        return add(total).cpu()
 
     def bias_gram(self, count: int) -> Tensor:
         """[4, 4] of the two terms, each the mean of `count` parts, and of two further gradients.
@@ -110,7 +108,7 @@ def local(tensor: Any) -> Tensor:
 def copies(tensor: Any) -> int:
     """On how many ranks each element is held."""
     if not hasattr(tensor, "placements"):
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return ranks()
     held = 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():

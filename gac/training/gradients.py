@@ -5,115 +5,83 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac.data.rows import Batch, Row, collate, split
-from gac.methods import Method, Mix
+from gac.data.rows import Batch, Row, collate, norms, split
+from gac.methods.base import Loss, Mix
 from gac.model import Head
+from gac.pair import Pair
+from gac.parallel import collectives
 from gac.parallel.setup import reshard
 from gac.rollouts.sampling import place
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
 from .gradient_parts import GradientParts
+from .step import Measured, Step
 from .token_loss import own_loss
-
-Norms = tuple[float, float]
-
-
-class Measured(NamedTuple):
-    """What one step's forward passes found, on this rank."""
-
-    moments: TokenMoments
-    rollout_loss: Tensor  # 0-d: this rank's share, so that the mean over ranks is the term
-    demo_loss: Tensor  # 0-d
-    parts: GradientParts | None = None  # the separate gradients, still to be combined
-    bias_gram: Tensor | None = None  # [4, 4] of SFT, RL, and both without phi and clip
 
 
 class Gradients:
-    """Accumulates the gradient of the mixed loss into the model's parameters.
+    """Accumulates the gradient of a step's mixed loss into the model's parameters.
 
     Args:
         model: the prepared policy. reference: the frozen initial policy; None = the policy
             without its adapters.
-        method: what it says about the loss. spec: its loss, from the run's settings.
+        loss: of the method. pairs: rows come in pairs that stay together.
         temperature: of the rollouts; demonstrations are scored at 1.
         micro_batch: rows per forward; None = all rows of a kind.
+        averages: whether moving averages of the gradients are kept, in `tracked`.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        reference: nn.Module | None,
-        method: Method,
-        spec: LossSpec,
-        *,
-        temperature: float,
-        micro_batch: int | None,
-        pad_token: int,
-    ) -> None:
+        self, accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, loss: Loss,
+        *, temperature: float, micro_batch: int | None, pad_token: int, pairs: bool,
+        averages: bool,
+    ) -> None:  # fmt: skip
         self.accelerator, self.model, self.reference = accelerator, model, reference
-        self.method, self.spec, self.temperature = method, spec, temperature
-        self.micro_batch, self.pad_token = micro_batch, pad_token
+        self.loss, self.spec, self.temperature = loss, loss.spec, temperature
+        self.micro_batch, self.pad_token, self.unit = micro_batch, pad_token, 1 + pairs
         self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
-        if method.tracking:
+        if averages:
             self.tracked = {
                 f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in self._named()
             }
 
-    def __call__(
-        self,
-        rows: Sequence[Row],
-        mix: Mix,
-        norms: Norms,
-        *,
-        kl: bool,
-        old_logps: Sequence[Tensor] = (),
-        step: int | None = None,
-    ) -> Measured:
-        """Forward all rows, backward those that can move a weight.
-
-        norms: global denominators of the rollout and the demonstration term, divided by the
-            number of ranks, because gradients are averaged over ranks.
-        kl: also measure the KL to the reference policy.
-        old_logps: log-probs of the sampling policy by `Row.sequence`; empty = on-policy.
-        step: asks the method whether the gradients are to be kept apart; None = they are not.
-        """
-        count = 0 if step is None else self.method.parts(step)
-        even = Mix(0.5) if count else mix
-        live = [r for r in rows if not self._silent(r, even)]
-        dead = [r for r in rows if self._silent(r, even)]
-        run = _Run(self, norms, kl, old_logps)
+    def __call__(self, step: Step) -> Measured:
+        """Forward all rows, backward those that can move a weight."""
+        torch.manual_seed(step.seed)  # what dropout draws does not hang on the sampling
+        even = Mix(0.5) if step.needs.parts else step.mix
+        live = [r for r in step.rows if not self._silent(r, even)]
+        dead = [r for r in step.rows if self._silent(r, even)]
+        run = _Run(self, step)
         # those without gradient first: no forward may run between the last backward and the update
-        run(dead, mix, grad=False)
-        if step is None or not count:
-            run(live, mix)
-            return run.measured()
-        return self._apart(run, live, rows, count, step)
+        run(dead, step.mix, grad=False)
+        if step.needs.parts:
+            return self._apart(run, live, step)
+        run(live, step.mix)
+        return run.measured()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """What is trained, under the names of one process: DDP puts another before each."""
         whole = self.accelerator.unwrap_model(self.model)
         return [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
 
-    def _apart(
-        self, run: _Run, live: list[Row], rows: Sequence[Row], count: int, step: int
-    ) -> Measured:
-        """One backward for each of `count` parts of each term, demonstrations first."""
+    def _apart(self, run: _Run, live: list[Row], step: Step) -> Measured:
+        """One backward for each of the step's parts of each term, demonstrations first."""
         parts, keep, bias = GradientParts(self._named()), set(live), None
+        needs, count = step.needs, step.needs.parts
         for demo in (True, False):
-            mine = [r for r in rows if r.is_demo == demo]
+            mine = [r for r in step.rows if r.is_demo == demo]
             for i in range(count):
                 block = mine[len(mine) * i // count : len(mine) * (i + 1) // count]
                 # a part is a mean of its own, so it is `count` times its share of the whole
                 run([r for r in block if r in keep], Mix(float(demo), float(count)))
                 parts.take()
-        if self.method.measures_bias:
+        if needs.bias:
             plain = dataclasses.replace(
                 self.spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
             )
@@ -121,14 +89,16 @@ class Gradients:
                 run([r for r in live if r.is_demo == demo], Mix(float(demo)), spec=plain)
                 parts.take()
             bias = parts.bias_gram(count)
+        gram = parts.gram()
         # a broken gradient would stay in the averages for ever; the step is skipped instead
-        if self.method.tracking and parts.gram().isfinite().all():
-            parts.average(self.tracked, self.method.track(step))
-        return run.measured()._replace(parts=parts, bias_gram=bias)
+        if needs.average and gram.isfinite().all():
+            parts.average(self.tracked, needs.average)
+            gram = parts.gram()
+        return dataclasses.replace(run.measured(), parts=parts, gram=gram, bias_gram=bias)
 
     def _silent(self, row: Row, mix: Mix) -> bool:
         """Whether the row's gradient is known to be zero, so that it costs no backward."""
-        if self.method.own_loss:
+        if self.loss.token is not None:
             return False
         if row.is_demo or row.demo_tokens:
             unread = self.spec.demo_weight is not DemoWeight.SHAPED or row.advantage != 0
@@ -142,12 +112,11 @@ class Gradients:
         Every rank gets the same number of both sorts in the same order, some of them empty,
         because each forward of the policy or of the reference may be a collective.
         """
-        unit = 2 if self.method.pairs else 1
         micro: dict[bool, list[list[Row]]] = {False: [], True: []}
         for kind in sorted({r.kind for r in rows}):
             alike = [r for r in rows if r.kind == kind]
-            micro[kind[0]] += map(list, split(alike, self.micro_batch, unit))
-        most = over_ranks(self.accelerator, [len(parts) for parts in micro.values()], "max")
+            micro[kind[0]] += map(list, split(alike, self.micro_batch, self.unit))
+        most = collectives.largest([len(parts) for parts in micro.values()])
         return [
             (demo, parts[i] if i < len(parts) else [])
             for (demo, parts), count in zip(micro.items(), most, strict=True)
@@ -155,13 +124,12 @@ class Gradients:
         ]
 
     @torch.no_grad()
-    def losses(
-        self, rows: Sequence[Row], mix: Mix, norms: Norms, old_logps: Sequence[Tensor]
-    ) -> Measured:
-        """Both terms under the present weights, without a gradient; arguments as in a call."""
-        run = _Run(self, norms, self.spec.kl_coef != 0, old_logps)
-        run(rows, mix, grad=False)
-        return run.measured()
+    def losses(self, step: Step) -> Pair:
+        """Both terms of a step under the present weights, without a gradient."""
+        kl = self.spec.kl_coef != 0  # what is only measured is left out
+        run = _Run(self, dataclasses.replace(step, needs=step.needs._replace(kl=kl)))
+        run(step.rows, step.mix, grad=False)
+        return run.measured().losses
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -200,12 +168,13 @@ class Gradients:
 class _Run:
     """The forward and backward passes of one step, and the sums of what they find."""
 
-    def __init__(
-        self, owner: Gradients, norms: Norms, kl: bool, old_logps: Sequence[Tensor]
-    ) -> None:
-        self.owner, self.norms, self.kl, self.old_logps = owner, norms, kl, old_logps
+    def __init__(self, owner: Gradients, step: Step) -> None:
+        self.owner, self.step = owner, step
+        # gradients are averaged over ranks, so that each divides by its share
+        global_norms = norms(step.counts, owner.spec, owner.loss.pooled)
+        self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
         self.moments = TokenMoments.zeros(owner.accelerator.device)
-        self.losses = torch.zeros(2, device=owner.accelerator.device)
+        self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
 
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
@@ -217,12 +186,14 @@ class _Run:
             out = self._one(demo, micro, mix, grad, last, spec or self.owner.spec)
             if spec is None:
                 self.moments = self.moments + out.moments
-                self.losses += torch.stack([out.rollout_loss, out.demo_loss])
+                self.losses += torch.stack([out.demo_loss, out.rollout_loss])
         if not grad:  # no backward will do it
             reshard(self.owner.model)
 
     def measured(self) -> Measured:
-        return Measured(self.moments, self.losses[0], self.losses[1])
+        """What all ranks found together."""
+        losses = Pair(*collectives.mean(self.losses.tolist()))
+        return Measured(losses, self.moments.all_reduce())
 
     def _one(
         self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
@@ -231,10 +202,11 @@ class _Run:
         batch = collate(rows, owner.pad_token, device)
         weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
-        ref = owner.reference_logprobs(batch, demo) if self.kl else None
+        ref = owner.reference_logprobs(batch, demo) if self.step.needs.kl else None
         old = None
-        if self.old_logps and rows and not demo:
-            old = place([self.old_logps[r.sequence] for r in rows], rows, batch.targets)
+        if self.step.old_logps and rows and not demo:
+            known = [self.step.old_logps[r.sequence] for r in rows]
+            old = place(known, rows, batch.targets)
         request = self._request(batch, mix.mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
         if not grad:
@@ -250,19 +222,17 @@ class _Run:
         weight: float,
     ) -> Any:  # fmt: skip
         """What is asked of the model's last layer: the loss of `batch`, times `weight`."""
-        norms, owner = (self.norms[0] / weight, self.norms[1] / weight), self.owner
-        if owner.method.own_loss:
+        owner, norms = self.owner, Pair(*(norm / weight for norm in self.norms))
+        if (token := owner.loss.token) is not None:
             reference = None
-            if owner.method.uses_reference:
+            if owner.loss.reference:
                 with torch.no_grad(), owner.reference_model() as model:
                     reference = model(**inputs(batch), request=lambda head: head.detached())
-            return lambda head: own_loss(
-                owner.method.token_loss, head, reference, batch, mu, old, ref, spec, norms
-            )
+            return lambda head: own_loss(token, head, reference, batch, mu, old, ref, spec, norms)
         pack = (lambda x: None if x is None else x.flatten()) if _mixed(batch) else (lambda x: x)
         keywords: dict[str, Any] = {
             "mu": mu, "old_logps": pack(old), "ref_logps": pack(ref), "spec": spec,
-            "rollout_norm": norms[0], "demo_norm": norms[1],
+            "rollout_norm": norms.rollout, "demo_norm": norms.demo,
         }  # fmt: skip
         if _mixed(batch):
             keywords["cu_seqlens"] = batch.cu_seqlens
@@ -279,12 +249,3 @@ def _mixed(batch: Batch) -> bool:
 def inputs(batch: Batch) -> dict[str, Tensor]:
     """What the model's own forward takes."""
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-
-
-def over_ranks(accelerator: Accelerator, values: Sequence[float], how: str = "sum") -> list[float]:
-    """Sum or maximum ("max") of each value over the ranks, in float64."""
-    if accelerator.num_processes == 1:
-        return [float(v) for v in values]
-    mine = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    everyone = accelerator.gather(mine[None])
-    return (everyone.amax(0) if how == "max" else everyone.sum(0)).tolist()

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from gac.faults.guard import RunError
+from gac.errors import RunError
 
 
 class Logbook:

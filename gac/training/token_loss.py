@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gac.data.rows import Batch
 from gac.model import Head
+from gac.pair import Pair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.tokens import Tokens, TokenTerms, finish, plan
 
@@ -32,7 +33,7 @@ class TokenView(NamedTuple):
     head: Head
     """The policy's last layer."""
     reference: Head | None
-    """That of the reference, under `uses_reference`."""
+    """That of the reference, under `Loss.reference`."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
@@ -51,7 +52,7 @@ class TokenView(NamedTuple):
         computed again in the backward.
         """
         if self.reference is None:
-            raise ValueError("reference=None: set uses_reference on the method")
+            raise ValueError("reference=None: set Loss.reference in the method's loss")
         index = self.batch.live.nonzero()[:, 0]
         out = self.logps.new_zeros(len(self.logps))
         for part in index.split(chunk):
@@ -64,12 +65,12 @@ class TokenView(NamedTuple):
 def own_loss(
     token_loss: Callable[[TokenView], Tensor], head: Head, reference: Head | None, batch: Batch,
     mu: float, old_logps: Tensor | None, ref_logps: Tensor | None, spec: LossSpec,
-    norms: tuple[float, float],
+    norms: Pair,
 ) -> LossOutput:  # fmt: skip
     """`Head.loss` with `token_loss(TokenView) -> [N]` as the loss of a token."""
     targets = batch.targets
     tokens = plan(targets, batch.advantages, batch.is_demo, mu, old_logps, ref_logps, None, spec,
-                  *norms)  # fmt: skip
+                  norms.rollout, norms.demo)  # fmt: skip
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
     view = TokenView(logps, entropy.detach(), tokens, spec, head, reference)
     loss = torch.where(tokens.live, token_loss(view), 0)

@@ -19,26 +19,31 @@ import torch
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
-from gac.control.signals import Evidence
 from gac.data import load_prompts
 from gac.data.feed import Feed
-from gac.data.rows import Row, denominators, norms
+from gac.data.rows import Counts, Row, count
+from gac.errors import RunError
 from gac.evaluate import evaluate
 from gac.export import export_checkpoint
-from gac.faults import checkpoint, guard, replay
-from gac.faults.guard import Guard, RunError
+from gac.faults import checkpoint, preflight
+from gac.faults.guard import Guard
 from gac.faults.heartbeat import Heartbeat
+from gac.faults.skipped import SkippedStep
 from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
-from gac.model import load_model, load_tokenizer, stop_tokens
-from gac.parallel import setup
+from gac.methods.base import Needs, Outcome
+from gac.model import load_tokenizer, stop_tokens
+from gac.pair import Pair
+from gac.parallel import collectives, setup
 from gac.rewards import Tally, build_reward, in_use
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
-from .gradients import Gradients, Measured, over_ranks
+from .metrics import evidence, observe
 from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
+from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
+from .step import Measured, Rewards, Step, Update
 
 logger = logging.getLogger(__name__)
 
@@ -66,27 +71,28 @@ class Trainer:
         found = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
-        longest = config.loss.max_tokens or config.rollouts.max_new_tokens
-        self.spec = self.method.spec(dataclasses.replace(config.loss, max_tokens=longest))
         ranks = self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, self.accelerator.process_index, ranks)
         self.eval_examples = (
             load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
         )
-        self.needs_kl = self.spec.kl_coef != 0
-        self.model = self._prepare(setup.prepare)
-        self.reference = self._make_reference()
+        self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
+        needs = Needs.union(map(self._needs, range(config.steps)))
+        self.model = load_policy(config, self.accelerator)
+        self.reference = load_reference(config, self.accelerator, needs.kl)
         self.optimizer = make_optimizer(self.model, config.optim)
+        self.gradients = make_gradients(
+            config, self.accelerator, self.tokenizer, self.model, self.reference, needs
+        )
         reward = build_reward(config.reward)
-        self.sampler = Sampler(config.rollouts, self.tokenizer, reward, self.method)
+        self.plan = self.method.sampling(config.rollouts.completions)
+        self.sampler = Sampler(
+            config.rollouts, self.tokenizer, reward, self.plan, self.method.credit
+        )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.gradients = Gradients(
-            self.accelerator, self.model, self.reference, self.method, self.spec,
-            temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
-            pad_token=self.tokenizer.pad_token_id,
-        )  # fmt: skip
-        self.step, self.state, self.seen = 0, self.method.init(), Observation(0)
+        self.step, self.state, self.last = 0, self.method.init(), Observation(0)
+        self.ended = False  # the method has had its last step
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.kept: Path | None = None  # the first of the last skipped steps in a row
@@ -94,23 +100,9 @@ class Trainer:
 
     # ---- set-up
 
-    def _prepare(self, how: Any) -> torch.nn.Module:
-        config = self.config
-        model = load_model(config.model, config.seed)
-        return how(model, self.accelerator, config.parallel, config.mixed_precision)
-
-    def _make_reference(self) -> torch.nn.Module | None:
-        """A frozen copy of the initial policy, if anything will ask for the KL to it."""
-        config = self.config
-        monitors = config.monitor_kl_every and self.method.uses_rollouts
-        asks = self.needs_kl or monitors or self.method.uses_reference
-        if not asks or config.model.lora is not None:
-            return None  # with adapters, the reference is the model without them
-        return self._prepare(setup.prepare_frozen)
-
     def _open_folder(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; what forbids a start is found before any work."""
-        guard.check_folder(self.out)
+        preflight.check_folder(self.out)
         self.checkpoints = self.out / "checkpoints"
         self.record = Record(self.out, self.accelerator)
         found = checkpoint.newest(self.checkpoints)
@@ -119,11 +111,9 @@ class Trainer:
                 f"out={str(self.out)!r} already holds a run: resume it, or choose another"
             )
         if found:
-            saved = checkpoint.read_progress(found)
-            ranks = saved["ranks"], self.accelerator.num_processes
-            guard.check_same_run(
-                restated(saved["config"]), dump(self.config), ranks, self.config.parallel.resize
-            )
+            progress = checkpoint.read_progress(found)
+            progress = {**progress, "config": restated(progress["config"])}
+            preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
         return found
 
     def _start_from(self, found: Path | None) -> None:
@@ -131,7 +121,7 @@ class Trainer:
             self._restore(found)
         config = self.config
         more = -(-(self.feed.steps - self.step) // config.checkpoint_every)
-        guard.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
+        preflight.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
@@ -141,18 +131,19 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
-        self.step, self.state = progress["step"], progress["method"]
-        self.best = progress.get("best", {})  # runs of earlier versions have none
+        self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
+        self.last = Observation.restore(progress["last"])
+        self.ended = progress["ended"]
         self.guard.load_state_dict(progress["guard"])
-        self.seen = Observation.restore(progress["seen"])
         self.feed.load_state_dict(progress)
         logger.info("resumed from %s", path)
 
     def _save(self) -> None:
         progress = {
-            "method": self.state, "seen": dataclasses.asdict(self.seen), **self.feed.state_dict(),
-            "guard": self.guard.state_dict(), "config": dump(self.config),
-            "best": self.best, "ranks": self.accelerator.num_processes,
+            "method": self.state, "last": dataclasses.asdict(self.last), "ended": self.ended,
+            **self.feed.state_dict(), "guard": self.guard.state_dict(), "best": self.best,
+            "config": dump(self.config), "ranks": self.accelerator.num_processes,
+            "format": preflight.FORMAT,
         }  # fmt: skip
         checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress,
                         self.gradients.tracked)  # fmt: skip
@@ -206,7 +197,7 @@ class Trainer:
                 raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
 
     def _done(self) -> bool:
-        return self.step >= self.feed.steps or self.method.finished(self.state)
+        return self.step >= self.feed.steps or self.ended
 
     def _chosen(self) -> Path:
         """The checkpoint that the run ends with."""
@@ -233,140 +224,123 @@ class Trainer:
 
     def _agree(self, told: bool) -> bool:
         """Whether any rank was told to stop."""
-        return bool(over_ranks(self.accelerator, [float(told)], "max")[0])
+        return bool(collectives.largest([float(told)])[0])
 
     # ---- one optimiser step
 
     def _train_step(self) -> dict[str, Any]:
-        config, step = self.config, self.step
-        self.state, mix = self.method.mix(self.state, self.seen)
-        draw = _mix_seed(config.seed, step, self.accelerator.process_index)
-        torch.manual_seed(draw)
-        rows = self._rollout_rows() + self.feed.demo_rows(step)
-        counts = over_ranks(self.accelerator, denominators(rows))
-        ranks = self.accelerator.num_processes
-        scaled = tuple(n / ranks for n in norms(counts, self.spec, self.method.pooled))
-        kl = self.method.wants_kl(step) or _hits(step, config.monitor_kl_every)
-        kl = self.needs_kl or (kl and self.method.rollouts_at(step))
-        old = self.rollouts.old_logps if self.rollouts else ()
-        self.heartbeat.where = f"step {step}, gradients"
-        torch.manual_seed(draw + 1)  # what dropout draws does not hang on the sampling
-        found = self.gradients(rows, mix, scaled, kl=kl, old_logps=old, step=step)
-        losses = self._mean_losses(found)
-        gram = found.parts.gram() if found.parts else None
-        whole = gram is None or bool(gram.isfinite().all())
-        solved, weights, applied = self.state, None, mix
-        if found.parts and gram is not None:
-            if whole:
-                solved, weights = self.method.solve(self.state, gram, mix, self.seen)
-            applied = found.parts.combine_pair(weights, mix)
-        norm, fault = self._update(losses, 0.0 if whole else math.nan)
+        """Algorithm 1 of the paper: one turn of its loop, for whatever method chooses mu."""
+        rows = self._sample()
+        self.state, mix = self.method.mix(self.state, self.last)
+        step = self._assemble(rows, mix)
+        measured = self.gradients(step)
+        update = self._apply(step, measured)
+        row = self._observe(step, measured, update)
+        self.ended = mix.final
+        return row
+
+    def _sample(self) -> list[Row]:
+        """This rank's rollouts and demonstrations."""
+        torch.manual_seed(self._seed)
+        self.rollouts = self._roll_out() if self._needs(self.step).rollouts else None
+        sampled = self.rollouts.rows if self.rollouts else []
+        return sampled + self.feed.demo_rows(self.step)
+
+    def _roll_out(self) -> Rollouts:
+        """Fresh rollouts, or those of the step before where they are used again."""
+        reuse, initial = self.config.rollouts.reuse, self.plan.from_reference
+        if self.rollouts is not None and self.step % reuse:
+            return self.rollouts
+        examples = self.feed.examples()
+        self.heartbeat.where = f"step {self.step}, rollouts"
+        policy = contextlib.nullcontext(self.model)
+        with (
+            self.gradients.reference_model() if initial else policy as model,
+            setup.gathered(model, self.config.parallel),
+        ):
+            rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
+        if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
+            rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
+        return rollouts
+
+    def _assemble(self, rows: list[Row], mix: Mix) -> Step:
+        """The step as a value, with what all ranks have to know of each other's rows."""
+        mine = count(rows), Rewards.of(self.rollouts.rewards if self.rollouts else [])
+        sums = collectives.total([*mine[0], *mine[1]])
+        split = len(Counts._fields)
+        return Step(
+            self.step, tuple(rows), mix, Counts(*sums[:split]), Rewards(*sums[split:]),
+            self._needs(self.step), tuple(self.rollouts.old_logps if self.rollouts else ()),
+            self._seed + 1,
+        )  # fmt: skip
+
+    def _needs(self, step: int) -> Needs:
+        """What the method and the configuration need of a step."""
+        needs, every = self.method.needs(step), self.config.monitor_kl_every
+        monitored = needs.rollouts and every > 0 and step % every == 0
+        return needs._replace(kl=self.penalised or monitored or (needs.kl and needs.rollouts))
+
+    @property
+    def _seed(self) -> int:
+        """Of what this rank draws in this step."""
+        key = f"{self.config.seed}:{self.step}:{self.accelerator.process_index}"
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+
+    def _apply(self, step: Step, measured: Measured) -> Update:
+        """Update weights and state, or skip the step: then neither keeps anything of it."""
+        self.heartbeat.where = f"step {step.number}, update"
+        state, weights, mix = self.state, None, step.mix
+        if measured.parts and measured.gram is not None:
+            if not measured.broken:
+                state, weights = self.method.solve(state, measured.gram, mix, self.last)
+            mix = measured.parts.combine_pair(weights, mix)
+        lr = learning_rate(self.config.optim, step.number, self.feed.steps)
+        norm = self._clip(math.nan if measured.broken else 0.0)
+        losses = {f"{name}_loss": measured.losses._asdict()[name] for name in ("rollout", "demo")}
+        fault = self.guard.judge(norm, losses)
+        set_learning_rate(self.optimizer, lr)
+        if fault is None:
+            if any(p.grad is not None for p in trainable(self.model)):
+                self.optimizer.step()
+            self.state = state
+            self.gradients.tracked |= measured.parts.averages if measured.parts else {}
+        self.optimizer.zero_grad(set_to_none=True)
         if fault:
-            self._keep(replay.Bad(
-                step, fault, draw + 1, rows, mix, weights, scaled, kl, old, norm, losses
-            ))  # fmt: skip
-        else:
-            self.state = solved
-            self.gradients.tracked |= found.parts.averages if found.parts else {}
-        if self.method.looks_back and not fault:
-            after = self._mean_losses(self.gradients.losses(rows, mix, scaled, old))
-            self.state = self.method.after_step(self.state, losses[::-1], after[::-1])
-        return self._observe(found, norm, losses, applied, counts, rows, gram, kl)
+            kept = weights and Pair(*weights)
+            self._keep(SkippedStep(step, kept, fault, norm, measured.losses))
+        return Update(mix, norm, lr, fault)
 
-    def _rollout_rows(self) -> list[Row]:
-        if not self.method.rollouts_at(self.step):
-            self.rollouts = None
-            return []
-        reuse, initial = self.config.rollouts.reuse, self.method.samples_reference
-        if self.step % reuse == 0 or self.rollouts is None:
-            examples = self.feed.examples()
-            self.heartbeat.where = f"step {self.step}, rollouts"
-            policy = contextlib.nullcontext(self.model)
-            with (
-                self.gradients.reference_model() if initial else policy as model,
-                setup.gathered(model, self.config.parallel),
-            ):
-                self.rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
-            if (reuse > 1 or self.method.looks_back) and not initial:
-                self.rollouts.old_logps = self.gradients.row_logprobs(self.rollouts.rows)
-        return self.rollouts.rows
-
-    def _mean_losses(self, found: Measured) -> tuple[float, float]:
-        """The rollout and the demonstration term over all ranks."""
-        losses = torch.stack([found.rollout_loss, found.demo_loss]).double()
-        rollout, demo = self.accelerator.reduce(losses, "mean").tolist()
-        return rollout, demo
-
-    def _update(self, losses: tuple[float, float], norm: float = 0.0) -> tuple[float, str | None]:
-        """Clip, step, clear. Returns the gradient norm, and why the step was skipped if it was.
-
-        norm: stands for the gradient's where no parameter has one.
-        """
-        config = self.config.optim
-        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.feed.steps))
+    def _clip(self, none: float) -> float:
+        """Clip the gradient; its norm before that, `none` where no parameter has one."""
         setup.reshard(self.model)  # gathered parameters are other objects, without gradient
         params = [p for p in trainable(self.model) if p.grad is not None]
-        if params:
-            clip = config.clip or float("inf")
-            norm = setup.full(torch.nn.utils.clip_grad_norm_(params, clip))
-        fault = self.guard.judge(norm, {"rollout_loss": losses[0], "demo_loss": losses[1]})
-        if params and fault is None:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, fault
+        clip = self.config.optim.clip or float("inf")
+        return setup.full(torch.nn.utils.clip_grad_norm_(params, clip)) if params else none
 
-    def _keep(self, bad: replay.Bad) -> None:
+    def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
+        """The metrics of the step; what the method learns from it, and sees before the next."""
+        reading = None
+        if update.fault is None:
+            after = self.gradients.losses(step) if step.needs.losses_after else None
+            outcome = Outcome(evidence(step, measured), measured.losses, after)
+            self.state, reading = self.method.after_step(self.state, outcome)
+        row, self.last = observe(step, measured, update, reading)
+        return {
+            **row, "skipped": self.guard.skipped, **self.tally.news(),
+            **self.method.report(self.state),
+        }  # fmt: skip
+
+    def _keep(self, skipped: SkippedStep) -> None:
         """Log a skipped step, and keep it for `gac replay` while there is room."""
         where = "not kept"
         if self.guard.kept < self.config.guards.keep:
             self.kept = self.kept if self.guard.in_a_row > 1 else None
-            path = replay.keep(
-                self.out / "replay", bad, self.model, self.gradients.tracked, self.kept
-            )
+            path = skipped.keep(self.out / "replay", self.model, self.gradients.tracked, self.kept)
             self.kept = self.kept or path
             self.guard.kept += 1
             where = f"gac replay {path}"
         if self.accelerator.is_main_process:
-            logger.warning("step %d is skipped: %s (%s)", bad.step, bad.fault, where)
-
-    def _observe(
-        self, found: Measured, norm: float, losses: tuple[float, float], mix: Mix,
-        counts: list[float], rows: list[Row], gram: torch.Tensor | None, kl: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The metrics of the step; also what the method sees before the next one."""
-        total = found.moments.all_reduce()
-        signals, corrections = None, None
-        if self.method.wants_signals(self.step) and not self.guard.in_a_row:
-            count = 0 if gram is None else len(gram) // 2
-            evidence = Evidence(self.step, total, gram, count, found.bias_gram)
-            self.state, signals, corrections = self.method.read(self.state, evidence)
-        scalars = torch.stack([total.kl, total.entropy, total.clip_fraction]).tolist()
-        rewards = self.rollouts.rewards if self.rollouts else []
-        squares = sum(r * r for r in rewards)
-        sums = [len(rewards), sum(rewards), squares, sum(len(r.ids) for r in rows)]
-        n, mean, square, tokens = over_ranks(self.accelerator, sums)
-        row: dict[str, Any] = {
-            "step": self.step + 1, "mu": mix.mu, "mu_star": None, "prior": None, "alpha": None,
-            "kl": scalars[0] if kl and n else None, **total.signals(self.method.trim)._asdict(),
-            # a term without a row has the value 0, which nothing measured
-            "rollout_loss": losses[0] if counts[0] else None,
-            "demo_loss": losses[1] if counts[2] else None,
-            "reward_mean": mean / n if n else None, "entropy": scalars[1],
-            "clip_fraction": scalars[2] if counts[0] else None,
-            "response_length": counts[1] / counts[0] if counts[0] else None,
-            "grad_norm": norm, "skipped": self.guard.skipped, "tokens": int(tokens),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            **self.tally.news(), **self.method.report(self.state),
-        }  # fmt: skip
-        if self.guard.in_a_row:  # nothing that a broken step measured may steer the next one
-            self.seen = Observation(self.step + 1)
-            return row
-        self.seen = Observation(
-            self.step + 1, signals, row["kl"], row["entropy"], row["reward_mean"],
-            square / n - (mean / n) ** 2 if n else None, row["rollout_loss"], row["demo_loss"],
-            corrections,
-        )  # fmt: skip
-        return row
+            logger.warning("step %d is skipped: %s (%s)", skipped.step.number, skipped.fault, where)
 
     # ---- evaluation
 
@@ -388,13 +362,3 @@ def _show(bar: tqdm, row: dict[str, Any]) -> None:
     texts = {k: f"{v:.3g}" for k, v in shown.items() if v is not None and not math.isnan(v)}
     bar.set_postfix(texts, refresh=False)
     bar.update()
-
-
-def _hits(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _mix_seed(seed: int, step: int, rank: int) -> int:
-    """A seed of its own for each step and rank."""
-    digest = hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")

@@ -1,0 +1,100 @@
+"""What is checked before a run starts: its folder, the disk, the checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gac.errors import BadFolder, ConfigError, RunError
+from gac.parallel import collectives
+from gac.parallel.collectives import gather, rank
+
+FORMAT = 2  # of what a checkpoint holds; raised when an older one cannot be gone on from
+# keys of TrainConfig that a run may change when it goes on: none changes what is learned from
+HARMLESS = {
+    "out", "name", "steps", "eval", "micro_batch", "checkpoint_every", "keep_checkpoints",
+    "trackers", "export", "guards", "parallel",
+}  # fmt: skip
+
+
+def check_folder(out: Path) -> None:
+    """Raise BadFolder unless every rank can write in `out` and all see the same folder."""
+    path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
+    fault = None
+    try:
+        if rank() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"gac")
+    except OSError as error:
+        fault = f"the run directory cannot be written ({error.strerror}): choose another `out`"
+    faults = gather(fault)
+    if not any(faults) and not path.exists():
+        fault = f"rank {rank()} does not see the files of rank 0: `out` must be on a shared disk"
+    faults = [f for f in (*faults, *gather(fault)) if f]
+    if rank() == 0:
+        _remove(path)
+    if faults:
+        raise BadFolder(f"out={str(out)!r}: {faults[0]}")
+
+
+def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
+    """Raise RunError unless `checkpoints` checkpoints of `model` with AdamW's moments fit."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    need, free = checkpoints * (weights + moments), shutil.disk_usage(out).free
+    if free < need:
+        raise RunError(
+            f"out={str(out)!r}: {free / 1e9:.3g} GB free, and {checkpoints} checkpoints of this "
+            f"model need {need / 1e9:.3g} GB: make room, or lower keep_checkpoints"
+        )
+
+
+def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: bool) -> None:
+    """Raise ConfigError unless a run configured as `now` may go on from a checkpoint's progress.
+
+    resize: with another number of processes too.
+    """
+    if progress.get("format") != FORMAT:
+        raise ConfigError(
+            "the checkpoint in `out` was written by another version of gac: end the run with that "
+            "version, or choose another `out`"
+        )
+    saved, was, ranks = progress["config"], progress["ranks"], collectives.ranks()
+    old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
+    differing = [
+        f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
+        for key in sorted({*old, *new})
+        if key.partition(".")[0] not in HARMLESS and old.get(key) != new.get(key)
+    ]
+    if differing:
+        raise ConfigError(
+            "the checkpoint in `out` belongs to another configuration; go on with that one, or "
+            "choose another `out`:\n  " + "\n  ".join(differing)
+        )
+    if was != ranks and not resize:
+        raise ConfigError(
+            f"parallel.resize=False: the checkpoint was written by {was} processes and "
+            f"{ranks} are running; other numbers would come out. Start {was}, or set "
+            "parallel.resize=true"
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # below a file: there was nothing to remove

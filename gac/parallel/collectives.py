@@ -1,0 +1,67 @@
+"""What the ranks of a run tell each other: the only gather, sum, mean and maximum over processes.
+
+Numbers travel by the CPU's backend where the process group has one, so that they wait for no GPU.
+Every rank makes every call. Without a process group, each call returns this process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value`, any object that can be pickled, in rank order; also a barrier."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[Any] = [None] * ranks()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """The sum of each number over the ranks, in float64 and rank order, so the same on all."""
+    return _table(values).sum(0).tolist()
+
+
+def mean(values: Sequence[float]) -> list[float]:
+    """The mean of each number over the ranks."""
+    return [value / ranks() for value in total(values)]
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """The largest of each number over the ranks."""
+    return _table(values).amax(0).tolist()
+
+
+def add(tensor: Tensor) -> Tensor:
+    """The sum of `tensor` over the ranks, which may be written into it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def _table(values: Sequence[float]) -> Tensor:
+    """float64 [R, len(values)] on the CPU: each rank's numbers."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    if ranks() == 1:
+        return mine[None]
+    cpu = "cpu:" in str(dist.get_backend_config())
+    mine = mine if cpu else mine.cuda()
+    rows = [torch.empty_like(mine) for _ in range(ranks())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu()

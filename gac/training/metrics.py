@@ -1,0 +1,51 @@
+"""What a step writes into metrics.jsonl, and what the method sees of it: pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gac.control.signals import Evidence, Reading
+from gac.methods import Observation
+
+from .step import Measured, Step, Update
+
+
+def observe(
+    step: Step, measured: Measured, update: Update, reading: Reading | None
+) -> tuple[dict[str, Any], Observation]:
+    """The metrics row of a step, and what the weights of the next one may depend on.
+
+    reading: of the signal source, in a step with signals. None in the row: not measured.
+    """
+    counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
+    scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
+    kl, entropy, clip_fraction = scalars.tolist()  # in one copy
+    row: dict[str, Any] = {
+        "step": step.number + 1, "mu": update.mix.mu, "mu_star": None, "prior": None,
+        "alpha": None, "kl": kl if step.needs.kl and rewards.number else None,
+        **moments.signals(step.needs.trim)._asdict(),
+        # a term without a row has the value 0, which nothing measured
+        "rollout_loss": losses.rollout if counts.rollouts else None,
+        "demo_loss": losses.demo if counts.demos else None,
+        "reward_mean": rewards.mean, "entropy": entropy,
+        "clip_fraction": clip_fraction if counts.rollouts else None,
+        "response_length": counts.rollout_tokens / counts.rollouts if counts.rollouts else None,
+        "grad_norm": update.norm, "tokens": int(counts.tokens), "lr": update.lr,
+    }  # fmt: skip
+    if not update.applied:  # nothing that a broken step measured may steer the next one
+        return row, Observation(step.number + 1)
+    return row, Observation(
+        step.number + 1, reading and reading.signals, row["kl"], row["entropy"],
+        row["reward_mean"], rewards.variance, row["rollout_loss"], row["demo_loss"],
+        reading and reading.corrections,
+    )  # fmt: skip
+
+
+def evidence(step: Step, measured: Measured) -> Evidence | None:
+    """What a signal source is given, in a step with signals."""
+    if not step.needs.signals:
+        return None
+    count = 0 if measured.gram is None else len(measured.gram) // 2
+    return Evidence(step.number, measured.moments, measured.gram, count, measured.bias_gram)

@@ -1,0 +1,60 @@
+"""The models of a run and what computes their gradients, for training and for replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from accelerate import Accelerator
+from torch import nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from gac.methods.base import Loss, Needs
+from gac.model import load_model
+from gac.parallel import setup
+from gac.train_config import TrainConfig
+
+from .gradients import Gradients
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """The run's loss; its longest response is what may be sampled where nothing else is said."""
+    longest = config.loss.max_tokens or config.rollouts.max_new_tokens
+    return config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+
+
+def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """The model as this rank trains it, with the weights that the run starts from."""
+    return _prepared(setup.prepare, config, accelerator)
+
+
+def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
+    """A frozen copy of the initial policy, if anything asks for it; `kl`: the KL to it does.
+
+    With adapters there is none: the reference is the model without them.
+    """
+    sampling = config.method.sampling(config.rollouts.completions)
+    asks = kl or sampling.from_reference or loss_of(config).reference
+    if not asks or config.model.lora is not None:
+        return None
+    return _prepared(setup.prepare_frozen, config, accelerator)
+
+
+def make_gradients(
+    config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module, reference: nn.Module | None, needs: Needs,
+) -> Gradients:  # fmt: skip
+    """The gradients of the steps whose union is `needs`."""
+    return Gradients(
+        accelerator, model, reference, loss_of(config),
+        temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
+        pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
+        pairs=config.method.sampling(config.rollouts.completions).pairs,
+    )  # fmt: skip
+
+
+def _prepared(
+    prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
+) -> nn.Module:
+    model = load_model(config.model, config.seed)
+    return prepare(model, accelerator, config.parallel, config.mixed_precision)
