@@ -5,12 +5,39 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
+# Rooms of gac, or single files of one where a room has two floors: each may import those before it.
+ROOMS = (
+    "gac.pair", "gac.checks", "gac.errors", "gac.config",
+    "gac.control",
+    "gac.parallel",
+    "gac.data",
+    "gac.model",
+    "gac.rewards",
+    "gac.rollouts",
+    "gac.training.token_loss",
+    "gac.methods",
+    "gac.evaluate",
+    "gac.faults.guard", "gac.faults.stopping", "gac.faults.heartbeat", "gac.faults.checkpoint",
+    "gac.faults.preflight",
+    "gac.training.optim",
+    "gac.train_config",
+    "gac.data.feed",
+    "gac.export",
+    "gac.training.gradient_parts", "gac.training.step", "gac.training.gradients",
+    "gac.training.policy", "gac.training.metrics", "gac.training.record",
+    "gac.faults.skipped", "gac.faults.replay",
+    "gac.training.trainer",
+    "gac.report",
+    "gac.demo",
+    "gac.cli",
+)  # fmt: skip
 EXTERNAL = {  # what the kernels may import: they must run beside any trainer
     "gac_kernels": {"torch", "triton"},
 }
@@ -28,15 +55,34 @@ def tracked(*suffixes: str) -> list[Path]:
     return [p for p in paths if p.suffix in suffixes and p.exists()]
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of absolute imports, also inside functions."""
-    names: set[str] = set()
+def imports(path: Path) -> set[str]:
+    """Modules and names that a file imports, in full, also inside functions and for types alone."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.split(".")[0])
-    return names
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph(*roots: str) -> dict[str, set[str]]:
+    """Module -> the modules of `roots` whose files it imports, or imports a name from."""
+    files = {module_of(p): p for root in roots for p in sorted((ROOT / root).rglob("*.py"))}
+    edges = {}
+    for module, path in files.items():
+        names = imports(path)
+        # `from package import name`: the name is a module of its own, or one of the package's
+        targets = {n if n in files else n.rpartition(".")[0] for n in names}
+        edges[module] = (targets & files.keys()) - {module}
+    return edges
 
 
 def test_imports_flow_one_way():
@@ -46,17 +92,68 @@ def test_imports_flow_one_way():
         if layer not in LAYERS:
             continue
         later = set(LAYERS[LAYERS.index(layer) + 1 :])
-        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imported(path) & later]
+        tops = {name.split(".")[0] for name in imports(path)}
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops & later]
     assert not wrong
 
 
-def test_kernels_need_only_torch_and_triton():
-    import sys
+def room_of(module: str) -> int:
+    """The place in `ROOMS` of the longest entry that holds a module."""
+    holds = [r for r in ROOMS if module == r or module.startswith(r + ".")]
+    assert holds, f"{module} has no place in ROOMS"
+    return ROOMS.index(max(holds, key=len))
 
+
+def test_rooms_of_gac_import_one_way():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph("gac").items()
+        for other in others
+        if other != "gac" and module != "gac" and room_of(other) > room_of(module)
+    ]
+    assert not wrong
+
+
+def test_no_files_import_each_other_in_a_circle():
+    edges = graph("gac_kernels", "gac", "tools", "bench")
+    done: set[str] = set()
+
+    def circle(module: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
+        if module in way:
+            return (*way[way.index(module) :], module)
+        if module in done:
+            return None
+        found = (circle(other, (*way, module)) for other in sorted(edges[module]))
+        first = next(filter(None, found), None)
+        done.add(module)
+        return first
+
+    assert not [c for module in edges if (c := circle(module, ()))]
+
+
+def test_the_walk_over_imports_sees_every_kind(tmp_path, monkeypatch):
+    """Relative and absolute, of modules and of names, and those inside functions."""
+    monkeypatch.setattr("tests.test_architecture.ROOT", tmp_path)
+    files = {
+        "a/__init__.py": "", "a/one.py": "from .b import two\nimport a.b.three",
+        "a/b/__init__.py": "from .two import f", "a/b/two.py": "def f():\n from .. import one",
+        "a/b/three.py": "from . import f\nfrom ..one import g",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    assert graph("a") == {
+        "a": set(), "a.one": {"a.b.two", "a.b.three"}, "a.b": {"a.b.two"}, "a.b.two": {"a.one"},
+        "a.b.three": {"a.b", "a.one"},
+    }  # fmt: skip
+
+
+def test_kernels_need_only_torch_and_triton():
+    allowed = {*sys.stdlib_module_names, "gac_kernels", *EXTERNAL["gac_kernels"]}
     wrong = []
     for path in (ROOT / "gac_kernels").rglob("*.py"):
-        foreign = imported(path) - set(sys.stdlib_module_names) - {"gac_kernels"}
-        wrong += [f"{path.name} imports {n}" for n in foreign - EXTERNAL["gac_kernels"]]
+        tops = {name.split(".")[0] for name in imports(path)}
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops - allowed]
     assert not wrong
 
 

@@ -187,6 +187,35 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_replay_needs_only_the_models(task, tmp_path):
+    """No data, no reward, nothing written: the step is all there is to it."""
+    shutil.copytree(task, tmp_path / "task")
+    config = faulty(tmp_path / "task", tmp_path / "run", "always", guards={"patience": 1})
+    with pytest.raises(RunError, match="1 steps in a row"):
+        train(config)
+    for file in (tmp_path / "task").glob("*.jsonl"):
+        file.unlink()
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    assert replay(tmp_path / "run" / "replay" / "step-00000000")["culprits"]
+    assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+
+
+def test_files_of_another_version_are_refused_in_one_line(task, tmp_path):
+    config = faulty(task, tmp_path, "always", guards={"patience": 1})
+    with pytest.raises(RunError, match="1 steps in a row"):
+        train(config)
+    path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
+    content = json.loads(path.read_text())["content"]
+    del content["format"]
+    path.write_text(json.dumps({"checksum": checkpoint._checksum_of(content), "content": content}))
+    with pytest.raises(ConfigError, match="^the checkpoint in `out` was written by another versi"):
+        Trainer(config)
+    (kept,) = (tmp_path / "replay").iterdir()
+    torch.save({"step": 0, "fault": "rollout_loss is inf"}, kept / "rank-0.pt")
+    with pytest.raises(RunError, match="^.*step-00000000 was kept by another version of gac: rep"):
+        replay(kept)
+
+
 def test_guard_judges_every_number():
     guard = Guard(GuardConfig(max_norm=10, patience=2))
     fine = {"rollout_loss": 0.1, "demo_loss": 0.2}

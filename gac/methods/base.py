@@ -8,6 +8,7 @@ Legend: N tokens, Q prompts, K rollouts per prompt.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -72,7 +73,7 @@ class Needs(NamedTuple):
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:
         """What is needed to serve all of `needs`, at least one."""
-        return cls(*map(max, zip(*needs, strict=True)))
+        return functools.reduce(lambda a, b: cls._make(map(max, a, b)), needs)
 
 
 class Loss(NamedTuple):

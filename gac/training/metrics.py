@@ -37,9 +37,9 @@ def observe(
     if not update.applied:  # nothing that a broken step measured may steer the next one
         return row, Observation(step.number + 1)
     return row, Observation(
-        step.number + 1, reading and reading.signals, row["kl"], row["entropy"],
+        step.number + 1, reading.signals if reading else None, row["kl"], row["entropy"],
         row["reward_mean"], rewards.variance, row["rollout_loss"], row["demo_loss"],
-        reading and reading.corrections,
+        reading.corrections if reading else None,
     )  # fmt: skip
 
 

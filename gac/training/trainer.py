@@ -229,12 +229,12 @@ class Trainer:
     # ---- one optimiser step
 
     def _train_step(self) -> dict[str, Any]:
-        """Algorithm 1 of the paper: one turn of its loop, for whatever method chooses mu."""
-        rows = self._sample()
-        self.state, mix = self.method.mix(self.state, self.last)
+        """Algorithm 1 of the paper: one turn of its loop, for whatever method chooses mu_t."""
+        rows = self._sample()  # B_r and B_s
+        self.state, mix = self.method.mix(self.state, self.last)  # from what step t - 1 measured
         step = self._assemble(rows, mix)
-        measured = self.gradients(step)
-        update = self._apply(step, measured)
+        measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
+        update = self._apply(step, measured)  # theta_t
         row = self._observe(step, measured, update)
         self.ended = mix.final
         return row
@@ -266,6 +266,7 @@ class Trainer:
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
         """The step as a value, with what all ranks have to know of each other's rows."""
         mine = count(rows), Rewards.of(self.rollouts.rewards if self.rollouts else [])
+        self.heartbeat.where = f"step {self.step}, gradients"
         sums = collectives.total([*mine[0], *mine[1]])
         split = len(Counts._fields)
         return Step(
@@ -287,8 +288,7 @@ class Trainer:
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
 
     def _apply(self, step: Step, measured: Measured) -> Update:
-        """Update weights and state, or skip the step: then neither keeps anything of it."""
-        self.heartbeat.where = f"step {step.number}, update"
+        """Update weights and state, or skip the step: then neither of them changes."""
         state, weights, mix = self.state, None, step.mix
         if measured.parts and measured.gram is not None:
             if not measured.broken:
@@ -296,8 +296,8 @@ class Trainer:
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         norm = self._clip(math.nan if measured.broken else 0.0)
-        losses = {f"{name}_loss": measured.losses._asdict()[name] for name in ("rollout", "demo")}
-        fault = self.guard.judge(norm, losses)
+        losses = measured.losses
+        fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         set_learning_rate(self.optimizer, lr)
         if fault is None:
             if any(p.grad is not None for p in trainable(self.model)):
@@ -306,8 +306,8 @@ class Trainer:
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         self.optimizer.zero_grad(set_to_none=True)
         if fault:
-            kept = weights and Pair(*weights)
-            self._keep(SkippedStep(step, kept, fault, norm, measured.losses))
+            chosen = None if weights is None else Pair(*weights)
+            self._keep(SkippedStep(step, chosen, fault, norm, losses))
         return Update(mix, norm, lr, fault)
 
     def _clip(self, none: float) -> float:
