@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
 # Rooms of gac, or single files of one where a room has two floors: each may import those before it.
 ROOMS = (
-    "gac.pair", "gac.checks", "gac.errors", "gac.config",
+    "gac.pair", "gac.checks", "gac.errors", "gac.remembered", "gac.config",
     "gac.control",
     "gac.parallel",
     "gac.data",
-    "gac.model",
+    "gac.pretrained", "gac.model",
     "gac.rewards",
     "gac.rollouts",
     "gac.training.token_loss",

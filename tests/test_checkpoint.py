@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gac.config import ConfigError
+from gac.errors import RunError
 from gac.export import export_run
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
-from gac.faults.guard import RunError
 from gac.training.trainer import Trainer, train
 
 from .tiny import metrics, tiny_config, write_tiny
