@@ -259,9 +259,9 @@ def test_run_directory_below_a_file_is_refused_before_the_model_loads(task, tmp_
 
 
 def test_too_little_room_is_refused_before_the_first_step(task, tmp_path, monkeypatch):
-    from gac.faults import guard
+    from gac.faults import preflight
 
-    usage = guard.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(guard.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
     with pytest.raises(RunError, match=r"0.0001 GB free, and 2 checkpoints .*keep_checkpoints"):
         Trainer(tiny_config(task, tmp_path / "run"))
