@@ -1,0 +1,1 @@
+"""Evaluation: one task, a suite of them, and estimates with intervals."""

@@ -1,0 +1,91 @@
+"""Estimates with intervals: pass@k, accuracy over prompts, differences of paired scores.
+
+Samples of one prompt are never treated as independent: the unit is the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+Z95 = NormalDist().inv_cdf(0.975)
+DRAWS = 10_000  # resamples of a bootstrap
+
+
+class Difference(NamedTuple):
+    """A mean paired difference and its 95 % interval."""
+
+    difference: float
+    ci95: tuple[float, float]
+    pairs: int
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of `k` of `samples` responses drawn without replacement is right.
+
+    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1), unbiased for k fresh samples.
+    Raises ValueError for k outside [1, samples].
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k!r}: use a number in [1, {samples}], the samples per prompt")
+    if not 0 <= correct <= samples:
+        raise ValueError(f"correct={correct!r}: use a number in [0, {samples}]")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
+    """95 % Wilson interval of the mean score over prompts; (nan, nan) without prompts.
+
+    means: the mean score of each prompt, in [0, 1].
+
+    The size that enters is n p (1 - p) / variance, at least n: with one right-or-wrong sample a
+    prompt it is n, more samples make a prompt worth more. At a mean of 0 or 1 it is n.
+    Source: Wilson 1927; effective size as for clustered samples (Kish 1965).
+    """
+    values = np.asarray(means, dtype=float)
+    n = len(values)
+    if not n:
+        return math.nan, math.nan
+    if not ((values >= 0) & (values <= 1)).all():
+        worst = values[~((values >= 0) & (values <= 1))][0]
+        raise ValueError(f"means has {worst!r}: a Wilson interval needs scores in [0, 1]")
+    p = float(values.mean())
+    variance = float(values.var(ddof=1)) if n > 1 else 0.0
+    size = max(n, n * p * (1 - p) / variance) if variance > 0 else n
+    square = Z95 * Z95 / size
+    middle = (p + square / 2) / (1 + square)
+    half = Z95 / (1 + square) * math.sqrt(p * (1 - p) / size + square / (4 * size))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean; (nan, nan) below two values."""
+    data = np.asarray(values, dtype=float)
+    if len(data) < 2:
+        return math.nan, math.nan
+    rng = np.random.default_rng(seed)
+    means = np.empty(DRAWS)
+    chunk = max(1, 4_000_000 // len(data))  # 32 MB of indices at a time
+    for start in range(0, DRAWS, chunk):
+        count = min(chunk, DRAWS - start)
+        means[start : start + count] = data[rng.integers(len(data), size=(count, len(data)))].mean(
+            1
+        )
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Mean of first - second over pairs (prompts, or seeds), with a bootstrap interval.
+
+    Raises ValueError where the two differ in length.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} values cannot be paired")
+    gaps = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    mean = float(gaps.mean()) if len(gaps) else math.nan
+    return Difference(mean, bootstrap_interval(gaps.tolist()), len(gaps))

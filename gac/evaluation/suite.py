@@ -1,0 +1,216 @@
+"""`gac eval`: a model on several tasks, its results kept task by task, compared with earlier ones.
+
+OUT/results.json        per task: accuracy, interval, pass@k; a finished task is not run again
+OUT/samples.jsonl.gz    every answer of every finished task
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gac.config import ConfigError, dump
+from gac.data import Examples, load_prompts
+from gac.model import ModelConfig, load_model, load_tokenizer
+from gac.parallel import setup
+from gac.rewards import Reward, build_reward
+
+from .estimates import paired_difference
+from .task import Answer, EvalSettings, EvalTask, answer, prompt_means, summary
+
+logger = logging.getLogger(__name__)
+RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """`gac eval`: a model, and what it is asked."""
+
+    model: ModelConfig = ModelConfig()
+    """The model to evaluate."""
+    settings: EvalSettings = EvalSettings()
+    """A single task; its accuracies are printed as one JSON object."""
+    tasks: Mapping[str, EvalTask] = field(default_factory=dict)
+    """Several tasks by name, each with `data`, `reward`, `samples`, `temperature` and so on."""
+    reward: Any = "math"
+    """The reward of tasks that name none: as in training."""
+    out: str = "evals"
+    """Where results and answers of `tasks` are kept; finished tasks are not run again."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+    def __post_init__(self) -> None:
+        if bool(self.tasks) == bool(self.settings.data.prompts):
+            raise ValueError(
+                "give either tasks, or settings.data.prompts for a single one: "
+                f"{'both are' if self.tasks else 'neither is'} set"
+            )
+        for name, task in self.tasks.items():
+            if not task.data.prompts:
+                raise ValueError(f"tasks.{name}.data.prompts is missing: name its file or data set")
+        if self.settings.every or self.settings.tasks:
+            raise ValueError("settings.every and settings.tasks belong to training: use tasks")
+
+
+class Job(NamedTuple):
+    """A task ready to run: its data were read and its reward was built before any work."""
+
+    task: EvalTask
+    examples: Examples
+    reward: Reward
+
+
+def evaluate_single(config: EvalConfig) -> dict[str, Any]:
+    """The single task of `settings`: accuracy, accuracy/<split>, response_length and so on."""
+    return _with_model(config, {"": config.settings}, lambda _, job, run: flat(run(job), job.task))
+
+
+def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
+    """Run every task that OUT does not hold yet; returns what OUT/results.json then holds.
+
+    against: another results.json or its folder; adds the paired difference over shared prompts.
+
+    Raises ConfigError where OUT belongs to other settings, or `against` holds no results.
+    """
+    out = Path(config.out)
+    other = read_samples(against) if against else None
+    results, answers = _resume(config, out)
+    missing = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
+
+    def keep(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
+        started = time.perf_counter()
+        answers[name] = run(job)
+        row = summary(answers[name], job.task)
+        row |= {"counts": job.reward.counts(), "seconds": time.perf_counter() - started}
+        results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
+        logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
+        _write(out, results, answers)
+
+    if missing:
+        _with_model(config, missing, keep)
+    if other is not None:
+        for name in config.tasks:
+            if name in other:
+                results["tasks"][name]["against"] = _compare(answers[name], other[name], against)
+        _write(out, results, answers)
+    return results
+
+
+def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[str, Any]:
+    """A task's summary as columns of eval.jsonl: accuracy, accuracy/<split>, response_length.
+
+    prefix: a further task's name; its columns are accuracy/<name> and accuracy/<name>/<split>.
+    """
+    found, tail = summary(answers, task), f"/{prefix}" if prefix else ""
+    return {
+        f"accuracy{tail}": found["accuracy"],
+        **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(found["splits"].items())},
+        **{f"pass@{k}{tail}": v for k, v in found["pass_at"].items()},
+        f"response_length{tail}": found["response_length"],
+        f"truncated{tail}": found["truncated"],
+    }
+
+
+def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dict[str, Job]:
+    """Read the data and build the reward of each task; `reward` is for those that name none."""
+    return {
+        name: Job(
+            task,
+            load_prompts(task.data, tokenizer),
+            reward if isinstance(reward, Reward) and task.reward is None
+            else build_reward(reward if task.reward is None else task.reward),
+        )
+        for name, task in tasks.items()
+    }  # fmt: skip
+
+
+def read_samples(source: Path) -> dict[str, list[Answer]]:
+    """The answers by task beside a results.json; `source` is that file or its folder."""
+    folder = source.parent if source.name == RESULTS else source
+    path = folder / SAMPLES
+    if not path.is_file():
+        raise ConfigError(f"{source}: no {SAMPLES} there; give the folder of an earlier gac eval")
+    found: dict[str, list[Answer]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            found.setdefault(row.pop("task"), []).append(Answer(**row))
+    return found
+
+
+def _with_model(config: EvalConfig, tasks: Mapping[str, EvalTask], use: Callable[..., Any]) -> Any:
+    """Call `use(name, job, run)` for each task on every process; returns what the last one gave."""
+    accelerator = setup.make_accelerator(setup.ParallelConfig(), "no", (), config.out)
+    tokenizer = load_tokenizer(config.model)
+    jobs = load_jobs(tasks, tokenizer, config.reward)
+    model = load_model(config.model, config.seed).to(accelerator.device)
+
+    def run(job: Job) -> list[Answer]:
+        return answer(model, tokenizer, job.examples, job.reward, job.task, config.seed)
+
+    last = None
+    try:
+        for name, job in jobs.items():
+            last = use(name, job, run)
+    finally:
+        for job in jobs.values():
+            job.reward.close()
+    setup.leave()
+    return last
+
+
+def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, list[Answer]]]:
+    """Results and answers of the tasks that are finished; nothing where OUT is new."""
+    path = out / RESULTS
+    if not path.exists():
+        return {"tasks": {}}, {}
+    results = json.loads(path.read_text())
+    for name, row in results["tasks"].items():
+        task = config.tasks.get(name)
+        if task is not None and row["setting"] != _setting(config, task):
+            raise ConfigError(
+                f"out={config.out!r} holds task {name!r} of other settings: choose another out, "
+                "or give the settings that it was made with"
+            )
+    return results, {n: a for n, a in read_samples(out).items() if n in results["tasks"]}
+
+
+def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
+    """All that decides a task's answers and scores, as plain JSON types."""
+    reward = config.reward if task.reward is None else task.reward
+    plain = {"model": dump(config.model), **dump(task), "reward": reward, "seed": config.seed}
+    return json.loads(json.dumps(plain, default=str))
+
+
+def _compare(mine: Sequence[Answer], other: Sequence[Answer], source: Any) -> dict[str, Any]:
+    first, second = prompt_means(mine), prompt_means(other)
+    shared = [i for i in first if i in second]
+    found = paired_difference([first[i] for i in shared], [second[i] for i in shared])
+    known = found.ci95[0] == found.ci95[0]
+    return {
+        "results": str(source),
+        "difference": found.difference if shared else None,
+        "ci95": list(found.ci95) if known else None,
+        "prompts": found.pairs,
+    }
+
+
+def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[Answer]]) -> None:
+    """Samples first: a task that results.json names has its answers. The main process writes."""
+    if not setup.is_main():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    aside = out / (SAMPLES + ".partial")
+    with gzip.open(aside, "wt", encoding="utf-8") as file:
+        for name, rows in answers.items():
+            file.writelines(json.dumps({"task": name, **row._asdict()}) + "\n" for row in rows)
+    aside.replace(out / SAMPLES)
+    aside = out / (RESULTS + ".partial")
+    aside.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    aside.replace(out / RESULTS)

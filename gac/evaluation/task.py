@@ -1,0 +1,208 @@
+"""One task: the answers of a model to held-out prompts, and what they amount to.
+
+Legend: Q prompts, K samples per prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from gac.data import DataConfig, Example
+from gac.model import stop_tokens
+from gac.parallel.setup import calls
+from gac.rollouts.generation import generate
+
+from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """A data set, how the model answers it, and what scores the answers."""
+
+    data: DataConfig = DataConfig()
+    """Prompts and gold answers; `data.prompts` null: nothing to evaluate."""
+    reward: Any = None
+    """A name, a mapping or package.module:function; null: the reward of the whole configuration."""
+    samples: int = 1
+    """Responses per prompt; accuracy is their mean (avg@k)."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Nucleus of the sampling."""
+    max_new_tokens: int = 1024
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts of one token each that end a response, beside the end token."""
+    batch: int | None = 64
+    """Responses generated at once; null: all. Processes share the batches."""
+    split_field: str | None = None
+    """A field of the rows: accuracy is also given for each of its values."""
+    pass_at: tuple[int, ...] = ()
+    """Each k of pass@k, at most `samples`; a response is right when its score is 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"batch={self.batch!r}: use a number >= 1, or null")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature!r}: use a number >= 0")
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(f"pass_at={k!r}: use numbers in [1, samples={self.samples}]")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples={self.samples} at temperature=0 are all the same: set a temperature"
+            )
+
+
+@dataclass(frozen=True)
+class EvalSettings(EvalTask):
+    """Evaluation beside training."""
+
+    every: int = 0
+    """Optimiser steps between evaluations during training; 0: only before the first step, which is
+    recorded as step 0, and after the last."""
+    tasks: Mapping[str, EvalTask] = field(default_factory=dict)
+    """Further tasks by name, each with `data`, `reward`, `samples` and so on; recorded as
+    accuracy/NAME. The best checkpoint is chosen by the task above."""
+
+
+class Answer(NamedTuple):
+    """One response to one prompt."""
+
+    index: int
+    """Place of the prompt in the data."""
+    id: str
+    split: str | None
+    response: str
+    length: int
+    """Tokens, the stop token included."""
+    score: float | None
+    """None: the reward dropped the row."""
+    truncated: bool
+    """The length limit cut it off."""
+
+
+def answer(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example],
+    reward: Any, task: EvalTask, seed: int,
+) -> list[Answer]:  # fmt: skip
+    """Q x K answers in the order of the examples, on every rank.
+
+    A batch has a seed of its own, so any number of processes gives the same answers. The global
+    generators stay as they were.
+    """
+    per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
+    starts = range(0, len(examples), per_call)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = starts[dist.get_rank() :: world] if world > 1 else starts
+    owners: list[int] = []
+    responses: list[tuple[int, ...]] = []
+    with torch.random.fork_rng():
+        for turn in range(calls(model, len(mine))):
+            # in lockstep a rank whose batches are done still has to take part in the others'
+            start = mine[turn] if turn < len(mine) else len(examples)
+            part = range(start, min(start + per_call, len(examples)))
+            torch.manual_seed((seed << 32) + start)
+            responses += generate(
+                model, tokenizer, [examples[i].prompt for i in part],
+                max_new_tokens=task.max_new_tokens, temperature=task.temperature,
+                top_p=task.top_p, samples=task.samples, stop=task.stop,
+            )  # fmt: skip
+            owners += [i for i in part for _ in range(task.samples)]
+    texts = tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
+    scores = reward(texts, [examples[i] for i in owners])
+    stops = set(stop_tokens(tokenizer, task.stop))
+    found = [
+        Answer(i, examples[i].id, _split(task, examples[i]), text, len(tokens), score,
+               not tokens or tokens[-1] not in stops)
+        for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
+    ]  # fmt: skip
+    return sorted(_of_all_ranks(found, world), key=lambda a: a.index)
+
+
+def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
+    """accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, splits.
+
+    Values that nothing was measured for are None.
+    """
+    out = _accuracy(answers)
+    scored = [a for a in answers if a.score is not None]
+    by_prompt = _scores_by_prompt(scored)
+    passed = {
+        str(k): _mean([pass_at_k(len(s), sum(x >= 1 for x in s), k)
+                       for s in by_prompt.values() if len(s) >= k])
+        for k in task.pass_at
+    }  # fmt: skip
+    splits = {a.split: None for a in answers if a.split is not None}
+    return {
+        **out,
+        "pass_at": passed,
+        "samples": task.samples,
+        "truncated": _mean([a.truncated for a in answers]),
+        "response_length": _mean([a.length for a in answers]),
+        "dropped": len(answers) - len(scored),
+        "splits": {name: _accuracy([a for a in answers if a.split == name]) for name in splits},
+    }
+
+
+def prompt_means(answers: Sequence[Answer]) -> dict[str, float]:
+    """The mean score of each prompt that has one, by its id."""
+    scored = [a for a in answers if a.score is not None]
+    ids = {a.index: a.id for a in scored}
+    return {ids[i]: sum(s) / len(s) for i, s in _scores_by_prompt(scored).items()}
+
+
+def _accuracy(answers: Sequence[Answer]) -> dict[str, Any]:
+    scored = _scores_by_prompt([a for a in answers if a.score is not None])
+    means = [sum(s) / len(s) for s in scored.values()]
+    inside = all(0 <= m <= 1 for m in means)
+    interval = accuracy_interval(means) if inside else bootstrap_interval(means)
+    known = all(map(math.isfinite, interval))
+    return {
+        "accuracy": _mean(means),
+        "ci95": list(interval) if known else None,
+        "prompts": len(means),
+    }
+
+
+def _scores_by_prompt(scored: Sequence[Answer]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for a in scored:
+        assert a.score is not None  # the caller left the others out
+        found[a.index].append(a.score)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _split(task: EvalTask, example: Example) -> str | None:
+    if task.split_field is None:
+        return None
+    if task.split_field not in example.extra:
+        raise ValueError(
+            f"split_field={task.split_field!r}: row {example.id!r} has no such field; it has "
+            f"{', '.join(sorted(example.extra))}"
+        )
+    return str(example.extra[task.split_field])
+
+
+def _of_all_ranks(mine: list[Answer], world: int) -> list[Answer]:
+    if world == 1:
+        return mine
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    return [a for one in everyone for a in one]

@@ -1,0 +1,94 @@
+"""Estimates with intervals, against enumeration and by simulation."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from gac.evaluation.estimates import (
+    accuracy_interval,
+    bootstrap_interval,
+    paired_difference,
+    pass_at_k,
+)
+
+
+@pytest.mark.parametrize(("samples", "correct"), [(1, 0), (1, 1), (5, 2), (6, 6), (7, 0), (8, 3)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples, correct):
+    right = [True] * correct + [False] * (samples - correct)
+    for k in range(1, samples + 1):
+        subsets = list(combinations(right, k))
+        expected = sum(map(any, subsets)) / len(subsets)
+        assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_keeps_its_digits():
+    product = 1 - math.prod(1 - 10 / n for n in range(2000 - 10 + 1, 2001))
+    assert pass_at_k(2000, 10, 10) == pytest.approx(product, rel=1e-9)
+
+
+@pytest.mark.parametrize("k", [0, 5, -1])
+def test_pass_at_k_refuses_more_than_was_sampled(k):
+    with pytest.raises(ValueError, match=f"k={k}: use a number in \\[1, 4\\]"):
+        pass_at_k(4, 2, k)
+
+
+def test_wilson_by_hand():
+    # n = 10, p = 0.4: the textbook interval
+    low, high = accuracy_interval([1.0] * 4 + [0.0] * 6)
+    assert (low, high) == pytest.approx((0.1682, 0.6873), abs=1e-4)
+    assert accuracy_interval([0.0] * 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert accuracy_interval([1.0] * 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert all(map(math.isnan, accuracy_interval([])))
+
+
+def test_wilson_refuses_scores_beyond_one():
+    with pytest.raises(ValueError, match="1.5.*in \\[0, 1\\]"):
+        accuracy_interval([0.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "mean", "least"),
+    [(30, 1, 0.1, 0.93), (30, 8, 0.1, 0.88), (200, 4, 0.5, 0.93)],
+)
+def test_wilson_covers_the_truth(prompts, samples, mean, least):
+    """Prompts of different difficulty; samples of one prompt taken as independent would not."""
+    rng = np.random.default_rng(0)
+    covered = naive = 0
+    for _ in range(1000):
+        chances = rng.beta(mean, 1 - mean, prompts)
+        means = rng.binomial(samples, chances) / samples
+        low, high = accuracy_interval(means.tolist())
+        covered += low <= mean <= high
+        flat = np.repeat(means.mean(), prompts * samples)
+        half = 1.96 * math.sqrt(flat[0] * (1 - flat[0]) / len(flat))
+        naive += flat[0] - half <= mean <= flat[0] + half
+    assert covered / 1000 >= least
+    assert samples == 1 or naive < covered
+
+
+def test_bootstrap_covers_the_truth():
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(200):
+        low, high = bootstrap_interval(rng.normal(0.3, 1.0, 40).tolist())
+        covered += low <= 0.3 <= high
+    assert 0.89 <= covered / 200 <= 0.99
+
+
+def test_paired_difference_is_narrower_than_two_intervals():
+    rng = np.random.default_rng(2)
+    hard = rng.normal(0, 1, 100)
+    first, second = hard + 0.2 + rng.normal(0, 0.1, 100), hard
+    found = paired_difference(first.tolist(), second.tolist())
+    assert found.pairs == 100 and found.difference == pytest.approx(0.2, abs=0.03)
+    assert 0 < found.ci95[0] < found.difference < found.ci95[1] < 0.3
+    with pytest.raises(ValueError, match="3 and 2 values"):
+        paired_difference([1, 2, 3], [1, 2])
+
+
+def test_one_pair_has_no_interval():
+    assert all(map(math.isnan, paired_difference([1.0], [0.0]).ci95))

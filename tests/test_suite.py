@@ -1,0 +1,150 @@
+"""`gac eval` with several tasks: results, resuming, comparing, processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import pytest
+
+from gac import cli
+from gac.config import ConfigError, load
+from gac.evaluation.suite import EvalConfig, read_samples, run_suite
+from gac.evaluation.task import Answer, EvalTask, summary
+
+from . import ranks
+from .tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("task"))
+
+
+def suite(task, out, **changes) -> EvalConfig:
+    data = {"prompts": str(task / "eval.jsonl")}
+    sampled = {"data": data, "samples": 4, "temperature": 1.0, "batch": 8, "max_new_tokens": 5}
+    return load(EvalConfig, {
+        "model": {"path": str(task / "init"), "random_init": True},
+        "reward": "tests.tiny:digit_reward",
+        "tasks": {
+            "greedy": {"data": data, "max_new_tokens": 5, "split_field": "op"},
+            "sampled": {**sampled, "pass_at": [1, 4]},
+        },
+        "out": str(out), **changes,
+    })  # fmt: skip
+
+
+def test_results_have_what_the_contract_says(task, tmp_path):
+    results = run_suite(suite(task, tmp_path / "e"))
+    assert results == json.loads((tmp_path / "e" / "results.json").read_text())
+    greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
+    assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
+    assert set(greedy["splits"]) == {"+", "-"} and greedy["splits"]["+"]["prompts"] == 4
+    assert set(sampled["pass_at"]) == {"1", "4"}
+    low, high = greedy["ci95"]
+    assert low <= greedy["accuracy"] <= high
+    rows = read_samples(tmp_path / "e")
+    assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
+    scores = [a.score for a in rows["sampled"]]
+    assert sampled["accuracy"] == pytest.approx(sum(scores) / 32)
+    assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
+
+
+def test_finished_tasks_are_not_run_again(task, tmp_path):
+    config = suite(task, tmp_path / "e")
+    first = run_suite(config)
+    path = tmp_path / "e" / "results.json"
+    kept = json.loads(path.read_text())
+    del kept["tasks"]["sampled"]  # as if it had been stopped before
+    path.write_text(json.dumps(kept))
+    again = run_suite(config)
+    seconds = {n: r.pop("seconds") for n, r in first["tasks"].items()}
+    assert again["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
+    assert again["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
+    assert again["tasks"] == first["tasks"]
+
+
+def test_results_of_other_settings_are_refused(task, tmp_path):
+    run_suite(suite(task, tmp_path / "e"))
+    with pytest.raises(ConfigError, match="holds task 'greedy' of other settings"):
+        run_suite(suite(task, tmp_path / "e", seed=1))
+
+
+def test_two_processes_answer_as_one(task, tmp_path):
+    run_suite(suite(task, tmp_path / "one"))
+    ranks.run(run_suite, suite(task, tmp_path / "two"), ranks=2)
+    one, two = (read_samples(tmp_path / name) for name in ("one", "two"))
+    assert one == two
+
+
+def test_against_pairs_by_prompt(task, tmp_path):
+    run_suite(suite(task, tmp_path / "e"))
+    other = suite(task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True},
+                  seed=3)  # fmt: skip
+    found = run_suite(other, tmp_path / "e")["tasks"]["greedy"]["against"]
+    mine, theirs = (read_samples(tmp_path / n)["greedy"] for n in "fe")
+    gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
+    assert found["prompts"] == 8 and found["difference"] == pytest.approx(sum(gaps) / 8)
+    assert found["ci95"][0] <= found["difference"] <= found["ci95"][1]
+    with pytest.raises(ConfigError, match="no samples.jsonl.gz there"):
+        run_suite(other, tmp_path)
+
+
+def answer(index: int, score: float | None, split: str | None = None) -> Answer:
+    return Answer(index, f"row{index}", split, "text", 3, score, False)
+
+
+def test_summary_by_hand():
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(1, 2))
+    rows = [answer(0, 1.0), answer(0, 0.0), answer(1, 0.0), answer(1, 0.0), answer(2, 1.0),
+            answer(2, None)]  # fmt: skip
+    found = summary(rows, task)
+    assert found["accuracy"] == pytest.approx((0.5 + 0 + 1) / 3)
+    # the third prompt has one scored answer: it counts for pass@1 only
+    assert found["pass_at"] == pytest.approx({"1": 0.5, "2": 0.5})
+    assert (found["prompts"], found["dropped"]) == (3, 1)
+    empty = summary([answer(0, None)], task)
+    assert empty["accuracy"] is None and empty["ci95"] is None and empty["dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": {}}, "give either tasks, or settings.data.prompts"),
+        ({"tasks": {"a": {}}}, "tasks.a.data.prompts is missing"),
+        ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use numbers in"),
+        ({"tasks": {"a": {"samples": 2}}}, "at temperature=0 are all the same"),
+        ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
+    ],
+)
+def test_mistakes_name_the_key(task, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        suite(task, tmp_path, **changes)
+
+
+def test_an_absent_split_field_names_the_row(task, tmp_path):
+    data = {"prompts": str(task / "eval.jsonl")}
+    tasks = {"a": {"data": data, "split_field": "kind", "max_new_tokens": 2}}
+    with pytest.raises(ValueError, match="split_field='kind': row '0' has no such field"):
+        run_suite(suite(task, tmp_path, tasks=tasks))
+
+
+def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
+    path = tmp_path / "suite.yaml"
+    path.write_text(
+        f"model: {{path: {task / 'init'}, random_init: true}}\n"
+        "reward: tests.tiny:digit_reward\n"
+        f"out: {tmp_path / 'out'}\n"
+        "tasks:\n"
+        f"  digits: {{data: {{prompts: {task / 'eval.jsonl'}}}, max_new_tokens: 5, split_field: op}}\n"
+    )
+    assert cli.main(["eval", str(path)]) == cli.OK
+    text = capsys.readouterr().out
+    assert "digits" in text and "95 % interval" in text and "  +" in text
+    assert cli.main(["eval", str(path), "--against", str(tmp_path / "out")]) == cli.OK
+    assert "+0.0 [0.0, 0.0], 8 shared" in capsys.readouterr().out
+    with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
+        row = json.loads(next(lines))
+    assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
