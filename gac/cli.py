@@ -128,13 +128,18 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
-        description="Generate, score by the reward, print the accuracies as one JSON object.",
+        description="Generate and score by the reward: a single task (settings), printed as one "
+        "JSON object, or several (tasks), kept in `out` with every answer and shown as a table.",
     )
     evaluate.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="optional; keys below"
     )
+    evaluate.add_argument(
+        "--against", type=Path, metavar="RESULTS",
+        help="an earlier `out`: also give paired differences over shared prompts",
+    )  # fmt: skip
     _add_set(evaluate)
-    evaluate.more = lambda: _keys("gac.evaluate", "EvalConfig")
+    evaluate.more = lambda: _keys("gac.evaluation.suite", "EvalConfig")
     evaluate.set_defaults(run=_eval)
 
 
@@ -246,11 +251,17 @@ def _train(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from gac.config import load
-    from gac.evaluate import EvalConfig, evaluate_model
+    from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
+    from gac.evaluation.table import results_table
 
     config = load(EvalConfig, options.config or {}, options.set)
     _show_log()
-    print(json.dumps(evaluate_model(config), indent=2))
+    if config.tasks:
+        text = results_table(run_suite(config, options.against))
+    else:
+        text = json.dumps(evaluate_single(config), indent=2)
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
     return OK
 
 

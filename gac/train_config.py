@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from gac.config import Choice, ConfigError, dump, load
 from gac.data import DataConfig
-from gac.evaluate import EvalSettings
+from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method
 from gac.model import ModelConfig

@@ -23,7 +23,7 @@ ROOMS = (
     "gac.rollouts",
     "gac.training.token_loss",
     "gac.methods",
-    "gac.evaluate",
+    "gac.evaluation",
     "gac.faults.guard", "gac.faults.stopping", "gac.faults.heartbeat", "gac.faults.checkpoint",
     "gac.faults.preflight",
     "gac.training.optim",

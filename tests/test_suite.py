@@ -138,7 +138,10 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
         "reward: tests.tiny:digit_reward\n"
         f"out: {tmp_path / 'out'}\n"
         "tasks:\n"
-        f"  digits: {{data: {{prompts: {task / 'eval.jsonl'}}}, max_new_tokens: 5, split_field: op}}\n"
+        "  digits:\n"
+        f"    data: {{prompts: {task / 'eval.jsonl'}}}\n"
+        "    max_new_tokens: 5\n"
+        "    split_field: op\n"
     )
     assert cli.main(["eval", str(path)]) == cli.OK
     text = capsys.readouterr().out

@@ -12,7 +12,6 @@ import torch
 from accelerate.state import AcceleratorState
 
 from gac.data.rows import Batch, Counts, Row, collate, count, norms
-from gac.evaluate import evaluate
 from gac.pair import Pair
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
@@ -54,7 +53,8 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
     assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
     evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     assert [e["step"] for e in evaluations] == [0, 4]  # the start model, and what came of it
-    names = {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length", "seconds"}
+    names = {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length", "truncated",
+             "seconds"}  # fmt: skip
     assert all(set(e) == names for e in evaluations)
     assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
         "step-00000002", "step-00000004",
@@ -68,8 +68,7 @@ def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
                   "temperature": 1.0, "every": 2}  # fmt: skip
     config = tiny_config(task, tmp_path / "run", eval=evaluation)
     start = Trainer(config)
-    alone = evaluate(start.model, start.tokenizer, start.eval_examples, start.sampler.reward,
-                     config.eval, config.seed)  # fmt: skip
+    alone = start.evaluator(start.model)
     out = train(dataclasses.replace(config, steps=2))
     train(dataclasses.replace(config, steps=4))
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]

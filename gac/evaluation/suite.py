@@ -6,6 +6,7 @@ OUT/samples.jsonl.gz    every answer of every finished task
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -15,11 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gac.config import ConfigError, dump
+import torch
+from accelerate import Accelerator
+
+from gac.config import dump
 from gac.data import Examples, load_prompts
+from gac.errors import ConfigError, refusals_are
 from gac.model import ModelConfig, load_model, load_tokenizer
-from gac.parallel import setup
-from gac.rewards import Reward, build_reward
+from gac.parallel import collectives, setup
+from gac.rewards import Reward, build_reward, in_use
 
 from .estimates import paired_difference
 from .task import Answer, EvalSettings, EvalTask, answer, prompt_means, summary
@@ -68,7 +73,12 @@ class Job(NamedTuple):
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
     """The single task of `settings`: accuracy, accuracy/<split>, response_length and so on."""
-    return _with_model(config, {"": config.settings}, lambda _, job, run: flat(run(job), job.task))
+    accelerator = _join(config)
+    found: dict[str, Any] = {}
+    _ask(config, accelerator.device, {"": config.settings},
+         lambda _, job, run: found.update(flat(run(job), job.task)))  # fmt: skip
+    setup.leave()
+    return found
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
@@ -80,7 +90,9 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     """
     out = Path(config.out)
     other = read_samples(against) if against else None
+    accelerator = _join(config)
     results, answers = _resume(config, out)
+    accelerator.wait_for_everyone()  # a rank that reads late must not find this run's results
     missing = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
 
     def keep(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
@@ -93,12 +105,13 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
         _write(out, results, answers)
 
     if missing:
-        _with_model(config, missing, keep)
+        _ask(config, accelerator.device, missing, keep)
     if other is not None:
         for name in config.tasks:
             if name in other:
                 results["tasks"][name]["against"] = _compare(answers[name], other[name], against)
         _write(out, results, answers)
+    setup.leave()
     return results
 
 
@@ -144,25 +157,28 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
     return found
 
 
-def _with_model(config: EvalConfig, tasks: Mapping[str, EvalTask], use: Callable[..., Any]) -> Any:
-    """Call `use(name, job, run)` for each task on every process; returns what the last one gave."""
-    accelerator = setup.make_accelerator(setup.ParallelConfig(), "no", (), config.out)
-    tokenizer = load_tokenizer(config.model)
-    jobs = load_jobs(tasks, tokenizer, config.reward)
-    model = load_model(config.model, config.seed).to(accelerator.device)
+def _join(config: EvalConfig) -> Accelerator:
+    return setup.make_accelerator(setup.ParallelConfig(), "no", (), config.out)
+
+
+def _ask(
+    config: EvalConfig, device: torch.device, tasks: Mapping[str, EvalTask],
+    use: Callable[[str, Job, Callable[[Job], list[Answer]]], None],
+) -> None:  # fmt: skip
+    """Load the model and call `use(name, job, run)` for each task, on every process."""
+    with refusals_are(ConfigError):
+        tokenizer = load_tokenizer(config.model)
+        jobs = load_jobs(tasks, tokenizer, config.reward)
+        model = load_model(config.model, config.seed).to(device)
 
     def run(job: Job) -> list[Answer]:
         return answer(model, tokenizer, job.examples, job.reward, job.task, config.seed)
 
-    last = None
-    try:
-        for name, job in jobs.items():
-            last = use(name, job, run)
-    finally:
+    with contextlib.ExitStack() as rewards:
         for job in jobs.values():
-            job.reward.close()
-    setup.leave()
-    return last
+            rewards.enter_context(in_use(job.reward))
+        for name, job in jobs.items():
+            use(name, job, run)
 
 
 def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, list[Answer]]]:
@@ -203,7 +219,7 @@ def _compare(mine: Sequence[Answer], other: Sequence[Answer], source: Any) -> di
 
 def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[Answer]]) -> None:
     """Samples first: a task that results.json names has its answers. The main process writes."""
-    if not setup.is_main():
+    if collectives.rank():
         return
     out.mkdir(parents=True, exist_ok=True)
     aside = out / (SAMPLES + ".partial")

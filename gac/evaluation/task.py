@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import DataConfig, Example
+from gac.errors import ConfigError
 from gac.model import stop_tokens
+from gac.parallel.collectives import gather, rank, ranks
 from gac.parallel.setup import calls
 from gac.rollouts.generation import generate
 
@@ -81,7 +82,7 @@ class EvalSettings(EvalTask):
 class Answer(NamedTuple):
     """One response to one prompt."""
 
-    index: int
+    number: int
     """Place of the prompt in the data."""
     id: str
     split: str | None
@@ -105,8 +106,7 @@ def answer(
     """
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
     starts = range(0, len(examples), per_call)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = starts[dist.get_rank() :: world] if world > 1 else starts
+    mine = starts[rank() :: ranks()]
     owners: list[int] = []
     responses: list[tuple[int, ...]] = []
     with torch.random.fork_rng():
@@ -121,7 +121,8 @@ def answer(
                 top_p=task.top_p, samples=task.samples, stop=task.stop,
             )  # fmt: skip
             owners += [i for i in part for _ in range(task.samples)]
-    texts = tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
+    # one by one: a rank may have no response, and an empty batch decodes to one empty text
+    texts = [tokenizer.decode(list(r), skip_special_tokens=True) for r in responses]
     scores = reward(texts, [examples[i] for i in owners])
     stops = set(stop_tokens(tokenizer, task.stop))
     found = [
@@ -129,7 +130,8 @@ def answer(
                not tokens or tokens[-1] not in stops)
         for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
     ]  # fmt: skip
-    return sorted(_of_all_ranks(found, world), key=lambda a: a.index)
+    everyone = [a for one in gather(found) for a in one]
+    return sorted(everyone, key=lambda a: a.number)
 
 
 def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
 def prompt_means(answers: Sequence[Answer]) -> dict[str, float]:
     """The mean score of each prompt that has one, by its id."""
     scored = [a for a in answers if a.score is not None]
-    ids = {a.index: a.id for a in scored}
+    ids = {a.number: a.id for a in scored}
     return {ids[i]: sum(s) / len(s) for i, s in _scores_by_prompt(scored).items()}
 
 
@@ -181,7 +183,7 @@ def _scores_by_prompt(scored: Sequence[Answer]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     for a in scored:
         assert a.score is not None  # the caller left the others out
-        found[a.index].append(a.score)
+        found[a.number].append(a.score)
     return found
 
 
@@ -193,16 +195,8 @@ def _split(task: EvalTask, example: Example) -> str | None:
     if task.split_field is None:
         return None
     if task.split_field not in example.extra:
-        raise ValueError(
+        raise ConfigError(
             f"split_field={task.split_field!r}: row {example.id!r} has no such field; it has "
             f"{', '.join(sorted(example.extra))}"
         )
     return str(example.extra[task.split_field])
-
-
-def _of_all_ranks(mine: list[Answer], world: int) -> list[Answer]:
-    if world == 1:
-        return mine
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mine)
-    return [a for one in everyone for a in one]

@@ -19,11 +19,10 @@ import torch
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
-from gac.data import load_prompts
 from gac.data.feed import Feed
 from gac.data.rows import Counts, Row, count
 from gac.errors import RunError
-from gac.evaluate import evaluate
+from gac.evaluation.during import Evaluator
 from gac.export import export_checkpoint
 from gac.faults import checkpoint, preflight
 from gac.faults.guard import Guard
@@ -73,9 +72,6 @@ class Trainer:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
         ranks = self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, self.accelerator.process_index, ranks)
-        self.eval_examples = (
-            load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
-        )
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
         self.model = load_policy(config, self.accelerator)
@@ -91,6 +87,7 @@ class Trainer:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
         self.step, self.state, self.last = 0, self.method.init(), Observation(0)
         self.ended = False  # the method has had its last step
         self.guard, self.stop = Guard(config.guards), StopRequest()
@@ -346,13 +343,12 @@ class Trainer:
 
     def _evaluate(self) -> float | None:
         """Record an evaluation; its accuracy, if there is anything to evaluate on."""
-        if not self.eval_examples:
+        if not self.evaluator:
             return None
         model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.config.parallel):
-            found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
-                             self.config.eval, self.config.seed)  # fmt: skip
+            found = self.evaluator(model)
         self.record.evaluation({"step": self.step, **found})
         return found.get("accuracy")
 
