@@ -122,7 +122,7 @@ def answer(
             )  # fmt: skip
             owners += [i for i in part for _ in range(task.samples)]
     # one by one: a rank may have no response, and an empty batch decodes to one empty text
-    texts = [tokenizer.decode(list(r), skip_special_tokens=True) for r in responses]
+    texts = [str(tokenizer.decode(list(r), skip_special_tokens=True)) for r in responses]
     scores = reward(texts, [examples[i] for i in owners])
     stops = set(stop_tokens(tokenizer, task.stop))
     found = [

@@ -1,0 +1,69 @@
+"""The ready evaluation files: all load; where their rows are at hand, known answers score 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gac.config import load
+from gac.data import load_prompts
+from gac.demo.task import tokenizer
+from gac.evaluation.suite import EvalConfig
+from gac.rewards import build_reward
+
+FILES = sorted((Path(__file__).resolve().parents[1] / "examples" / "eval").glob("*.yaml"))
+# how a response that is right ends, by reward
+ENDS = {
+    "math": "So it is\n#### {answer}",
+    "choice": "So the answer is {answer}.",
+    "exact": "So the answer is {answer}.",
+}
+
+
+def tasks(file: Path):
+    config = load(EvalConfig, file)
+    for name, task in config.tasks.items():
+        reward = config.reward if task.reward is None else task.reward
+        yield name, task, reward, reward if isinstance(reward, str) else reward["name"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_the_file_loads_and_names_a_folder_of_its_own(file):
+    config = load(EvalConfig, file)
+    assert config.out == f"evals/{file.stem}" and config.model.path == ""
+    for _, _, reward, _ in tasks(file):
+        build_reward(reward).close()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
+    monkeypatch.setenv("GAC_DATA", str(data_dir))
+    for name, task, spec, kind in tasks(file):
+        source = Path(str(task.data.prompts).replace("$GAC_DATA", str(data_dir)))
+        if not source.is_file():
+            pytest.skip(f"{source.name} is not among the real data")
+        examples = load_prompts(task.data, tokenizer())
+        assert len(examples) > 100
+        if task.split_field:
+            assert len({e.extra[task.split_field] for e in examples}) > 1
+        some = examples[:: max(1, len(examples) // 25)]
+        if kind == "code":
+            right = [f"```python\n{_program(e)}\n```" for e in some]
+        else:
+            right = [ENDS[kind].format(answer=e.answer) for e in some]
+        reward = build_reward(spec)
+        try:
+            assert reward(right, some) == [1.0] * len(some), name
+            assert sum(reward(["I do not know."] * len(some), some)) == 0
+        finally:
+            reward.close()
+        assert json.dumps([e.prompt_text for e in some])
+
+
+def _program(example):
+    """The row's own solution; HumanEval's continues its prompt."""
+    if "entry_point" in example.extra:
+        return example.extra["prompt"] + example.answer
+    return example.answer
