@@ -112,7 +112,7 @@ def test_summary_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": {}}, "give either tasks, or settings.data.prompts"),
+        ({"settings": {"data": {"prompts": "x.jsonl"}}}, "are both set: give one of them"),
         ({"tasks": {"a": {}}}, "tasks.a.data.prompts is missing"),
         ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use numbers in"),
         ({"tasks": {"a": {"samples": 2}}}, "at temperature=0 are all the same"),
@@ -127,7 +127,7 @@ def test_mistakes_name_the_key(task, tmp_path, changes, message):
 def test_an_absent_split_field_names_the_row(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
     tasks = {"a": {"data": data, "split_field": "kind", "max_new_tokens": 2}}
-    with pytest.raises(ValueError, match="split_field='kind': row '0' has no such field"):
+    with pytest.raises(ValueError, match="split_field='kind' is not among the further fields"):
         run_suite(suite(task, tmp_path, tasks=tasks))
 
 

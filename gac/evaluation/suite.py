@@ -51,11 +51,8 @@ class EvalConfig:
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
-        if bool(self.tasks) == bool(self.settings.data.prompts):
-            raise ValueError(
-                "give either tasks, or settings.data.prompts for a single one: "
-                f"{'both are' if self.tasks else 'neither is'} set"
-            )
+        if self.tasks and self.settings.data.prompts:
+            raise ValueError("tasks and settings.data.prompts are both set: give one of them")
         for name, task in self.tasks.items():
             if not task.data.prompts:
                 raise ValueError(f"tasks.{name}.data.prompts is missing: name its file or data set")

@@ -196,7 +196,7 @@ def _split(task: EvalTask, example: Example) -> str | None:
         return None
     if task.split_field not in example.extra:
         raise ConfigError(
-            f"split_field={task.split_field!r}: row {example.id!r} has no such field; it has "
-            f"{', '.join(sorted(example.extra))}"
+            f"split_field={task.split_field!r} is not among the further fields of row "
+            f"{example.id!r}: {', '.join(example.extra) or 'none'}"
         )
     return str(example.extra[task.split_field])
