@@ -50,7 +50,7 @@ def summary(method: type[Method]) -> str:
 def needs(method: Method) -> tuple[str, ...]:
     """What the trainer has to provide, read off the method's own declarations."""
     found = Needs.union(map(method.needs, range(STEPS)))
-    sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec())
+    sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec(max_tokens=1))
     sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"
     declared = {
         sampled: found.rollouts,
