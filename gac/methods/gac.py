@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.estimators import Corrections
+from gac.control.gate import GateState
 from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import Evidence, ProxySignals, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
@@ -39,6 +41,11 @@ class GAC(ControllerConfig, Method):
             raise ValueError(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
             )
+        if self.gate is not None and not self.signals.needs_gram:
+            raise ValueError(
+                "gate: these signals do not tell the inner product of both gradients; set "
+                "signals: gradients"
+            )
 
     def spec(self, base: LossSpec) -> LossSpec:
         return replace(base, demo_weight=self.weight)
@@ -48,13 +55,17 @@ class GAC(ControllerConfig, Method):
             "controller": GuidedController(self).state_dict(),
             "signals": self.signals.init(),
             "read": None,
+            "alignment": None,
         }
 
     def mix(self, state: State, seen: Observation) -> tuple[State, Mix]:
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        mu = controller.update(seen.signals, seen.kl, seen.corrections)
-        return {**state, "controller": controller.state_dict()}, Mix(mu)
+        # missing in the states of earlier versions
+        told = state.get("alignment")
+        alignment = None if told is None else Alignment(*told)
+        mu = controller.update(seen.signals, seen.kl, seen.corrections, alignment)
+        return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
 
     def wants_signals(self, step: int) -> bool:
         # update t sees what step t - 1 measured; the very first signals start the averages early
@@ -65,7 +76,8 @@ class GAC(ControllerConfig, Method):
 
     def read(self, state: State, evidence: Evidence) -> tuple[State, Signals, Corrections | None]:
         reading, after = self.signals.read(evidence, state["signals"])
-        new = {**state, "signals": after, "read": list(reading.signals)}
+        told = None if self.gate is None or reading.alignment is None else list(reading.alignment)
+        new = {**state, "signals": after, "read": list(reading.signals), "alignment": told}
         return new, reading.signals, reading.corrections
 
     @property
@@ -81,6 +93,9 @@ class GAC(ControllerConfig, Method):
 
     def report(self, state: State) -> dict[str, float | None]:
         known = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
+        if self.gate is not None and state["controller"]["gate"] is not None:
+            gate = GateState.of(state["controller"]["gate"])
+            known |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
         if isinstance(self.signals, ProxySignals):
             return known
         # the recorded signals are the proxies; beside them what the source last said

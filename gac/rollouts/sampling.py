@@ -59,8 +59,9 @@ class Sampler:
     ) -> None:
         self.config, self.tokenizer, self.reward, self.method = config, tokenizer, reward, method
 
-    def __call__(self, model: nn.Module, examples: Sequence[Example]) -> Rollouts:
+    def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """The method's rollouts of Q examples, with their demonstrations where it wants them."""
+        self.reward.at(step)
         draws: list[list[Draw]] = [[] for _ in examples]
         for stage in self.method.stages(self.config.completions):
             self._draw(model, examples, stage, draws)

@@ -32,7 +32,7 @@ from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
 from gac.model import load_model, load_tokenizer, stop_tokens
 from gac.parallel import setup
-from gac.rewards import Tally, build_reward, in_use
+from gac.rewards import Tally, build_rewards, in_use
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
@@ -68,8 +68,8 @@ class Trainer:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
         longest = config.loss.max_tokens or config.rollouts.max_new_tokens
         self.spec = self.method.spec(dataclasses.replace(config.loss, max_tokens=longest))
-        ranks = self.accelerator.num_processes
-        self.feed = Feed(config, self.tokenizer, self.accelerator.process_index, ranks)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.eval_examples = (
             load_prompts(config.eval.data, self.tokenizer) if config.eval.data.prompts else []
         )
@@ -77,7 +77,7 @@ class Trainer:
         self.model = self._prepare(setup.prepare)
         self.reference = self._make_reference()
         self.optimizer = make_optimizer(self.model, config.optim)
-        reward = build_reward(config.reward)
+        self.reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
         self.sampler = Sampler(config.rollouts, self.tokenizer, reward, self.method)
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
@@ -279,14 +279,14 @@ class Trainer:
             return []
         reuse, initial = self.config.rollouts.reuse, self.method.samples_reference
         if self.step % reuse == 0 or self.rollouts is None:
-            examples = self.feed.examples()
-            self.heartbeat.where = f"step {self.step}, rollouts"
+            self.heartbeat.where, examples = f"step {self.step}, rollouts", self.feed.examples()
             policy = contextlib.nullcontext(self.model)
             with (
                 self.gradients.reference_model() if initial else policy as model,
                 setup.gathered(model, self.config.parallel),
             ):
-                self.rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
+                model = self.accelerator.unwrap_model(model)
+                self.rollouts = self.sampler(model, examples, self.step)
             if (reuse > 1 or self.method.looks_back) and not initial:
                 self.rollouts.old_logps = self.gradients.row_logprobs(self.rollouts.rows)
         return self.rollouts.rows
@@ -377,7 +377,7 @@ class Trainer:
         model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.config.parallel):
-            found = evaluate(model, self.tokenizer, self.eval_examples, self.sampler.reward,
+            found = evaluate(model, self.tokenizer, self.eval_examples, self.reward,
                              self.config.eval, self.config.seed)  # fmt: skip
         self.record.evaluation({"step": self.step, **found})
         return found.get("accuracy")
