@@ -73,11 +73,13 @@ def write_scenarios(
     if not (task / "eval_minus.jsonl").exists():
         write_task(task, seed=0)
         write_more(task, seed=0)
+    bases = {}
+    for key in dict.fromkeys(SCENARIOS[name].base for name in names):
+        data, seeds, gate = BASES[key]
+        bases[key] = make_base(out, base_steps, seeds, gate, data)
     configs = {}
     for name in names:
-        data, seeds, gate = BASES[SCENARIOS[name].base]
-        base = make_base(out, base_steps, seeds, gate, data)
-        configs[name] = scenario_config(out, base, name, steps)
+        configs[name] = scenario_config(out, bases[SCENARIOS[name].base], name, steps)
         save(configs[name], out / f"{name}.yaml")
     return configs
 
