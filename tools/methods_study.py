@@ -63,7 +63,9 @@ def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> li
 
     Raises ValueError if the file's rows were measured in another setting.
     """
-    old = json.loads(path.read_text()) if path.exists() else {"setting": setting, "rows": []}
+    old: dict[str, Any] = {"setting": setting, "rows": []}
+    if path.exists():
+        old = json.loads(path.read_text())
     names = {_kind(row) for row in new}
     kept = [row for row in old["rows"] if _kind(row) not in names]
     if kept and old["setting"] != setting:
