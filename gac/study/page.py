@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from gac.config import to_yaml
+from gac.report.page import fill
 from gac.report.plots import COLOURS, DPI, STYLE
-from gac.report.style import CSS
 
 from .command import percent, span
 
+HEADS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (
     "Accuracy is the share of held-out problems solved after the last step. Intervals hold 95 % of "
     "the means of resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
@@ -25,24 +25,13 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
     """The page; report: the file beside it with the runs' curves, None without one."""
     setting, rows = study["setting"], study["methods"]
     best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=None)
-    figure = base64.b64encode(draw(rows, setting["baseline"])).decode("ascii")
-    link = escape(report or "")
-    more = f"<p>The runs' curves: <a href='{link}'>{link}</a></p>"
-    failed = "".join(f"<li>{escape(f'{k}: {v}')}</li>" for k, v in study["failed"].items())
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>Study: {escape(setting['config'])}</title><style>{CSS}</style></head>\n"
-        f"<body><main><h1>Study: {escape(setting['config'])}</h1>"
-        f"<p class='lead'>{escape(headline(study))}</p>"
-        f"<section><h2>Results</h2>{_table(rows, setting['baseline'], best)}"
-        f"<p class='note'>{escape(HOW_TO_READ)}</p></section>"
-        f"<section><h2>Intervals</h2><figure><img alt='Mean and interval of each method' "
-        f"src='data:image/png;base64,{figure}'></figure>{more if report else ''}</section>"
-        + (f"<section><h2>Failed runs</h2><ul>{failed}</ul></section>" if failed else "")
-        + f"<section><h2>Setting</h2><pre>{escape(to_yaml(dict(setting)))}</pre></section>"
-        "</main></body></html>\n"
-    )
+    return fill(
+        "study.html.j2", title=f"Study: {setting['config']}", headline=headline(study),
+        heads=["method", *HEADS], rows=[(label, *_cells(row, best)) for label, row in rows.items()],
+        baseline=setting["baseline"], how_to_read=HOW_TO_READ,
+        figure=base64.b64encode(draw(rows, setting["baseline"])).decode("ascii"),
+        report=report, failed=study["failed"], setting=to_yaml(dict(setting)),
+    )  # fmt: skip
 
 
 def headline(study: Mapping[str, Any]) -> str:
@@ -61,26 +50,13 @@ def headline(study: Mapping[str, Any]) -> str:
     return f"With an interval that excludes 0, {'; '.join(words)}."
 
 
-def _table(rows: Mapping[str, Any], baseline: str, best: float | None) -> str:
-    heads = ("method", "seeds", "accuracy", "95 % interval", f"against {baseline}",
-             "95 % interval")  # fmt: skip
-    lines = []
-    for label, row in rows.items():
-        gap = row["against_baseline"]
-        known = sum(value is not None for value in row["final"])
-        cells = [percent(row["mean"]), span(row["ci95"]),
-                 percent(gap["difference"], "+"), span(gap["ci95"], "+")]  # fmt: skip
-        mark = " class=best" if row["mean"] is not None and row["mean"] == best else ""
-        lines.append(
-            f"<tr><th scope='row'>{escape(label)}</th><td>{known}</td><td{mark}>{cells[0]}</td>"
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
-            + "</tr>"
-        )
-    head = "".join(f"<th scope='col'>{escape(text)}</th>" for text in heads)
-    return (
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
+    """What the table shows of a method, and whether its mean is the highest."""
+    gap = row["against_baseline"]
+    known = sum(value is not None for value in row["final"])
+    cells = [str(known), percent(row["mean"]), span(row["ci95"]),
+             percent(gap["difference"], "+"), span(gap["ci95"], "+")]  # fmt: skip
+    return cells, row["mean"] is not None and row["mean"] == best
 
 
 def draw(rows: Mapping[str, Any], baseline: str) -> bytes:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from gac.config import ConfigError, dump, load
 from gac.demo.run import die_with_parent
 from gac.faults.guard import HARMLESS
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, restated
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -76,8 +76,8 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    now = _settings(config)
-    other = [key for key in now | found["config"] if now.get(key) != found["config"].get(key)]
+    now, then = _settings(dump(config)), _settings(restated(found["config"]))
+    other = [key for key in now | then if now.get(key) != then.get(key)]
     if other:
         raise ConfigError(
             f"{config.out}: holds a finished run with another {', '.join(other)}; choose another "
@@ -86,11 +86,10 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
     return found
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
+def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What decides a run's result, as JSON would give it back."""
     free = HARMLESS - {"steps", "eval"}
-    plain = {key: value for key, value in dump(config).items() if key not in free}
-    return json.loads(json.dumps(plain))
+    return json.loads(json.dumps({k: v for k, v in plain.items() if k not in free}))
 
 
 class _Worker:
@@ -155,7 +154,7 @@ def _train(config: TrainConfig, discard: bool) -> None:
 
     train(config)
     partial = out / "result.partial"
-    partial.write_text(json.dumps({"config": _settings(config), **_outcome(config)}) + "\n")
+    partial.write_text(json.dumps({"config": _settings(dump(config)), **_outcome(config)}) + "\n")
     partial.replace(out / "result.json")
     if discard:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
