@@ -1,4 +1,4 @@
-"""The command line: `gac train | eval | export | replay | report | methods | demo`.
+"""The command line: `gac train | eval | export | replay | report | methods | demo | study`.
 
 Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
 0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says
@@ -27,6 +27,7 @@ from gac.errors import (
     writable_folder,
 )
 from gac.remembered import remembered
+from gac.study.command import add_parser as add_study
 
 OK, INTERRUPTED = 0, 130
 __all__ = ["FAILED", "INTERRUPTED", "OK", "USAGE", "main", "make_parser"]
@@ -95,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_methods(commands)
     _add_demo(commands)
+    add_study(commands)
     for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP

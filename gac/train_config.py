@@ -13,6 +13,7 @@ from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method
 from gac.model import ModelConfig
 from gac.parallel.setup import ParallelConfig
+from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import RolloutConfig
 from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
@@ -46,6 +47,8 @@ class TrainConfig:
     """Prompts to sample on, and demonstrations."""
     reward: Any = "math"
     """A name, a mapping or package.module:function; see the rewards."""
+    reward_noise: RewardNoise | None = None
+    """Wrong rewards in training, for experiments: {rate: 0.35, start: 64}."""
     rollouts: RolloutConfig = RolloutConfig()
     """How the policy is sampled."""
     loss: LossSpec = LossSpec()

@@ -172,6 +172,7 @@ LOSSES = {
     "gac-no-cap": mixture(0.5 * 0.85 + 0.5 * 0.502, phi),
     "gac-no-prior": mixture(0.502, phi),
     "gac-prior-low": mixture(0.49, phi),
+    "gac-gated": mixture(0.65),  # the constant 0.7, capped at 0.15 from 0.5
     "oracle": mixture(0.7, phi),
 }  # fmt: skip
 
@@ -249,6 +250,7 @@ EXTRA = {
     "srft": {"correct": 0.3},
     "oracle": {"gradient_parts": 2},
     **{
-        name: {"gradient_parts": 2} for name in ("gac-covariance", "gac-biased", "gac-biased-paper")
+        name: {"gradient_parts": 2}
+        for name in ("gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated")
     },
 }

@@ -19,6 +19,7 @@ ROOMS = (
     "gac.parallel",
     "gac.data",
     "gac.pretrained", "gac.model",
+    "gac.sandbox",
     "gac.rewards",
     "gac.rollouts",
     "gac.training.token_loss",
@@ -36,6 +37,8 @@ ROOMS = (
     "gac.training.trainer",
     "gac.report",
     "gac.demo",
+    "gac.study",
+    "gac.mixer", "gac.integrations",
     "gac.cli",
 )  # fmt: skip
 EXTERNAL = {  # what the kernels may import: they must run beside any trainer

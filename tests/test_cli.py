@@ -41,7 +41,7 @@ def test_top_help_lists_every_command(capsys):
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for command in ("train", "eval", "report", "methods", "demo"):
+    for command in ("train", "eval", "report", "methods", "demo", "study"):
         assert f"\n    {command} " in text
 
 
@@ -50,7 +50,15 @@ LARGE = {"torch", "transformers", "numpy", "matplotlib", "yaml"}
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "demo --help", "report --help", "export --help", "replay --help", "trian"],
+    [
+        "--help",
+        "demo --help",
+        "study --help",
+        "report --help",
+        "export --help",
+        "replay --help",
+        "trian",
+    ],
 )
 def test_help_and_wrong_usage_wait_for_no_large_package(arguments):
     code = "import sys; from gac.cli import main\ntry: main(sys.argv[1:])\n"

@@ -48,7 +48,7 @@ NEEDS = {
     "famo": (*BOTH, "losses after the update"),
     **dict.fromkeys([name for name in METHODS if name.startswith("gac")], (*BOTH, "reference")),
     **dict.fromkeys(
-        ["gac-covariance", "gac-biased", "gac-biased-paper", "oracle"],
+        ["gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated", "oracle"],
         (*TWO, "reference"),
     ),
 }

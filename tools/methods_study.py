@@ -1,7 +1,8 @@
 """Every method on the demo's task, over several seeds: `python -m tools.methods_study`.
 
 Runs that are finished are kept, so the command may be stopped and given again. The table goes to
-docs/methods_study.json, from which `python -m tools.methods_table` writes docs/methods.md.
+docs/methods_study.json, from which `python -m tools.methods_table` writes docs/methods.md; rows of
+methods that were not asked for stay what they are there.
 """
 
 from __future__ import annotations
@@ -10,23 +11,19 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from gac.config import dump, load
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_task
-from gac.faults.checkpoint import complete
 from gac.methods import METHODS
 from gac.methods.constant import Constant
 from gac.report.statistics import mean_sd
+from gac.study.runs import result, run_all
 from gac.train_config import TrainConfig
 
 RESULTS = Path("docs") / "methods_study.json"
@@ -45,18 +42,49 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="runs at a time, one thread each")  # fmt: skip
     parser.add_argument("--base-steps", type=int, default=400, help="of the model to start from")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table goes")
+    parser.add_argument("--busy", action="store_true",
+                        help="the machine has other work: leave the seconds out")  # fmt: skip
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if not (args.out / "task" / "init" / "config.json").exists():
         write_task(args.out / "task", seed=0)
     base = make_base(args.out, args.base_steps)
     runs = dict(plan(args.out, base, args.methods, args.seeds, args.steps))
-    run_all([config for configs in runs.values() for config in configs], args.jobs)
+    failed = run_all([config for configs in runs.values() for config in configs], args.jobs)
+    if failed:
+        return 1
     setting = {"steps": args.steps, "seeds": args.seeds, "machine": platform.machine()}
-    text = json.dumps({"setting": setting, "rows": summarize(runs)}, indent=1)
-    args.results.write_text(text + "\n")
+    rows = summarize(runs)
+    if args.busy:
+        rows = [row | {"seconds": None} for row in rows]
+    rows = merged(rows, args.results, setting)
+    args.results.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
     print(f"wrote {args.results}")
     return 0
+
+
+def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """The new rows and those of `path` that they do not replace, in the order of the methods.
+
+    Raises ValueError if the file's rows were measured in another setting.
+    """
+    old: dict[str, Any] = {"setting": setting, "rows": []}
+    if path.exists():
+        old = json.loads(path.read_text())
+    names = {_kind(row) for row in new}
+    kept = [row for row in old["rows"] if _kind(row) not in names]
+    if kept and old["setting"] != setting:
+        raise ValueError(
+            f"{path}: {len(kept)} rows were measured under {old['setting']}, these under "
+            f"{setting}: give the same steps and seeds, all methods, or another --results"
+        )
+    order = [*METHODS, HINDSIGHT]
+    return sorted([*new, *kept], key=lambda row: order.index(_kind(row)))
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """A row's method; the best constant is one row, whichever it is."""
+    return HINDSIGHT if row["name"].startswith(HINDSIGHT) else row["name"]
 
 
 def plan(
@@ -76,46 +104,6 @@ def _constant(out: Path, base: Path, mu: float, seed: int, steps: int) -> TrainC
     return dataclasses.replace(config, method=Constant(mu=mu), out=folder, name=f"mu={mu}")
 
 
-def run_all(configs: Sequence[TrainConfig], jobs: int) -> None:
-    """Train what is not finished, `jobs` at a time; a failure stops the rest."""
-    waiting = [config for config in configs if not _final(config)]
-    started = time.perf_counter()
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawn) as pool:
-        going = {pool.submit(_run, dump(config)): config for config in waiting}
-        try:
-            for done, future in enumerate(as_completed(going), start=1):
-                future.result()
-                spent = time.perf_counter() - started
-                print(f"{done} of {len(waiting)}: {going[future].out}, {spent:.0f} s", flush=True)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _run(plain: dict[str, Any]) -> None:
-    """In a process of its own: quiet, and a finished run is marked."""
-    config = load(TrainConfig, plain)
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    sys.stderr = (Path(config.out) / "log.txt").open("a")
-    from gac.training.trainer import train
-
-    train(config)
-    (Path(config.out) / "done").touch()
-
-
-def _final(config: TrainConfig) -> dict[str, Any]:
-    """The evaluation that a run ends with; empty while it is not finished."""
-    out = Path(config.out)
-    if not (out / "done").exists() or not complete(out / "checkpoints"):
-        return {}
-    found = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    if config.method.keeps_best:
-        found = [row for row in found if row["step"] > 0]  # the start model is no candidate
-        return max(found, key=lambda row: row["accuracy"])
-    return found[-1]
-
-
 def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:
     """Mean and deviation over seeds of the final accuracies, and of the seconds of training."""
     rows = [{"name": name, **_statistics(configs)} for name, configs in runs.items()]
@@ -128,17 +116,16 @@ def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:
 
 
 def _statistics(configs: Sequence[TrainConfig]) -> dict[str, Any]:
-    finals = [_final(config) for config in configs]
-    seconds = []
-    for config in configs:
-        lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-        seconds.append(sum(json.loads(line)["seconds"] for line in lines))
+    found = [run for config in configs if (run := result(config)) is not None]
     columns = {"accuracy": "accuracy", "+": "accuracy/+", "-": "accuracy/-"}
-    found = {key: _mean_deviation([row[name] for row in finals]) for key, name in columns.items()}
+    means = {
+        key: _mean_deviation([run["final"][name] for run in found]) for key, name in columns.items()
+    }
+    seconds = _mean_deviation([run["seconds"] for run in found])
     method, completions = configs[0].method, configs[0].rollouts.completions
     reads = any(method.needs(step).demos for step in range(configs[0].steps))
     demos = method.sampling(completions).demos if reads else "none"
-    return {"demos": demos, **found, "seconds": _mean_deviation(seconds)}
+    return {"demos": demos, **means, "seconds": seconds}
 
 
 def _mean_deviation(values: Sequence[float]) -> list[float]:

@@ -68,7 +68,8 @@ def _study(study: dict[str, Any]) -> str:
             f"{100 * row[key][0]:.1f} ± {100 * row[key][1]:.1f}" for key in ("accuracy", *"+-")
         ]
         data = {"prompt": "same", "apart": "apart", "none": "none"}[row["demos"]]
-        rows.append((f"`{row['name']}`", data, *cells, f"{row['seconds'][0]:.0f}"))
+        seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
+        rows.append((f"`{row['name']}`", data, *cells, seconds))
     head = ("method", "demonstrations", "all", "+", "-", "seconds of training")
     return f"## On the demo task\n\n{textwrap.fill(words, 100)}\n\n{_markdown(head, rows)}\n"
 

@@ -14,7 +14,9 @@ from typing import Any
 from gac.checks import finite, is_count, is_real, require
 from gac_kernels.contract import Signals
 
+from .alignment import Alignment
 from .estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from .gate import Gate, GateState
 from .schedules import Prior
 
 EMAS = ("state", "literal", "none")
@@ -73,6 +75,8 @@ class ControllerConfig:
     ("biased"), or equation 5 with b_r as its g-bar ("biased_paper")."""
     prior: Callable[[int], float] = field(default_factory=Prior)
     """mu_prior(t) in [0, 1], t from 0; see gac.control.schedules."""
+    gate: Gate | None = None
+    """The blend is a proposal that is multiplied by the gate's trust; None: it is mu itself."""
 
     def __post_init__(self) -> None:
         for name in ("ema_decay", "signal_decay", "kl_decay"):
@@ -99,6 +103,9 @@ class ControllerConfig:
         require(early_ok, "early_update_every", early, "an integer >= 1, or None")
         require(is_count(self.early_steps), "early_steps", self.early_steps, "an integer >= 0")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
+        # the printed average holds the deployed mu, so a closed gate would shut itself for ever
+        fed_back = self.gate is not None and self.ema == "literal"
+        require(not fed_back, "ema", self.ema, "state or none where there is a gate")
         choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
         for name, valid in choices.items():
             value = getattr(self, name)
@@ -142,17 +149,21 @@ class ControllerState:
     """mu* of the last update; None before the first."""
     prior: float | None = None
     """mu_prior of the last update; None before the first."""
+    gate: GateState | None = None
+    """What the gate knows; None before its first measurement."""
 
     def to_dict(self) -> dict[str, Any]:
         """The state in plain JSON types; floats survive JSON bit for bit."""
         plain = asdict(self)
         if self.corrections is not None:
             plain["corrections"] = list(self.corrections)
+        plain["gate"] = None if self.gate is None else list(self.gate)
         return plain
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> ControllerState:
         """Inverse of `to_dict`. Raises ValueError on missing, unknown or non-finite entries."""
+        plain = {"gate": None, **plain}  # earlier versions had no gate
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
         require(not wrong, "state", wrong, "a dict from to_dict(): these keys are amiss")
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
@@ -166,6 +177,7 @@ class ControllerState:
             known = len(Corrections._fields)
             require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
             values["corrections"] = tuple(finite("corrections", value) for value in extra)
+        values["gate"] = None if plain["gate"] is None else GateState.of(plain["gate"])
         return cls(**values)
 
 
@@ -180,12 +192,14 @@ def step(
     signals: Signals | None = None,
     kl: float | None = None,
     corrections: Corrections | None = None,
+    alignment: Alignment | None = None,
 ) -> ControllerState:
     """One update: Algorithm 1 with the options of `config`.
 
     signals: this refresh's sigma_s^2, sigma_r^2 and disagreement; a non-finite one keeps its old
         average. kl: mean KL per token to the reference, nats; non-finite counts as not given.
     corrections: for the estimators other than "independent"; zero until the first.
+    alignment: this refresh's inner product of both gradients, for a gate.
     """
     decay = config.signal_decay
     known = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -211,12 +225,17 @@ def step(
     prior = finite("prior", config.prior(state.step))
     require(0 <= prior <= 1, f"prior({state.step})", prior, "a prior with values in [0, 1]")
     blend = (1.0 - config.prior_blend) * prior + config.prior_blend * mu_ada
+    gate = state.gate
+    if config.gate is not None:
+        gate = gate if alignment is None else config.gate.next(gate, alignment)
+        blend *= config.gate.trust(gate)
     change = _clip(blend - state.mu, -config.max_step, config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
     sft, rl, disagreement = known
     return ControllerState(
-        state.step + 1, mu, mu_ada, alpha, kl_ema, sft, rl, disagreement, extra, target, prior
-    )
+        state.step + 1, mu, mu_ada, alpha, kl_ema, sft, rl, disagreement, extra, target, prior,
+        gate,
+    )  # fmt: skip
 
 
 def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
@@ -283,9 +302,10 @@ class GuidedController:
         signals: Signals | None = None,
         kl: float | None = None,
         corrections: Corrections | None = None,
+        alignment: Alignment | None = None,
     ) -> float:
         """mu of this step; arguments as in `step`. Signals belong to refresh steps only."""
-        self.state = step(self.config, self.state, signals, kl, corrections)
+        self.state = step(self.config, self.state, signals, kl, corrections, alignment)
         return self.state.mu
 
     def is_refresh(self) -> bool:
@@ -311,6 +331,11 @@ class GuidedController:
     def prior(self) -> float | None:
         """mu_prior of the last update; None before the first."""
         return self.state.prior
+
+    @property
+    def trust(self) -> float:
+        """The gate's factor of the proposal; 1 without a gate."""
+        return 1.0 if self.config.gate is None else self.config.gate.trust(self.state.gate)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain JSON types: `ControllerState.to_dict`."""

@@ -17,6 +17,7 @@ from gac.checks import is_count, is_real, require
 from gac.config import Choice
 from gac_kernels.contract import Signals, TokenMoments
 
+from .alignment import Alignment, alignment
 from .estimators import Corrections
 from .schedules import uniform
 
@@ -43,6 +44,7 @@ class Reading(NamedTuple):
 
     signals: Signals
     corrections: Corrections | None = None
+    alignment: Alignment | None = None
 
 
 class SignalSource(Protocol):
@@ -116,7 +118,8 @@ class GradientSignals:
         unbiased = (gram[2, 2] - 2 * gram[2, 3] + gram[3, 3]).item()
         covariance = 0.0 if reading.corrections is None else reading.corrections.covariance
         signals = reading.signals._replace(disagreement=unbiased)
-        return Reading(signals, bias_moments(gram, covariance)), state
+        corrections = bias_moments(gram, covariance)
+        return reading._replace(signals=signals, corrections=corrections), state
 
 
 @dataclass(frozen=True)
@@ -252,8 +255,8 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
     gap = gram[:sft, :sft].mean() - 2 * gram[:sft, sft:].mean() + gram[sft:, sft:].mean()
     disagreement = gap.item() - sft_variance - rl_variance + 2 * covariance
     signals = Signals(sft_variance, rl_variance, disagreement)
-    finite = math.isfinite(covariance)
-    return Reading(signals, Corrections(covariance=covariance) if finite else None)
+    corrections = Corrections(covariance=covariance) if math.isfinite(covariance) else None
+    return Reading(signals, corrections, alignment(gram, sft))
 
 
 def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:

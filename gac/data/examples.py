@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gac.errors import ConfigError, MissingData
 
 from .order import Order
+from .shift import DemoShift, check_shifts
 from .source import DataError, SourceRow, read_rows
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DataConfig",
     "DataError",
+    "DemoShift",
     "Example",
     "Examples",
     "Order",
@@ -70,6 +72,8 @@ class DataConfig:
     """Source of the prompts that are sampled and scored."""
     demos: str | None = None
     """Source of the demonstrations; None: those rows of `prompts` that carry `demo_field`."""
+    demo_shifts: tuple[DemoShift, ...] | None = None
+    """Exchanges of `demos` in the middle of a run, e.g. [{step: 64, demos: worse.jsonl}]."""
     prompt_field: str = "prompt"
     """Field with the question."""
     answer_field: str | None = "answer"
@@ -107,6 +111,7 @@ class DataConfig:
         for name, needed in (("template", "prompt"), ("demo_template", "demo")):
             _check_template(name, getattr(self, name), needed)
         _check_pattern(self.answer_pattern)
+        check_shifts(self.demo_shifts or ())
         if self.system is not None and not self.chat:
             raise ValueError(f"system is {self.system!r} but chat is false: set chat: true")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from gac.train_config import TrainConfig
 
 from .examples import Example, Order, load_demos, load_prompts
 from .rows import Row, demo_row
+from .shift import ShiftingOrder
 
 
 class Feed:
@@ -25,13 +27,14 @@ class Feed:
         self.method, self.steps = config.method, config.steps
         self.batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
         self.share = slice(rank, None, ranks)
-        self.orders: dict[str, Order] = {}
+        self.orders: dict[str, Order | ShiftingOrder] = {}
         needs = Needs.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.completions)
         self.demo_tokens, self.apart = sampling.demo_tokens, False
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
-            self.orders["prompt_order"] = Order(len(self.prompts), config.seed)
+            self.prompt_order = Order(len(self.prompts), config.seed)
+            self.orders["prompt_order"] = self.prompt_order
             _divides("rollouts.prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return
@@ -41,26 +44,37 @@ class Feed:
                 "the demonstrations of the sampled prompts; give rows with a field "
                 f"{config.data.demo_field!r} (data.demo_field)"
             )
+        shifts = config.data.demo_shifts or ()
+        if sampling.demos == "prompt" and shifts:
+            raise ValueError(
+                f"data.demo_shifts: method {self.method.name!r} learns from the demonstrations of "
+                "the sampled prompts, which are never exchanged; choose another method"
+            )
         if sampling.demos == "apart":
             self.apart = True
-            self.demos = load_demos(config.data, tokenizer)[: sampling.limit_demos]
+            later = [dataclasses.replace(config.data, demos=shift.demos) for shift in shifts]
+            found = [load_demos(data, tokenizer) for data in (config.data, *later)]
+            self.demos = [demos[: sampling.limit_demos] for demos in found]
             if sampling.epochs is not None:
-                enough = max(sampling.epochs * len(self.demos) // self.batch, 1)
+                enough = max(sampling.epochs * len(self.demos[0]) // self.batch, 1)
                 self.steps = min(config.steps, enough)
-            self.orders["demo_order"] = Order(len(self.demos), config.seed + 1)
+            starts, sizes = [0, *(shift.step for shift in shifts)], list(map(len, self.demos))
+            self.demo_order = ShiftingOrder(starts, sizes, config.seed + 1)
+            self.orders["demo_order"] = self.demo_order
             _divides("demo_batch", self.batch, ranks)
 
     def examples(self) -> list[Example]:
         """This rank's prompts of the next sampling."""
-        taken = self.orders["prompt_order"].take(self.prompt_batch)
+        taken = self.prompt_order.take(self.prompt_batch)
         return [self.prompts[i] for i in taken[self.share]]
 
     def demo_rows(self, step: int) -> list[Row]:
         """This rank's demonstrations of step `step`, if it has any apart from the prompts."""
         if not (self.apart and self.method.needs(step).demos):
             return []
-        taken = self.orders["demo_order"].take(self.batch)
-        return [demo_row(self.demos[i], self.demo_tokens) for i in taken[self.share]]
+        taken = self.demo_order.take(step, self.batch)
+        share = taken[self.share]
+        return [demo_row(self.demos[which][i], self.demo_tokens) for which, i in share]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

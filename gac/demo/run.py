@@ -62,22 +62,31 @@ def run_demo(
     return 0
 
 
-def make_base(out: Path, steps: int) -> Path:
-    """The base model's folder, trained if it is not there yet.
+def make_base(
+    out: Path,
+    steps: int,
+    seeds: Sequence[int] = range(5),
+    gate: tuple[float, float] | None = None,
+    data: str = "base",
+) -> Path:
+    """The base model's folder, trained on the task's file `data` if it is not there yet.
 
     A base that never solves a subtraction, or solves many, makes a dull comparison: then the next
-    seed is tried. What was measured is printed.
+    seed is tried until the accuracy is inside `gate`. What was measured is printed.
     """
-    for seed in range(5):
-        run = out / f"base-{seed}"
-        config = base_config(out, run, seed, steps)
-        run_all({f"base-{seed}": config}, out, jobs=1)
+    low, high = GATE if gate is None else gate
+    for seed in seeds:
+        run = out / f"{data}-{seed}"
+        config = base_config(out, run, seed, steps, data)
+        run_all({run.name: config}, out, jobs=1)
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
         found = {op: last[f"accuracy/{op}"] for op in "+-"}
         print(f"base model, seed {seed}: sampled accuracy + {found['+']:.3f}, - {found['-']:.3f}")
-        if GATE[0] <= found["-"] <= GATE[1]:
+        if low <= found["-"] <= high:
             return run / "model"
-    raise RunError(f"no base with a subtraction accuracy in {GATE} in 5 seeds; see {out}")
+    raise RunError(
+        f"no base with a subtraction accuracy in [{low}, {high}] in {len(seeds)} seeds; see {out}"
+    )
 
 
 def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
@@ -97,12 +106,12 @@ def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
     })  # fmt: skip
 
 
-def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
+def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
     """Plain SFT of a random model on the weak teacher's answers."""
     task = out / "task"
     return _config(out, run, {
         "model": {"path": str(task / "init"), "random_init": True},
-        "data": {"prompts": None, "demos": str(task / "base.jsonl")},
+        "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
         "method": {"name": "sft"}, "name": "base",
         "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
         "steps": steps, "demo_batch": 64, "seed": seed, "checkpoint_every": 100,
@@ -146,7 +155,7 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
                 log = None if jobs == 1 else (out / f"{name}.log").open("w")  # two bars would mix
                 command = [sys.executable, "-m", "gac.cli", "train", str(path)]
                 going[name] = subprocess.Popen(
-                    command, env=environment, preexec_fn=_die_with_parent, stderr=log
+                    command, env=environment, preexec_fn=die_with_parent, stderr=log
                 )
             for name, process in list(going.items()):
                 if process.poll() is not None:
@@ -161,7 +170,7 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
             process.wait()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to stop this process when its parent dies, so that a rerun finds no one at work."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG

@@ -22,5 +22,7 @@ def short(name: str, steps: int) -> dict[str, Any]:
         "dwa": {"window": max(steps // 16, 1)},
         "gac-early-refresh": {"early_steps": steps // 8},
     }  # fmt: skip
-    own_prior = name.startswith("gac-prior") or METHODS[name]().family != "noise-aware"
+    own_prior = (
+        name.startswith(("gac-prior", "gac-gated")) or METHODS[name]().family != "noise-aware"
+    )
     return fields.get(name, {}) | ({} if own_prior else {"prior": prior})

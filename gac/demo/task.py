@@ -110,6 +110,16 @@ def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, A
     return out
 
 
+def wrong(demos: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The same demonstrations, every digit of the solution replaced by a random one."""
+    rng = random.Random(f"wrong:{seed}")
+    return [
+        row | {"solution": "".join(rng.choice("0123456789") if c.isdigit() else c
+                                   for c in row["solution"])}
+        for row in demos
+    ]  # fmt: skip
+
+
 def write_task(folder: Path, seed: int) -> None:
     """All files of the task: data, tokenizer and the configuration of the model.
 

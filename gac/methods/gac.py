@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
+from gac.control.gate import GateState
 from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import ProxySignals, Reading, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
@@ -37,6 +39,11 @@ class GAC(ControllerConfig, Method):
             raise ValueError(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
             )
+        if self.gate is not None and not self.signals.needs_gram:
+            raise ValueError(
+                "gate: these signals do not tell the inner product of both gradients; set "
+                "signals: gradients"
+            )
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))
@@ -46,13 +53,16 @@ class GAC(ControllerConfig, Method):
             "controller": GuidedController(self).state_dict(),
             "signals": self.signals.init(),
             "read": None,
+            "alignment": None,
         }
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        mu = controller.update(last.signals, last.kl, last.corrections)
-        return {**state, "controller": controller.state_dict()}, Mix(mu)
+        told = state["alignment"]
+        alignment = None if told is None else Alignment(*told)
+        mu = controller.update(last.signals, last.kl, last.corrections, alignment)
+        return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
 
     def needs(self, step: int) -> Needs:
         # update t sees what step t - 1 measured; the very first signals start the averages early
@@ -68,10 +78,15 @@ class GAC(ControllerConfig, Method):
         if outcome.evidence is None:
             return state, None
         reading, after = self.signals.read(outcome.evidence, state["signals"])
-        return {**state, "signals": after, "read": list(reading.signals)}, reading
+        told = None if self.gate is None or reading.alignment is None else list(reading.alignment)
+        new = {**state, "signals": after, "read": list(reading.signals), "alignment": told}
+        return new, reading
 
     def report(self, state: State) -> dict[str, float | None]:
         known = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
+        if self.gate is not None and state["controller"]["gate"] is not None:
+            gate = GateState.of(state["controller"]["gate"])
+            known |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
         if isinstance(self.signals, ProxySignals):
             return known
         # the recorded signals are the proxies; beside them what the source last said

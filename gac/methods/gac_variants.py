@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gac.control.gate import Gate
 from gac.control.schedules import Prior, RandomPrior
 from gac.control.signals import (
     ConstantVariance,
@@ -57,6 +58,11 @@ GAC_VARIANTS = (
            source=PRIORS, prior=Prior.constant(0.9)),
     preset(GAC, "gac-prior-random", "GAC with a prior drawn anew in every step.",
            source=PRIORS, prior=RandomPrior()),
+    preset(GAC, "gac-gated", "A constant 0.7 times the trust that rewards put in the "
+           "demonstrations, from the inner product of both gradients.",
+           source="docs/controller.md",
+           cost=COSTLY, gate=Gate(), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
+           update_every=2, max_step=0.15, signals=GradientSignals(), weight=DemoWeight.ONE),
     preset(GAC, "oracle", "mu* itself, from unbiased gradient moments: no average, prior or cap.",
            source="the paper, section 4.3 (its oracle is undefined)", cost=COSTLY, ema="none",
            prior_blend=1.0, max_step=1.0, signal_decay=0.0, signals=GradientSignals()),

@@ -24,22 +24,27 @@ PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path]) -> str:
     """The whole page; plots: panel key -> PNG, which is put into the page itself."""
-    jinja2 = import_extra("jinja2", "the report")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     panels = {
         "Held-out accuracy": evaluation_panels(groups), "Training": TRAINING, "Mixing": MIXING,
     }  # fmt: skip
-    return environment.get_template("page.html.j2").render(
-        groups=groups, title=_title(groups), facts=_facts(groups),
+    return fill(
+        "page.html.j2", groups=groups, title=_title(groups), facts=_facts(groups),
         headline=headline(groups, context),
         tables=[_table(table, groups) for table in tables(groups, context)], note=_note(groups),
         figures=[(name, _figures(wanted, plots)) for name, wanted in panels.items()],
         how_to_read=HOW_TO_READ, symbols=SYMBOLS, definitions=definitions(context),
         differences=_differences(groups), runs=_runs(groups),
     )  # fmt: skip
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template of this folder with `values`, each escaped. Raises MissingExtra without jinja2."""
+    jinja2 = import_extra("jinja2", "the report")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**values)
 
 
 def headline(groups: Sequence[Group], context: Context) -> str:

@@ -4,6 +4,7 @@ from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table
 from .combine import SumReward
 from .mathematics import MathReward
+from .noise import NoisyReward, RewardNoise, build_rewards
 from .tally import Tally, in_use
 from .text import ChoiceReward, ExactReward, FormatReward
 
@@ -13,12 +14,15 @@ __all__ = [
     "ExactReward",
     "FormatReward",
     "MathReward",
+    "NoisyReward",
     "Reward",
     "RewardError",
+    "RewardNoise",
     "RowReward",
     "SumReward",
     "Tally",
     "build_reward",
+    "build_rewards",
     "in_use",
     "rewards_table",
 ]

@@ -48,6 +48,9 @@ class Reward(ABC):
     ) -> Sequence[Outcome]:
         """One outcome per row; a row's own failure is returned, not raised."""
 
+    def at(self, step: int) -> None:  # noqa: B027 - most rewards are the same at every step
+        """What is scored from now on belongs to optimiser step `step`, from 0."""
+
     def counts(self) -> dict[str, int]:
         """Events so far that a run should show, by name (checks cut off, for instance)."""
         return {}

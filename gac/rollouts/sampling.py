@@ -64,8 +64,9 @@ class Sampler:
         self.plan, self.credit = plan, credit
         self.stages = plan.stages or (Stage(config.completions),)
 
-    def __call__(self, model: nn.Module, examples: Sequence[Example]) -> Rollouts:
+    def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations where these are learnt from."""
+        self.reward.at(step)
         draws: list[list[Draw]] = [[] for _ in examples]
         for stage in self.stages:
             self._draw(model, examples, stage, draws)

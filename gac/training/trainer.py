@@ -34,7 +34,7 @@ from gac.methods.base import Needs, Outcome
 from gac.model import load_tokenizer, stop_tokens
 from gac.pair import Pair
 from gac.parallel import collectives, setup
-from gac.rewards import Tally, build_reward, in_use
+from gac.rewards import Tally, build_rewards, in_use
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
@@ -70,8 +70,8 @@ class Trainer:
         found = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
-        ranks = self.accelerator.num_processes
-        self.feed = Feed(config, self.tokenizer, self.accelerator.process_index, ranks)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
         self.model = load_policy(config, self.accelerator)
@@ -80,14 +80,14 @@ class Trainer:
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
-        reward = build_reward(config.reward)
+        plain, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
         self.plan = self.method.sampling(config.rollouts.completions)
         self.sampler = Sampler(
             config.rollouts, self.tokenizer, reward, self.plan, self.method.credit
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, plain, config.seed)
         self.step, self.state, self.last = 0, self.method.init(), Observation(0)
         self.ended = False  # the method has had its last step
         self.guard, self.stop = Guard(config.guards), StopRequest()
@@ -255,7 +255,7 @@ class Trainer:
             self.gradients.reference_model() if initial else policy as model,
             setup.gathered(model, self.config.parallel),
         ):
-            rollouts = self.sampler(self.accelerator.unwrap_model(model), examples)
+            rollouts = self.sampler(self.accelerator.unwrap_model(model), examples, self.step)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
         return rollouts

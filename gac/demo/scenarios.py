@@ -1,0 +1,141 @@
+"""Scenarios of the demo's task, each a configuration: `python -m gac.demo.scenarios`.
+
+In each, something about the demonstrations, the rewards or the base differs from `base`, the
+demo's own setting. The command writes data, bases and OUT/NAME.yaml; then, for instance,
+`gac train OUT/spoil.yaml --set method=gac-gated` or `gac study OUT/spoil.yaml --methods ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gac.config import save
+from gac.data.shift import DemoShift
+from gac.rewards.noise import RewardNoise
+from gac.train_config import TrainConfig
+
+from .run import make_base, method_config
+from .task import rows, write_rows, write_task, wrong
+
+CHANGE = 0.4  # the share of a run after which what changes has changed
+SPARSE = 0.05  # subtractions per addition in the data of the base that hardly subtracts
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What differs from the demo's own setting."""
+
+    words: str
+    base: str = "first"
+    """A key of `BASES`."""
+    demos: str = "demos"
+    """File of the demonstrations, without .jsonl."""
+    later: str | None = None
+    """File of the demonstrations after the change; None: the same."""
+    flipped: float = 0.0
+    """Share of the rewards that are flipped after the change."""
+    op: str | None = None
+    """The only operation that is asked and evaluated; None: both."""
+
+
+SCENARIOS = {
+    "base": Scenario("weak demonstrations of subtraction, as in the demo"),
+    "spoil": Scenario("demonstrations whose digits are random after the change", later="wrong"),
+    "wrong": Scenario("demonstrations whose digits are random", demos="wrong"),
+    "noisy": Scenario("35 % of the rewards are flipped after the change", flipped=0.35),
+    "sparse": Scenario(
+        "subtraction alone, which the base solves in less than 1 % of its attempts",
+        base="sparse", op="-",
+    ),
+    "late": Scenario("demonstrations whose digits are random until the change",
+                     demos="wrong", later="demos"),
+    "second": Scenario("as base, from another base model", base="second"),
+}  # fmt: skip
+BASES = {  # file of its data, seeds to try, accepted share of solved subtractions
+    "first": ("base", range(5), (0.01, 0.10)),
+    "second": ("base", range(5, 10), (0.01, 0.10)),
+    "sparse": ("sparse", range(5), (0.0, 0.0099)),
+}
+
+
+def write_scenarios(
+    out: Path, names: Sequence[str] = tuple(SCENARIOS), steps: int = 160, base_steps: int = 400
+) -> dict[str, TrainConfig]:
+    """Write the data, train the bases that are missing, write out/NAME.yaml for each name."""
+    task = out / "task"
+    if not (task / "eval_minus.jsonl").exists():
+        write_task(task, seed=0)
+        write_more(task, seed=0)
+    bases = {}
+    for key in dict.fromkeys(SCENARIOS[name].base for name in names):
+        data, seeds, gate = BASES[key]
+        bases[key] = make_base(out, base_steps, seeds, gate, data)
+    configs = {}
+    for name in names:
+        configs[name] = scenario_config(out, bases[SCENARIOS[name].base], name, steps)
+        save(configs[name], out / f"{name}.yaml")
+    return configs
+
+
+def write_more(task: Path, seed: int) -> None:
+    """wrong.jsonl: demos.jsonl with random digits. sparse.jsonl: base.jsonl with fewer
+    subtractions. eval_minus.jsonl: 200 held-out subtractions."""
+    rng = random.Random(f"scenarios:{seed}")
+    demos = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
+    write_rows(task / "wrong.jsonl", wrong(demos, seed))
+    ops = rng.choices("+-", [1.0, SPARSE], k=20000)
+    write_rows(task / "sparse.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
+    write_rows(task / "eval_minus.jsonl", rows(rng, ["-"] * 200))
+
+
+def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig:
+    """The configuration of scenario `name` for a run of `steps`, with GRPO as its method."""
+    scenario, task, change = SCENARIOS[name], out / "task", int(CHANGE * steps)
+    config = method_config(out, base, "grpo", 0, steps)
+    data = dataclasses.replace(config.data, demos=str(task / f"{scenario.demos}.jsonl"))
+    if scenario.later is not None:
+        shift = DemoShift(change, str(task / f"{scenario.later}.jsonl"))
+        data = dataclasses.replace(data, demo_shifts=(shift,))
+    evaluation = dataclasses.replace(config.eval, every=steps // 4)
+    if scenario.op is not None:
+        data = dataclasses.replace(data, where={"op": scenario.op})
+        held_out = dataclasses.replace(evaluation.data, prompts=str(task / "eval_minus.jsonl"))
+        evaluation = dataclasses.replace(evaluation, data=held_out)
+    return dataclasses.replace(
+        config,
+        out=str(out / name),
+        data=data,
+        eval=evaluation,
+        reward_noise=RewardNoise(scenario.flipped, change) if scenario.flipped else None,
+        monitor_kl_every=0,
+        checkpoint_every=steps // 4,
+        keep_checkpoints=1,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and write the scenarios; returns the exit code."""
+    listed = "\n".join(f"  {name:8} {scenario.words}" for name, scenario in SCENARIOS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m gac.demo.scenarios", description=f"{__doc__}\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("runs/scenarios"))
+    parser.add_argument("--names", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
+    parser.add_argument("--steps", type=int, default=160, help="optimiser steps of a run")
+    parser.add_argument("--base-steps", type=int, default=400, help="of the models to start from")
+    args = parser.parse_args(argv)
+    for name in write_scenarios(args.out, args.names, args.steps, args.base_steps):
+        print(f"{args.out / name}.yaml: {SCENARIOS[name].words}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Rewards that are sometimes wrong: noise on what training sees, never on an evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .base import Outcome, Reward, as_outcome
+from .build import build_reward
+
+if TYPE_CHECKING:
+    from gac.data import Example
+
+
+@dataclass(frozen=True)
+class RewardNoise:
+    """Each training reward r becomes low + high - r with probability `rate`."""
+
+    rate: float = 0.0
+    """Share of the rewards that are flipped, in [0, 1]."""
+    start: int = 0
+    """The first step, from 0, with noise."""
+    low: float = 0.0
+    """The reward's smallest value."""
+    high: float = 1.0
+    """The reward's largest value."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"rate={self.rate!r}: use a number in [0, 1]")
+        if self.start < 0:
+            raise ValueError(f"start={self.start!r}: use a number >= 0")
+
+
+class NoisyReward(Reward):
+    """Another reward with noise. Draws depend on seed, step, rank and order alone."""
+
+    def __init__(self, reward: Reward, noise: RewardNoise, seed: int, rank: int = 0) -> None:
+        self.reward, self.noise, self.name = reward, noise, f"noisy {reward.name}"
+        self.on_error = reward.on_error
+        self._source = f"reward noise:{seed}:{rank}"
+        self.at(0)
+
+    def at(self, step: int) -> None:
+        """What is scored from now on belongs to optimiser step `step`."""
+        self._rate = self.noise.rate if step >= self.noise.start else 0.0
+        self._draws = random.Random(f"{self._source}:{step}")
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[Outcome]:
+        return [self._flip(o) for o in self.reward.outcomes(completions, examples)]
+
+    def counts(self) -> dict[str, int]:
+        """The inner reward's."""
+        return self.reward.counts()
+
+    def close(self) -> None:
+        self.reward.close()
+
+    def _flip(self, outcome: Outcome) -> Outcome:
+        flips = self._draws.random() < self._rate
+        outcome = as_outcome(outcome)
+        if isinstance(outcome, Exception) or not flips:
+            return outcome
+        return self.noise.low + self.noise.high - outcome
+
+
+def build_rewards(
+    spec: str | Mapping[str, Any], noise: RewardNoise | None, seed: int, rank: int
+) -> tuple[Reward, Reward]:
+    """What an evaluation scores by, and what training does: with noise, if there is any."""
+    reward = build_reward(spec)
+    return reward, reward if noise is None else NoisyReward(reward, noise, seed, rank)

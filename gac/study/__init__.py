@@ -1,0 +1,1 @@
+"""`gac study`: methods compared over seeds, paired, with intervals; resumable run by run."""

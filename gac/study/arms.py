@@ -1,0 +1,84 @@
+"""From a configuration and method specifications to the runs of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gac.config import ConfigError, YamlError, load, parse_yaml
+from gac.train_config import TrainConfig
+
+HELP = "NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the file's `methods:`"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method of a study."""
+
+    label: str
+    """How tables call it; part of a folder's name."""
+    method: Any
+    """The configuration key `method`: a name, or a mapping."""
+    changes: tuple[str, ...] = ()
+    """Overrides `method.key=value`."""
+
+
+def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
+    """An arm from its specification, see HELP. Raises ConfigError if it is not one."""
+    aliases = aliases or {}
+    if text in aliases:
+        meant = aliases[text]
+        if isinstance(meant, Mapping):
+            return Arm(text, dict(meant))
+        arm = parse_arm(str(meant))
+        return Arm(text, arm.method, arm.changes)
+    label, at, spec = text.rpartition("@")
+    name, _, settings = spec.partition(":")
+    changes = [change for change in settings.split(",") if change]
+    if not name or (at and not label) or not all("=" in change for change in changes):
+        raise ConfigError(f"methods: cannot read {text!r}; give {HELP}")
+    label = label or spec
+    if "/" in label:
+        raise ConfigError(f"methods: {text!r}: {label!r} names a folder, so it cannot hold a /")
+    return Arm(label, name, tuple(f"method.{change}" for change in changes))
+
+
+def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration file as plain types without its key `methods`, and that key's aliases."""
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {data!r:.60}")
+    aliases = data.pop("methods", None) or {}
+    if not isinstance(aliases, Mapping):
+        raise ConfigError(f"{path}: methods: expected `label: method` lines, got {aliases!r:.60}")
+    return data, {str(label): method for label, method in aliases.items()}
+
+
+def arm_config(
+    data: Mapping[str, Any], arm: Arm, seed: int, overrides: Sequence[str] = ()
+) -> TrainConfig:
+    """The run of one arm and seed, in a folder of its own under the study's `out`.
+
+    data: a TrainConfig as plain types. overrides: `key=value` for every run, after the arm's own.
+    Raises ConfigError, naming the arm.
+    """
+    try:
+        shared = load(TrainConfig, {**data, "method": arm.method}, [*arm.changes, *overrides])
+        own = {"name": arm.label, "seed": seed, "out": f"{shared.out}/{arm.label}-{seed}"}
+        changes = [*arm.changes, *overrides, f"seed={seed}"]
+        texts = {key: value for key, value in own.items() if key != "seed"}
+        plain = {**data, "method": arm.method, **texts}
+        kept = [c for c in changes if c.partition("=")[0].strip() not in texts]
+        config = load(TrainConfig, plain, kept)
+    except ConfigError as error:
+        raise ConfigError(f"{arm.label}: {error}") from error
+    if config.eval.data.prompts is None:
+        raise ConfigError("eval.data.prompts: missing; a study compares held-out accuracies")
+    return config

@@ -1,0 +1,141 @@
+"""`gac study`: arguments, the runs, the two files that come out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SET_HELP = "one configuration key for every run, e.g. steps=200; may be repeated, last wins"
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add `study` to the commands of `gac`."""
+    study = commands.add_parser(
+        "study",
+        usage="%(prog)s CONFIG.yaml --methods A B ... [--seeds N] [--baseline NAME] "
+        "[--set KEY=VALUE ...] [--jobs J]",
+        help="compare methods over seeds, with intervals",
+        description="Run every method with every seed, each run in a folder of its own under the "
+        "configuration's `out`, then write study.json and study.html there. Finished runs are "
+        "kept, so the command may be stopped and given again, with more seeds or methods; a run "
+        "that fails is named and does not stop the others.",
+    )
+    study.add_argument(
+        "config", type=Path, metavar="CONFIG.yaml",
+        help="as for `gac train`; its key `methods:` may map labels to methods",
+    )  # fmt: skip
+    study.add_argument(
+        "--methods", nargs="+", metavar="METHOD",
+        help="NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a label of the file "
+        "(default: all labels of the file)",
+    )  # fmt: skip
+    study.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (3)")
+    study.add_argument(
+        "--baseline", metavar="NAME", help="the label that others are compared with (the first)"
+    )
+    study.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP
+    )
+    study.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time (1)")
+    study.add_argument(
+        "--discard", action="store_true", help="delete the checkpoints of finished runs"
+    )
+    study.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the study that the arguments describe; 1 if a run failed."""
+    from gac.config import ConfigError
+    from gac.study.arms import arm_config, parse_arm, read_study
+    from gac.study.results import summary
+    from gac.study.runs import result, run_all
+
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name}={getattr(options, name)}: use a number >= 1")
+    data, aliases = read_study(options.config)
+    specs = options.methods or list(aliases)
+    if not specs:
+        raise ConfigError(f"--methods: missing, and {options.config} has no key `methods`")
+    arms = {arm.label: arm for arm in (parse_arm(text, aliases) for text in specs)}
+    if len(arms) < len(specs):
+        raise ConfigError(f"--methods: two of {', '.join(specs)} have the same label")
+    baseline = options.baseline or next(iter(arms))
+    if baseline not in arms:
+        raise ConfigError(f"--baseline={baseline!r}: use one of {', '.join(arms)}")
+    seeds = range(options.seeds)
+    # seed by seed, so that a study that is stopped has compared all methods on the first ones
+    configs = {(s, a): arm_config(data, arms[a], s, options.set) for s in seeds for a in arms}
+    out = Path(next(iter(configs.values())).out).parent
+    failed = run_all(list(configs.values()), options.jobs, options.discard)
+    found = {key: result(config) for key, config in configs.items()}
+    finals = {
+        a: [None if (r := found[s, a]) is None else r["final"]["accuracy"] for s in seeds]
+        for a in arms
+    }
+    setting = {
+        "config": options.config.name,
+        "set": options.set,
+        "methods": specs,
+        "seeds": options.seeds,
+        "steps": {a: configs[0, a].steps for a in arms},
+        "baseline": baseline,
+        "command": command(options, specs),
+    }
+    study = {"setting": setting, "methods": summary(finals, baseline), "failed": failed}
+    write(out, study, [Path(c.out) for key, c in configs.items() if found[key] is not None])
+    print(table(study), f"\nThe numbers: {out / 'study.json'}\nThe page: {out / 'study.html'}")
+    return 1 if failed else 0
+
+
+def command(options: argparse.Namespace, specs: Sequence[str]) -> str:
+    """What was asked for, as it can be given again."""
+    words = ["gac", "study", str(options.config), "--methods", *specs]
+    words += ["--seeds", str(options.seeds)]
+    if options.baseline:
+        words += ["--baseline", options.baseline]
+    return " ".join([*words, *(["--set", *options.set] if options.set else [])])
+
+
+def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
+    """study.json and study.html, and the report of the runs where there are any."""
+    from gac.report import write_report
+    from gac.study.page import render
+
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {"study.json": json.dumps(study, indent=1) + "\n"}
+    report = write_report(runs, out).name if runs else None
+    texts["study.html"] = render(study, report)
+    for name, text in texts.items():
+        partial = out / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out / name)
+
+
+def table(study: dict[str, Any]) -> str:
+    """The comparison as aligned text, in percent."""
+    lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
+    for label, row in study["methods"].items():
+        gap = row["against_baseline"]
+        known = sum(value is not None for value in row["final"])
+        cells = [percent(row["mean"]), span(row["ci95"])]
+        cells += [percent(gap["difference"], sign="+"), span(gap["ci95"], sign="+")]
+        lines.append([label, str(known), *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    )
+
+
+def percent(value: float | None, sign: str = "") -> str:
+    """A share in percent; a dash for none."""
+    return "-" if value is None else f"{100 * value:{sign}.1f}"
+
+
+def span(ends: Sequence[float] | None, sign: str = "") -> str:
+    """An interval in percent; a dash for none."""
+    return "-" if ends is None else f"[{percent(ends[0], sign)}, {percent(ends[1], sign)}]"

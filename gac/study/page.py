@@ -1,0 +1,88 @@
+"""study.html: one file with the table, a figure of the intervals and the setting."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gac.config import to_yaml
+from gac.report.page import fill
+from gac.report.plots import COLOURS, DPI, STYLE
+
+from .command import percent, span
+
+HEADS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
+HOW_TO_READ = (
+    "Accuracy is the share of held-out problems solved after the last step. Intervals hold 95 % of "
+    "the means of resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
+    "narrow. Differences are taken seed by seed, since runs of one seed share data order and start."
+)
+
+
+def render(study: Mapping[str, Any], report: str | None) -> str:
+    """The page; report: the file beside it with the runs' curves, None without one."""
+    setting, rows = study["setting"], study["methods"]
+    best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=None)
+    return fill(
+        "study.html.j2", title=f"Study: {setting['config']}", headline=headline(study),
+        heads=["method", *HEADS], rows=[(label, *_cells(row, best)) for label, row in rows.items()],
+        baseline=setting["baseline"], how_to_read=HOW_TO_READ,
+        figure=base64.b64encode(draw(rows, setting["baseline"])).decode("ascii"),
+        report=report, failed=study["failed"], setting=to_yaml(dict(setting)),
+    )  # fmt: skip
+
+
+def headline(study: Mapping[str, Any]) -> str:
+    """Who is ahead of the baseline by more than the interval, and who is behind."""
+    baseline = study["setting"]["baseline"]
+    told: dict[str, list[str]] = {"ahead of": [], "behind": []}
+    for label, row in study["methods"].items():
+        ends = row["against_baseline"]["ci95"]
+        if label == baseline or ends is None:
+            continue
+        if ends[0] > 0 or ends[1] < 0:
+            told["ahead of" if ends[0] > 0 else "behind"].append(label)
+    words = [f"{where} {baseline}: {', '.join(who)}" for where, who in told.items() if who]
+    if not words:
+        return f"No method's interval against {baseline} excludes 0."
+    return f"With an interval that excludes 0, {'; '.join(words)}."
+
+
+def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
+    """What the table shows of a method, and whether its mean is the highest."""
+    gap = row["against_baseline"]
+    known = sum(value is not None for value in row["final"])
+    cells = [str(known), percent(row["mean"]), span(row["ci95"]),
+             percent(gap["difference"], "+"), span(gap["ci95"], "+")]  # fmt: skip
+    return cells, row["mean"] is not None and row["mean"] == best
+
+
+def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
+    """A PNG: each method's seeds as dots, its mean with the interval as a bar."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 0.34 * len(rows) + 1.1), dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        for place, (label, row) in enumerate(rows.items()):
+            colour = COLOURS[1] if label == baseline else COLOURS[0]
+            _draw_row(axes, -place, row, colour)
+        axes.set_yticks([-i for i in range(len(rows))], list(rows))
+        axes.grid(visible=True, axis="x")
+        axes.set_xlabel("final accuracy on held-out problems, %")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_row(axes: Any, place: int, row: Mapping[str, Any], colour: str) -> None:
+    known: Sequence[float] = [100 * value for value in row["final"] if value is not None]
+    axes.plot(known, [place] * len(known), ".", color=colour, alpha=0.3, markersize=7)
+    if row["mean"] is None:
+        return
+    axes.plot([100 * row["mean"]], [place], "o", color=colour, markersize=6)
+    if row["ci95"] is not None:
+        axes.plot([100 * end for end in row["ci95"]], [place] * 2, color=colour, linewidth=2.4)

@@ -1,0 +1,53 @@
+"""The numbers of a study: means over seeds, paired differences, bootstrap intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+DRAWS = 10_000
+Finals = Mapping[str, Sequence[float | None]]
+"""Label -> final accuracy of each seed; None where the run is missing or failed."""
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> list[float] | None:
+    """Percentile bootstrap interval of the mean, from resampled seeds; None below two of them.
+
+    The draws are fixed, so the same values always give the same interval. With few seeds such
+    intervals are somewhat too narrow.
+    """
+    if len(values) < 2:
+        return None
+    sample = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(0).integers(len(sample), size=(DRAWS, len(sample)))
+    ends = np.quantile(sample[picks].mean(1), [(1 - level) / 2, (1 + level) / 2])
+    return [round(float(end), 6) for end in ends]
+
+
+def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
+    """Differences on the seeds that both have."""
+    both = zip(values, base, strict=True)
+    return [a - b for a, b in both if a is not None and b is not None]
+
+
+def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
+    """The key `methods` of study.json."""
+    rows = {}
+    for label, values in finals.items():
+        known = [value for value in values if value is not None]
+        gaps = paired(values, finals[baseline])
+        rows[label] = {
+            "final": list(values),
+            "mean": mean(known),
+            "ci95": interval(known),
+            "against_baseline": {"difference": mean(gaps), "ci95": interval(gaps)},
+        }
+    return rows
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return round(math.fsum(values) / len(values), 6) if values else None

@@ -1,0 +1,200 @@
+"""The gate: its measures against direct computation, its rule, closing, opening again, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gac.control.alignment import Alignment, alignment
+from gac.control.controller import ControllerConfig, ControllerState, GuidedController
+from gac.control.gate import Gate, GateState
+from gac.control.schedules import Prior
+from gac.methods import METHODS, Observation
+from gac.training.trainer import Trainer
+
+from .tiny import metrics, tiny_config, write_tiny
+
+CONSTANT = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "max_step": 1.0, "mu_min": 0.0}
+
+
+def gated(**changes) -> ControllerConfig:
+    return ControllerConfig(**{"gate": Gate(decay=0.0), **CONSTANT, **changes})
+
+
+def seen(z: float, cosine: float = 0.0) -> Alignment:
+    """One refresh with this z and this cosine."""
+    return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine))
+
+
+def test_alignment_equals_direct_computation() -> None:
+    x, y = torch.randn(4, 7, dtype=torch.float64) + 1, torch.randn(3, 7, dtype=torch.float64)
+    both = torch.cat([x, y])
+    found = alignment(both @ both.T, 4)
+    cross = x @ y.T
+    pairs = [
+        cross[i, j] * cross[k, m]
+        for i in range(4) for k in range(4) for j in range(3) for m in range(3)
+        if i != k and j != m
+    ]  # fmt: skip
+    inner = x.mean(0).dot(y.mean(0)).item()
+    assert found.inner == pytest.approx(inner, rel=1e-12)
+    assert found.inner_variance == pytest.approx(inner**2 - sum(pairs).item() / len(pairs))
+    noise = x.var(dim=0).sum().item() / 4
+    assert found.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
+    noise = y.var(dim=0).sum().item() / 3
+    assert found.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
+
+
+def test_alignment_is_unbiased_and_its_error_is_the_spread() -> None:
+    """6000 draws of 4 + 3 gradients: means within 5 standard errors, also of the variance."""
+    dims, draws, s, r = 5, 6000, 0.4, -0.3
+    x = torch.randn(draws, 4, dims, dtype=torch.float64) * 1.5 + s
+    y = torch.randn(draws, 3, dims, dtype=torch.float64) + r
+    rows = [list(alignment(both @ both.T, 4)) for both in torch.cat([x, y], dim=1)]
+    found = torch.tensor(rows, dtype=torch.float64)
+    noise_s, noise_r = 1.5**2 / 4, 1 / 3
+    spread = dims * (r**2 * noise_s + s**2 * noise_r + noise_s * noise_r)
+    expected = found.new_tensor([dims * s * r, spread, dims * s**2, dims * r**2])
+    error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
+    assert error.max() < 5, error
+    assert found[:, 0].var().item() == pytest.approx(spread, rel=0.1)
+
+
+def test_one_micro_batch_tells_no_error() -> None:
+    both = torch.randn(4, 6, dtype=torch.float64)
+    found = alignment(both @ both.T, 1)
+    assert math.isfinite(found.inner) and math.isfinite(found.rl_square)
+    assert math.isnan(found.inner_variance) and math.isnan(found.sft_square)
+
+
+@pytest.mark.parametrize(
+    ("z", "trust"), [(3.0, 1.0), (0.0, 1.0), (-0.5, 0.75), (-1.0, 0.5), (-2.0, 0.0), (-9.0, 0.0)]
+)
+def test_z_form(z: float, trust: float) -> None:
+    controller = GuidedController(gated())
+    assert controller.update(alignment=seen(z)) == pytest.approx(0.6 * trust, abs=1e-15)
+    assert controller.trust == pytest.approx(trust, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "trust"), [(0.5, 1.0), (0.2, 1.0), (0.1, 0.75), (0.0, 0.5), (-0.1, 0.25), (-0.9, 0)]
+)
+def test_cosine_form(cosine: float, trust: float) -> None:
+    controller = GuidedController(gated(gate=Gate(form="cosine", decay=0.0)))
+    told = Alignment(cosine * 6.0, 1.0, 4.0, 9.0)
+    assert controller.update(alignment=told) == pytest.approx(0.6 * trust, abs=1e-12)
+    # where noise hides a gradient there is no cosine: half of the proposal
+    controller.update(alignment=told._replace(rl_square=-1.0))
+    assert controller.trust == 0.5
+
+
+def test_line_averages_and_hysteresis() -> None:
+    gate = Gate(at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
+    state = gate.next(None, Alignment(-1.0, 4.0, 1.0, 1.0))
+    assert state == GateState(-1.0, 4.0, 1.0, 1.0, 0.8)  # 0.75 is less than 0.1 away from 0.8
+    state = gate.next(state, Alignment(-9.0, 8.0, 2.0, 3.0))
+    assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
+    assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
+    edge = Gate(decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
+    assert edge is not None and edge.trust == 0.0  # the ends are always reached
+
+
+def test_unknown_measurements_change_nothing() -> None:
+    controller = GuidedController(gated())
+    assert controller.update() == 0.6 and controller.trust == 1.0  # nothing measured yet
+    controller.update(alignment=seen(-1.0))
+    before = controller.state.gate
+    for name in Alignment._fields:
+        controller.update(alignment=seen(5.0)._replace(**{name: math.nan}))
+        assert controller.state.gate == before
+    # without a positive error there is no z: the trust rests, the averages go on
+    controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0))
+    assert controller.trust == 0.5 and controller.state.gate.inner == 8.0
+
+
+def test_every_proposal_is_gated_and_capped() -> None:
+    for changes in (
+        {"prior": Prior(high=0.9, low=0.1, hold=2, decay=4)},
+        {"prior_blend": 1.0, "ema": "none"},
+        {"prior_blend": 0.5},
+    ):
+        open_, half = (GuidedController(gated(**changes, gate=g)) for g in (None, Gate(decay=0.0)))
+        for _ in range(6):
+            assert half.update(alignment=seen(-1.0)) == pytest.approx(0.5 * open_.update())
+    slow = GuidedController(gated(max_step=0.1))
+    assert slow.update(alignment=seen(-9.0)) == pytest.approx(0.4)
+    assert slow.update() == pytest.approx(0.3)
+
+
+def test_the_printed_average_has_no_gate() -> None:
+    with pytest.raises(ValueError, match="ema='literal': use state or none where there is a gate"):
+        ControllerConfig.paper(gate=Gate())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"form": "sign"}, "form='sign': use one of cosine, z"),
+        ({"at_zero": 1.5}, "at_zero=1.5"),
+        ({"slope": -1.0}, "slope=-1.0"),
+        ({"decay": 1.0}, "decay=1.0"),
+        ({"hysteresis": 2.0}, "hysteresis=2.0"),
+    ],
+)
+def test_errors_name_field_and_value(changes, message) -> None:
+    with pytest.raises(ValueError) as error:
+        Gate(**changes)
+    assert message in str(error.value)
+
+
+def test_state_survives_json_and_states_without_a_gate_are_read() -> None:
+    controller = GuidedController(gated(gate=Gate()))
+    for z in (1.0, -1.3, -0.7):
+        controller.update(alignment=seen(z, 0.3))
+    again = GuidedController(controller.config)
+    again.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert again.state == controller.state
+    assert again.update(alignment=seen(-2.0)) == controller.update(alignment=seen(-2.0))
+    plain = GuidedController().state_dict()
+    del plain["gate"]
+    assert ControllerState.from_dict(plain) == GuidedController().state
+
+
+def test_method_hands_each_measurement_on_once() -> None:
+    method = METHODS["gac-gated"](gate=Gate(decay=0.0), max_step=1.0)
+    state = {**method.init(), "alignment": list(seen(-1.0))}
+    state, mix = method.mix(state, Observation(1))
+    assert mix.mu == pytest.approx(0.35) and state["alignment"] is None
+    state, mix = method.mix(state, Observation(2))
+    assert mix.mu == pytest.approx(0.35)
+    with pytest.raises(ValueError, match="set signals: gradients"):
+        METHODS["gac"](gate=Gate())
+
+
+def likeness(completion: str, example: Any) -> float:
+    """What demonstrations look like: digit, mark, digit, mark."""
+    marks = (c in ".'" if i % 2 else c.isdigit() for i, c in enumerate(completion))
+    return sum(marks) / 5
+
+
+def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path) -> None:
+    """mu = 0 leaves the demonstrations out of the update, and their gradient is still measured."""
+    common = {"steps": 6, "reward": "tests.test_gate:likeness",
+              "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5}}  # fmt: skip
+    task = write_tiny(tmp_path)
+    method = {"name": "gac-gated", "max_step": 1.0, "gate": {"decay": 0.5}}
+    gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))
+    gated_run.state["controller"]["gate"] = [-9.0, 1.0, 1.0, 1.0, 0.0]
+    gated_run.run()
+    rows = metrics(tmp_path / "gated")
+    assert rows[0]["mu"] == 0.0
+    Trainer(tiny_config(task, tmp_path / "grpo", method={"name": "grpo"}, **common)).run()
+    grpo = metrics(tmp_path / "grpo")
+    assert rows[0]["grad_norm"] == pytest.approx(grpo[0]["grad_norm"], rel=1e-4)
+    assert rows[1]["z"] != -9.0 and rows[-1]["mu"] > 0  # measured at mu = 0, and open at last
+    for row in rows:
+        assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)

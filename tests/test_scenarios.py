@@ -1,0 +1,175 @@
+"""Data that changes in the middle of a run, and the demo's scenarios that are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from gac.config import ConfigError, dump, load
+from gac.data.feed import Feed
+from gac.data.shift import DemoShift, ShiftingOrder
+from gac.demo import scenarios, task
+from gac.model import ModelConfig, load_tokenizer
+from gac.rewards import NoisyReward, RewardNoise, build_reward
+from gac.train_config import TrainConfig
+from gac.training.trainer import Trainer
+
+from .tiny import metrics, tiny_config, write_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The tiny task with a second set of demonstrations, five of them."""
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"))
+    demos = [json.loads(line) for line in (folder / "demos.jsonl").read_text().splitlines()]
+    task.write_rows(folder / "wrong.jsonl", task.wrong(demos, seed=0)[:5])
+    return folder
+
+
+def shifted(tiny, out, **changes):
+    data = {
+        "prompts": str(tiny / "prompts.jsonl"), "demos": str(tiny / "demos.jsonl"),
+        "demo_shifts": [{"step": 3, "demos": str(tiny / "wrong.jsonl")}],
+    }  # fmt: skip
+    return tiny_config(tiny, out, **{"data": data, "steps": 6, "checkpoint_every": 1, **changes})
+
+
+def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_path):
+    config = shifted(tiny, tmp_path)
+    words = load_tokenizer(config.model)
+    whole, ranks = Feed(config, words, 0, 1), [Feed(config, words, i, 2) for i in (0, 1)]
+    plain = Feed(dataclasses.replace(config, data=dataclasses.replace(config.data,
+                 demo_shifts=None)), words, 0, 1)  # fmt: skip
+    seen = []
+    for step in range(6):
+        rows = whole.demo_rows(step)
+        assert len(rows) == 4
+        halves = [feed.demo_rows(step) for feed in ranks]
+        assert [r for pair in zip(*halves, strict=True) for r in pair] == rows
+        if step < 3:
+            assert rows == plain.demo_rows(step)
+        seen.append(rows)
+        if step in (1, 3):  # before the change and after it
+            saved = json.loads(json.dumps(whole.state_dict()))
+            whole = Feed(config, words, 0, 1)
+            whole.load_state_dict(saved)
+    wrong = {e.prompt + (e.demo or ()) for e in whole.demos[1]}
+    right = {e.prompt + (e.demo or ()) for e in whole.demos[0]}
+    assert all(row.ids in right - wrong for rows in seen[:3] for row in rows)
+    assert {row.ids for rows in seen[3:] for row in rows} == wrong  # 12 draws of 5 rows: all
+    with pytest.raises(ValueError, match="2 sets of demonstrations here and 1 in the saved"):
+        whole.load_state_dict(plain.state_dict())
+
+
+def test_one_set_keeps_the_state_of_earlier_versions():
+    order = ShiftingOrder([0], [7], seed=1)
+    assert [row for _, row in order.take(0, 3)] == order.orders[0]._permutation[:3]
+    assert order.state_dict() == order.orders[0].state_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"demo_shifts": [{"step": 0, "demos": "x"}]}}, "step=0: use a number >= 1"),
+        ({"data": {"demo_shifts": [{"step": 5, "demos": "x"}, {"step": 5, "demos": "y"}]}},
+         "steps [5, 5] must rise"),
+        ({"reward_noise": {"rate": 1.5}}, "rate=1.5: use a number in [0, 1]"),
+        ({"reward_noise": {"rate": 0.5, "start": -1}}, "start=-1: use a number >= 0"),
+    ],
+)  # fmt: skip
+def test_impossible_changes_are_refused(changes, message):
+    with pytest.raises(ConfigError) as error:
+        load(TrainConfig, changes)
+    assert message in str(error.value)
+
+
+def test_methods_that_read_the_prompts_demonstrations_refuse_shifts(tiny, tmp_path):
+    config = shifted(tiny, tmp_path, method="luffy")
+    with pytest.raises(ValueError, match="data.demo_shifts: method 'luffy' learns from"):
+        Feed(config, load_tokenizer(config.model), 0, 1)
+
+
+def test_noise_flips_its_share_from_its_step_on_and_repeats_itself():
+    right = build_reward("gac.demo.task:reward")
+    made = [NoisyReward(right, RewardNoise(0.35, start=3), seed=0, rank=rank) for rank in (0, 1)]
+    texts, gold = ["5"] * 4000, [SimpleNamespace(answer="5", id="x")] * 4000
+    assert made[0](texts, gold) == [1.0] * 4000  # step 0
+    found = {}
+    for step in (2, 3, 4):
+        for rank, reward in enumerate(made):
+            reward.at(step)
+            found[step, rank] = reward(texts, gold)
+    assert found[2, 0] == [1.0] * 4000
+    assert sum(found[3, 0]) / 4000 == pytest.approx(0.65, abs=0.03)  # 4 standard errors
+    assert len({tuple(found[key]) for key in [(3, 0), (3, 1), (4, 0)]}) == 3
+    made[0].at(3)
+    assert made[0](texts[:2000], gold[:2000]) + made[0](texts[2000:], gold[2000:]) == found[3, 0]
+    low = NoisyReward(right, RewardNoise(1.0, low=-1.0), seed=0)
+    assert low(texts[:1], gold[:1]) == [-1.0]
+
+
+def test_a_run_with_both_resumes_and_is_evaluated_without_noise(tiny, tmp_path):
+    changes = {"reward_noise": {"rate": 1.0, "start": 2, "high": 1.0}}
+    config = shifted(tiny, tmp_path / "whole", **changes)
+    whole = Trainer(config)
+    whole.run()
+    rows = metrics(tmp_path / "whole")
+    plain = shifted(tiny, tmp_path / "plain", data=dump(tiny_config(tiny, tmp_path))["data"])
+    Trainer(plain).run()
+    before = metrics(tmp_path / "plain")
+    assert rows[:2] == before[:2]
+    # the same responses in step 2, for the weights are the same, and every reward is flipped
+    assert rows[2]["reward_mean"] == pytest.approx(1 - before[2]["reward_mean"])
+    assert rows[2]["demo_loss"] == before[2]["demo_loss"]
+    first = (json.loads((tmp_path / name / "eval.jsonl").read_text().splitlines()[0])["accuracy"]
+             for name in ("whole", "plain"))  # fmt: skip
+    assert len(set(first)) == 1
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (5, 6):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-0000000{step}", ignore_errors=True)
+    again = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
+    again.run()
+    assert metrics(tmp_path / "cut") == rows and again.state == whole.state
+
+
+def test_wrong_demonstrations_keep_their_form():
+    rows = task.rows(random.Random(0), ["-"] * 64, {"-": 0.3})
+    spoilt = task.wrong(rows, seed=0)
+    assert [r["solution"][1::2] for r in spoilt] == [r["solution"][1::2] for r in rows]
+    rewards = [task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in spoilt]
+    assert sum(rewards) == 0 and task.wrong(rows, seed=0) == spoilt != task.wrong(rows, seed=1)
+
+
+def random_base(out, steps, seeds, gate, data):
+    """In place of training, which the demo's own tests cover; its size is the demo's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = out / f"{data}-{seeds[0]}"
+    if not made.exists():
+        config = AutoConfig.from_pretrained(out / "task" / "init")
+        AutoModelForCausalLM.from_config(config).save_pretrained(made)
+        load_tokenizer(ModelConfig(str(out / "task" / "init"))).save_pretrained(made)
+    return made
+
+
+def test_every_scenario_is_a_configuration_that_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scenarios, "make_base", random_base)
+    assert scenarios.main(["--out", str(tmp_path), "--steps", "5"]) == 0
+    assert "spoil.yaml: demonstrations whose digits are random" in capsys.readouterr().out
+    found = {name: load(TrainConfig, tmp_path / f"{name}.yaml") for name in scenarios.SCENARIOS}
+    shift = found["spoil"].data.demo_shifts
+    assert shift == (DemoShift(2, str(tmp_path / "task/wrong.jsonl")),)
+    assert found["late"].data.demo_shifts == (DemoShift(2, str(tmp_path / "task/demos.jsonl")),)
+    assert found["noisy"].reward_noise == RewardNoise(0.35, start=2)
+    assert len({config.model.path for config in found.values()}) == 3
+    for name in ("late", "sparse"):
+        changes = ["steps=3", "method=constant", f"out={tmp_path}/run-{name}"]
+        Trainer(load(TrainConfig, tmp_path / f"{name}.yaml", changes)).run()
+        evaluation = json.loads((tmp_path / f"run-{name}/eval.jsonl").read_text().splitlines()[-1])
+        assert evaluation["step"] == 3 and ("accuracy/+" in evaluation) == (name == "late")
