@@ -47,7 +47,7 @@ class Example:
     demo: tuple[int, ...] | None
     """Token ids of the expert response, ending with EOS."""
     extra: Mapping[str, Any]
-    """The row's other fields, for custom rewards."""
+    """All fields of the row as read, the raw prompt included, for rewards."""
 
 
 class Examples(list[Example]):
@@ -229,7 +229,6 @@ def _encode(
     if carried and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token: demonstrations could not end")
     encoded = iter(_tokenize(tokenizer, carried, special=False))
-    used = {config.prompt_field, config.answer_field, config.demo_field, config.id_field}
     examples = []
     for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
         if not prompt:
@@ -241,7 +240,7 @@ def _encode(
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
                 demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
-                extra={name: value for name, value in row.fields.items() if name not in used},
+                extra=dict(row.fields),
             )
         )
     return examples

@@ -2,6 +2,7 @@
 
 from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table
+from .code import CodeReward
 from .combine import SumReward
 from .mathematics import MathReward
 from .tally import Tally, in_use
@@ -10,6 +11,7 @@ from .text import ChoiceReward, ExactReward, FormatReward
 __all__ = [
     "REWARDS",
     "ChoiceReward",
+    "CodeReward",
     "ExactReward",
     "FormatReward",
     "MathReward",
