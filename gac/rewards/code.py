@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..sandbox.pool import Outcome as Ran
-from ..sandbox.pool import Pool, Program, SandboxError, Tests
+from ..sandbox.pool import Pool, Program, SandboxError, Suite
 from .base import Outcome, Reward
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Case:
 class Task:
     """What a row asks of a program: tests to pass, or cases to answer."""
 
-    tests: Tests | None
+    tests: Suite | None
     cases: tuple[Case, ...]
     prompt: str
     """Code that the program may continue, or ""."""
@@ -175,7 +175,7 @@ class CodeReward(Reward):
         prompt = self._text(example, self._prompt_field)
         prompt = prompt if entry_point and entry_point in names_defined(prompt) else ""
         return Task(
-            Tests(tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial),
+            Suite(tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial),
             (),
             prompt,
         )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from . import server
 from .server import LAYERS, Layers, SandboxError, Server
 
-__all__ = ["LAYERS", "Layers", "Outcome", "Pool", "Program", "SandboxError", "Tests"]
+__all__ = ["LAYERS", "Layers", "Outcome", "Pool", "Program", "SandboxError", "Suite"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Tests:
+class Suite:
     """What the judge gets; see `judge.judge`."""
 
     tests: tuple[str, ...]
@@ -108,7 +108,7 @@ class Pool:
         """
         return self._current().layers
 
-    def check(self, program: Program, tests: Tests, cpu_seconds: int, memory_mb: int) -> Outcome:
+    def check(self, program: Program, tests: Suite, cpu_seconds: int, memory_mb: int) -> Outcome:
         """Run `tests` against `program`.
 
         Raises:
