@@ -331,7 +331,7 @@ ODD = {
     "memory in one piece": ("print('END', flush=True)\nbytearray(1 << 40)", {"ended"}),
     "memory bit by bit": (
         "print('END', flush=True)\nkept = []\nwhile True: kept.append(bytearray(1 << 20))",
-        {"ended", "crash"},
+        {"ended", "crash", "stalled"},
     ),
     "endless recursion": (
         "print('END', flush=True)\ndef f(): f()\nf()",
@@ -420,11 +420,11 @@ def add(a, b): return Same()
 class Same(int):
     {_EQUAL}{_ANY}pass
 def add(a, b): return Same(5)
-=== a text equal to everything
+=== a text equal to everything # fools
 class Same(str):
     {_EQUAL}{_ANY}pass
 def add(a, b): return Same("5")
-=== a list equal to everything
+=== a list equal to everything # fools
 class Same(list):
     {_EQUAL}{_ANY}pass
 def add(a, b): return Same([5])

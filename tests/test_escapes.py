@@ -98,7 +98,9 @@ def said(outcome: Outcome) -> Said:
         if line.startswith("refused "):
             _, code, label = line.split(" ", 2)
             refused[label] = code
-    starting = {word: [line for line in lines if line.startswith(word)] for word in ("DONE", "broken")}
+    starting = {
+        word: [line for line in lines if line.startswith(word)] for word in ("DONE", "broken")
+    }
     return Said(refused, starting["DONE"], starting["broken"], lines[-1:] == ["END"])
 
 

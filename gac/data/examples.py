@@ -26,6 +26,7 @@ __all__ = [
     "Order",
     "load_demos",
     "load_prompts",
+    "load_references",
     "read_rows",
 ]
 
@@ -183,6 +184,34 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     examples = _encode(config, tokenizer, rows, dropped, answers=False)
     kept = [_within(config, example, dropped) for example in examples]
     return _finish(source, [example for example in kept if example and example.demo], dropped)
+
+
+def load_references(config: DataConfig) -> list[tuple[Example, str]]:
+    """The rows of `config.prompts`, each with its own solution: `demo_field`, else `answer_field`.
+
+    Needs no tokenizer: the examples have no token ids. Rows without a solution are left out.
+
+    Raises:
+        DataError: a bad row; names file, line and field.
+        ValueError: no source, or nothing left.
+    """
+    if config.prompts is None:
+        raise ValueError("prompts is not set: name a .jsonl file, a folder or 'name:split'")
+    dropped: Counter[str] = Counter()
+    found = []
+    for row in _select(config, "prompts", config.prompts, dropped):
+        answer = _answer(config, row, required=False)
+        demo = row.text(config.demo_field, required=False) if config.demo_field else None
+        if (solution := demo or answer) is None:
+            dropped["without a solution"] += 1
+            continue
+        name = row.text(config.id_field, required=False) or row.place
+        text = row.text(config.prompt_field) or ""
+        found.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
+    if not found:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
+        raise ValueError(f"{config.prompts}: no row is left (dropped: {reasons})")
+    return found
 
 
 def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from .base import Outcome, Reward
 
 if TYPE_CHECKING:
     from ..data import Example
+
+logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
@@ -43,7 +46,7 @@ class Case:
 class Task:
     """What a row asks of a program: tests to pass, or cases to answer."""
 
-    tests: Suite | None
+    suite: Suite | None
     cases: tuple[Case, ...]
     prompt: str
     """Code that the program may continue, or ""."""
@@ -119,6 +122,7 @@ class CodeReward(Reward):
     ) -> Sequence[Outcome]:
         outcomes: list[Outcome] = [0.0] * len(completions)
         wanted: dict[int, tuple[str, Task]] = {}
+        events: Counter[str] = Counter()
         for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
             program = program_of(completion)
             try:
@@ -129,19 +133,37 @@ class CodeReward(Reward):
             if program.strip():
                 wanted[row] = program, task
             else:
-                self._counts["no_program"] += 1
+                events["no_program"] += 1
         distinct = list(dict.fromkeys(wanted.values()))  # rollouts of one prompt often agree
         graded = dict(zip(distinct, self._pool.map(self._grade, distinct), strict=True))
         for row, pair in wanted.items():
             outcomes[row], event = graded[pair]
             if event:
-                self._counts[event] += 1
+                events[event] += 1
+        self._counts.update(events)
+        if events:
+            shown = ", ".join(f"{count} {name}" for name, count in events.items())
+            logger.info("code reward: %s among %d completions", shown, len(completions))
         return outcomes
 
     def counts(self) -> dict[str, int]:
         """Completions so far whose program ran out of CPU time (`timeouts`) or of the wall limit
         (`stalled`), ended by a signal (`crashes`), or was not there (`no_program`)."""
         return dict(self._counts)
+
+    def explain(self, completion: str, example: Example) -> str:
+        """The first failure of the program, in a line."""
+        program = program_of(completion)
+        task = self._task(example)
+        if task.suite is not None:
+            ran = self._check(program, task, task.suite)
+            return f"{ran.problem or 'no verdict'} ({ran.ending})"
+        for number, case in enumerate(task.cases, start=1):
+            ran = self._run_case(Program(program), case)
+            if not _answers(ran, case):
+                wrote = f"wrote {ran.stdout!r:.200}, expected {case.stdout!r:.200}"
+                return f"case {number} ({case.stdin!r:.80}): {wrote} ({ran.ending}, {ran.status})"
+        return ""
 
     def close(self) -> None:
         """End the processes (of every code reward with the same workers, packages and layers)."""
@@ -189,15 +211,16 @@ class CodeReward(Reward):
     def _grade(self, pair: tuple[str, Task]) -> tuple[Outcome, str]:
         """The reward of one program, and the name of the count that goes up, or ""."""
         text, task = pair
-        if task.tests is None:
+        if task.suite is None:
             return self._run_cases(Program(text), task.cases)
-        tests = task.tests
-        imports = imports_of(tests.setup)
-        program = Program(text, imports, task.prompt, tests.entry_point)
-        ran = self._pool.check(program, tests, *self._limits)
+        ran = self._check(text, task, task.suite)
         if ran.row_problem:
             return RowProblem(ran.row_problem), ""
         return self._settled(ran.passed), _COUNTED.get(ran.ending, "")
+
+    def _check(self, text: str, task: Task, suite: Suite) -> Ran:
+        program = Program(text, imports_of(suite.setup), task.prompt, suite.entry_point)
+        return self._pool.check(program, suite, *self._limits)
 
     def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[Outcome, str]:
         passed = [False] * len(cases)
@@ -205,11 +228,7 @@ class CodeReward(Reward):
         for number, case in enumerate(cases):
             ran = self._run_case(program, case)
             event = event or _COUNTED.get(ran.ending, "")
-            passed[number] = (
-                ran.ending == "ended"
-                and ran.status == 0
-                and _lines(ran.stdout) == _lines(case.stdout)
-            )
+            passed[number] = _answers(ran, case)
             # an endless program costs its time limit once
             if ran.ending in ("timeout", "stalled") or not (passed[number] or self._partial):
                 break
@@ -289,6 +308,11 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
             f"{field!r} must be a list of [stdin, expected stdout], both text, got {value!r:.80}"
         )
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
+
+
+def _answers(ran: Ran, case: Case) -> bool:
+    ended = ran.ending == "ended" and ran.status == 0
+    return ended and _lines(ran.stdout) == _lines(case.stdout)
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -176,8 +176,8 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
         entries = {spec["entry_point"]}
     nothing: Verdict = {"passed": [False] * len(tests)}
 
-    module = types.ModuleType("tests")
-    sys.modules["tests"] = module
+    module = types.ModuleType("__tests__")
+    sys.modules["__tests__"] = module
     namespace = module.__dict__
     namespace["__builtins__"] = builtins
     namespace |= {name: sys.modules[name] for name in used & set(sys.modules) if _standard(name)}

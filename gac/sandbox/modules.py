@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -64,6 +65,12 @@ def open_standard_streams() -> None:
     call that also takes paths, and so is refused later.
     """
     found = {0: os.fstat(0), 1: os.fstat(1)}
-    os.fstat = lambda fd: found[fd]
+
+    def fstat(fd: int) -> os.stat_result:
+        if fd not in found:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return found[fd]
+
+    os.fstat = fstat
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")

@@ -86,7 +86,11 @@ class Pool:
     """
 
     def __init__(
-        self, *, workers: int | None = None, preload: Sequence[str] = (), require: Sequence[str] = ()
+        self,
+        *,
+        workers: int | None = None,
+        preload: Sequence[str] = (),
+        require: Sequence[str] = (),
     ) -> None:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -110,6 +111,7 @@ class Zygote:
             return pid
         status = 1
         try:
+            random.seed(0)  # Python seeds it anew after a fork; verdicts should not vary
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             confine.die_with(parent)
