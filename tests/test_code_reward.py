@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import gzip
-import json
 import sys
-import warnings
 
 import pytest
 
-from gac.cli import main
-from gac.data import DataConfig, Example
-from gac.data.examples import load_references
+from gac.data import Example
 from gac.rewards import RewardError, build_reward
-from gac.rewards.check import check
 from gac.rewards.code import program_of
 from gac.sandbox.solver import assemble
 
@@ -78,7 +71,10 @@ PROMPT = 'import math\n\ndef area(r):\n    """The area."""\n'
         ("    return math.pi * r\n", PROMPT + "    return math.pi * r\n"),
         ("    return 1\n\nprint(area(1))\n", PROMPT + "    return 1\n\n"),
         ("    return 1\n# done\ndef other(): pass\n", PROMPT + "    return 1\n# done\n"),
-        ('    x = """\na\n"""\n    return x\nexit()', PROMPT + '    x = """\na\n"""\n    return x\n'),
+        (
+            '    x = """\na\n"""\n    return x\nexit()',
+            PROMPT + '    x = """\na\n"""\n    return x\n',
+        ),
         ("def area(r): return 2", "def area(r): return 2"),
         ("area = lambda r: 2", "area = lambda r: 2"),
     ],
@@ -113,7 +109,10 @@ def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
 
 
 def test_check_is_called_with_the_entry_point(reward):
-    row = {"entry_point": "add", "tests": ["def check(candidate):\n    assert candidate(1, 2) == 3"]}
+    row = {
+        "entry_point": "add",
+        "tests": ["def check(candidate):\n    assert candidate(1, 2) == 3"],
+    }
     assert score(reward, GOOD, **row) == 1.0
     assert score(reward, BAD, **row) == 0.0
     assert score(reward, "def other(): pass", **row) == 0.0
@@ -144,7 +143,8 @@ limit = 10
         "assert same(root) == root and same(root) is not root.left and same(root.left) != root",
         "assert root and not Node(0)",
         "assert kinds(3, int) and limit == 10",
-        "assert sorted(same({3, 1})) == [1, 3] and same((1, [2.5], {'a': b'b'})) == (1, [2.5], {'a': b'b'})",
+        "assert sorted(same({3, 1})) == [1, 3]",
+        "assert same((1, [2.5], {'a': b'b'})) == (1, [2.5], {'a': b'b'})",
     ]  # fmt: skip
     outcome = build_reward({"name": "code", "partial": True})
     assert score(outcome, program, tests=tests) == 1.0
@@ -153,8 +153,8 @@ limit = 10
 def test_exceptions_cross_as_builtin_ones(reward):
     program = "class Mine(ValueError): pass\ndef f(x):\n    raise (Mine if x else KeyError)('no')"
     tests = [
-        "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert False",
-        "try:\n    f(0)\nexcept KeyError as e:\n    assert e.args == ('no',)\nelse:\n    assert False",
+        "try: f(1)\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False",
+        "try: f(0)\nexcept KeyError as e: assert e.args == ('no',)\nelse: assert False",
     ]
     assert score(reward, program, tests=tests) == 1.0
 
@@ -163,11 +163,14 @@ def test_scripts_read_and_write(reward):
     cases = [["3\n", "6\n"], ["5\n", "10"]]
     double = "```python\nprint(int(input()) * 2)\n```"
     assert score(reward, double, cases=cases) == 1.0
-    assert score(reward, "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '  \\n\\n')",
-                 cases=cases) == 1.0  # fmt: skip
-    assert score(reward, "import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))",
-                 cases=cases) == 1.0  # fmt: skip
-    threaded = "import threading\ndef main(): print(2 * int(input()))\nthreading.Thread(target=main).start()"
+    spaces = "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '  \\n\\n')"
+    assert score(reward, spaces, cases=cases) == 1.0
+    sized = "import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))"
+    assert score(reward, sized, cases=cases) == 1.0
+    threaded = (
+        "import threading\ndef main(): print(2 * int(input()))\n"
+        "threading.Thread(target=main).start()"
+    )
     assert score(reward, threaded, cases=cases) == 1.0
     assert score(reward, "print(6)", cases=cases) == 0.0
     assert score(reward, "print(int(input()) * 2)\nraise ValueError", cases=cases) == 0.0
@@ -179,7 +182,12 @@ def test_scripts_read_and_write(reward):
 
 def test_packages_are_there_when_they_are_preloaded():
     program = "import numpy as np\ndef f(x): return np.asarray(x).sum()"
-    row = {"tests": ["assert f([1, 2]) == 3", "import random, numpy\nassert f(numpy.ones(3).tolist()) == 3"]}
+    row = {
+        "tests": [
+            "assert f([1, 2]) == 3",
+            "import random, numpy\nassert f(numpy.ones(3).tolist()) == 3",
+        ]
+    }
     reward = build_reward({"name": "code", "preload": ["numpy"], "workers": 1})
     assert score(reward, program, **row) == 1.0
     reward.close()
@@ -257,7 +265,9 @@ def test_a_row_that_no_program_could_pass_is_named(reward, row, words):
 def test_a_program_cannot_blame_the_row(reward, program):
     row = {"setup": "value = CONFIG['a']"} if "CONFIG" in program else {}
     program += "\n#"
-    assert score(reward, program, tests=["r = add(1, 2)", "assert r == 3", "add(r, r)"], **row) == 0.0
+    assert (
+        score(reward, program, tests=["r = add(1, 2)", "assert r == 3", "add(r, r)"], **row) == 0.0
+    )
 
 
 def test_on_error_drop_counts_the_row():
@@ -284,160 +294,3 @@ def test_on_error_drop_counts_the_row():
 def test_bad_options_are_named(options, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         build_reward({"name": "code", **options})
-
-
-# --- real data ------------------------------------------------------------------------------------
-
-SETS = {
-    "humaneval": ({}, 131),
-    "mbpp": ({"setup_field": "test_setup_code"}, 779),
-}
-
-
-def references(data_dir, name, limit=None):
-    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit)
-    return load_references(config)
-
-
-def grade(name, pairs):
-    reward = build_reward({"name": "code", "timeout": 10, **SETS[name][0]})  # mbpp/123 takes 3
-    return reward([text for _, text in pairs], [example for example, _ in pairs])
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_references_pass(data_dir, name):
-    pairs = references(data_dir, name, limit=20)
-    assert grade(name, pairs) == [1.0] * 20
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.parametrize("name", SETS)
-def test_all_references_pass(data_dir, name):
-    pairs = references(data_dir, name)
-    scores = grade(name, pairs)
-    assert [example.id for (example, _), s in zip(pairs, scores, strict=True) if s != 1.0] == []
-    assert len(scores) == SETS[name][1]
-
-
-class Wrong(ast.NodeTransformer):
-    """Every `return` gives a text that no test expects."""
-
-    def visit_Return(self, node):
-        return ast.Return(ast.Constant("no test expects this"))
-
-
-class Swapped(ast.NodeTransformer):
-    """Operators change sides: + and -, * and //, < and >=, == and !=."""
-
-    PAIRS = (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.GtE), (ast.Eq, ast.NotEq)
-    TABLE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}  # noqa: RUF012 - a constant
-
-    def visit_BinOp(self, node):
-        self.generic_visit(node)
-        node.op = self.TABLE.get(type(node.op), type(node.op))()
-        return node
-
-    def visit_Compare(self, node):
-        self.generic_visit(node)
-        node.ops = [self.TABLE.get(type(op), type(op))() for op in node.ops]
-        return node
-
-
-def mutant(kind, example, text):
-    """The reference, changed; HumanEval's is the body of its prompt's function."""
-    whole = example.extra["prompt"] + text if "entry_point" in example.extra else text
-    with warnings.catch_warnings(action="ignore"):  # escapes that Python does not know
-        tree = ast.parse(whole)
-    return ast.unparse(ast.fix_missing_locations(kind().visit(tree)))
-
-
-def plain_script(example, program):
-    """The usual way: program, setup and tests in one process; its exit status decides."""
-    parts = [program, example.extra.get("test_setup_code", ""), *example.extra["tests"]]
-    if "entry_point" in example.extra:
-        parts.append(f"check({example.extra['entry_point']})")
-    texts = json.dumps(parts)
-    return f"import json\nspace = {{}}\nfor text in json.loads({texts!r}): exec(text, space)"
-
-
-def verdicts(name, kind, pairs):
-    """(ours, plain exec's) of the changed references."""
-    reward = build_reward({"name": "code", "timeout": 2, **SETS[name][0]})
-    examples = [example for example, _ in pairs]
-    programs = [mutant(kind, example, text) for example, text in pairs]
-    scripts = [Example("x", (), "", None, None, {"cases": [["", ""]]}) for _ in pairs]
-    quiet = [
-        "import io, sys\nsys.stdout = io.StringIO()\n" + plain_script(*pair)
-        for pair in zip(examples, programs, strict=True)
-    ]
-    return reward(programs, examples), reward(quiet, scripts)
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("kind", [Wrong, Swapped], ids=lambda kind: kind.__name__)
-def test_mutants_fail_as_under_plain_exec(data_dir, name, kind):
-    ours, plain = verdicts(name, kind, references(data_dir, name, limit=20))
-    assert ours == plain
-    assert ours.count(0.0) >= 8  # the others have no such operator
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("kind", [Wrong, Swapped], ids=lambda kind: kind.__name__)
-def test_all_mutants_fail_as_under_plain_exec(data_dir, name, kind):
-    pairs = references(data_dir, name)
-    ours, plain = verdicts(name, kind, pairs)
-    both = zip(pairs, ours, plain, strict=True)
-    assert [example.id for (example, _), a, b in both if a != b] == []
-    assert kind is not Wrong or set(ours) == {0.0}
-
-
-# --- gac rewards check ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def config(tmp_path):
-    rows = [
-        {"id": "good", "prompt": "add", "answer": GOOD, "tests": TESTS},
-        {"id": "wrong", "prompt": "add", "answer": BAD, "tests": TESTS},
-        {"id": "broken", "prompt": "add", "answer": GOOD, "tests": ["assert ("]},
-        {"id": "case", "prompt": "echo", "answer": "print(1)", "cases": [["", "2"]]},
-    ]
-    data = tmp_path / "rows.jsonl.gz"
-    with gzip.open(data, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    path = tmp_path / "train.yaml"
-    path.write_text(f"data:\n  prompts: {data}\nreward: code\nmodel:\n  path: none\nsteps: 5\n")
-    return path
-
-
-def test_check_names_the_rows_whose_solution_fails(config):
-    found = check(config)
-    assert found.rows == 4
-    assert [failing.row for failing in found.failing] == ["wrong", "broken", "case"]
-    wrong, broken, case = (failing.reason for failing in found.failing)
-    assert wrong.startswith("earns 0; test 1 (assert add(1, 2) == 3): AssertionError")
-    assert broken.startswith("its test 1 is not Python")
-    assert "wrote b'1\\n', expected b'2'" in case
-
-
-def test_check_on_the_command_line(config, capsys):
-    assert main(["rewards", "check", str(config)]) == 1
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("wrong: earns 0") and printed[-1] == "1 of 4 rows pass"
-    assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
-    assert capsys.readouterr().out == "1 of 1 rows pass\n"
-
-
-def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
-    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1}
-    assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
-    tasks = {"a": {"data": data, "reward": "code"}, "b": {"data": data, "reward": "code"}}
-    assert check({"tasks": tasks}).rows == 2
-    assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
-    assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
-    config.write_text("reward: code")
-    assert main(["rewards", "check", str(config)]) == 2
-    assert "has no data: give data.prompts" in capsys.readouterr().err

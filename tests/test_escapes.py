@@ -17,6 +17,8 @@ from gac.sandbox import server
 from gac.sandbox.pool import Outcome, Pool, Program, Suite
 
 from . import escapes
+from .fakes import TESTS
+from .fakes import fakes as all_fakes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux"),
@@ -74,8 +76,8 @@ def run(pool: Pool, text: str, cpu_seconds=1, output=1 << 20) -> Outcome:
 
 
 def works(pool: Pool) -> bool:
-    good = pool.check(Program("def add(a, b): return a + b"), Suite(escapes.TESTS), 5, 256)
-    return good.passed == (True,) * len(escapes.TESTS)
+    good = pool.check(Program("def add(a, b): return a + b"), Suite(TESTS), 5, 256)
+    return good.passed == (True,) * len(TESTS)
 
 
 # --- the system -----------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_with_the_layers_off_the_same_attempts_work(open_pool):
 
 
 def test_there_are_enough_attempts():
-    assert len(escapes.SYSTEM) >= 28 and len(escapes.ODD) >= 10 and len(escapes.fakes()) >= 33
+    assert len(escapes.SYSTEM) >= 28 and len(escapes.ODD) >= 10 and len(all_fakes()) >= 33
     assert sum(len(escapes.operations(name)) for name in escapes.SYSTEM) >= 190
 
 
@@ -157,14 +159,14 @@ for test in {tests!r}:
 def plainly(pool: Pool, text: str) -> tuple[bool, bool]:
     """(Did the program come to its end, does it pass) where it shares a process with the tests."""
     text = text.replace("#END", "print('END', flush=True)")
-    outcome = run(pool, _PLAIN.format(program=text, tests=escapes.TESTS))
+    outcome = run(pool, _PLAIN.format(program=text, tests=TESTS))
     return b"END" in outcome.stdout, (outcome.ending, outcome.status) == ("ended", 0)
 
 
 def test_no_fake_passes(pool):
-    fakes = escapes.fakes()
+    fakes = all_fakes()
     programs = [Program(text) for text, _ in fakes.values()]
-    outcomes = pool.map(lambda p: pool.check(p, Suite(escapes.TESTS), 1, 256), programs)
+    outcomes = pool.map(lambda p: pool.check(p, Suite(TESTS), 1, 256), programs)
     passing = [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
     assert not passing
     assert not [outcome for outcome in outcomes if outcome.row_problem]  # that would stop training
@@ -172,7 +174,7 @@ def test_no_fake_passes(pool):
 
 
 def test_many_fakes_pass_where_the_program_shares_a_process_with_its_tests(open_pool):
-    fakes = escapes.fakes()
+    fakes = all_fakes()
     found = open_pool.map(lambda fake: plainly(open_pool, fake[0]), list(fakes.values()))
     early = [name for name, (ended, _) in zip(fakes, found, strict=True) if not ended]
     assert not early  # a program that breaks before its trick would prove nothing

@@ -5,12 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,38 +14,10 @@ import pytest
 from gac.sandbox import server
 from gac.sandbox.pool import Pool, Program, SandboxError, Suite
 
+from .sandboxes import command, passes, patch_server, prints, processes_below, without_namespaces
+
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
-
-GOOD = Program("def add(a, b): return a + b")
-SUITE = Suite(("assert add(1, 2) == 3",))
-PACKAGE = str(Path(server.__file__).parent.parent)
-
-
-def passes(pool, program=GOOD, suite=SUITE):
-    return pool.check(program, suite, 5, 256).passed == (True,) * len(suite.tests)
-
-
-def prints(pool, text, cpu_seconds=5):
-    return pool.run(Program(text), b"", cpu_seconds, 256, 1 << 20).stdout.decode()
-
-
-@pytest.fixture
-def patch_server(monkeypatch):
-    """Run Python in the fork server before it starts, outside of namespaces."""
-
-    def patch(text):
-        start = server.START.replace("from sandbox.zygote", f"{text}\nfrom sandbox.zygote")
-        monkeypatch.setattr(server, "START", start)
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-
-    return patch
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """No namespaces, so that process numbers are the same on both sides."""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
 @pytest.fixture
@@ -57,38 +25,6 @@ def pool():
     pool = Pool(workers=2)
     yield pool
     pool.close()
-
-
-def processes_below(pid):
-    """Living descendants of `pid`."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
-            continue
-        if name[0] not in "ZX":
-            children.setdefault(int(name[1]), []).append(int(entry.parent.name))
-    found, queue = [], [pid]
-    while queue:
-        for child in children.get(queue.pop(), []):
-            found.append(child)
-            queue.append(child)
-    return found
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 # --- what protects, and what is said about it -----------------------------------------------------
@@ -103,12 +39,15 @@ def test_one_line_names_the_layers(caplog, pool):
     assert {*layers.active, *layers.missing} == set(server.LAYERS)
 
 
-def test_what_is_missing_is_in_the_line(patch_server):
-    patch_server("""
+def test_what_is_missing_is_in_the_line(monkeypatch):
+    patch_server(
+        monkeypatch,
+        """
 from sandbox import confine
 def absent(): raise OSError(38, "Function not implemented")
 confine.landlock_rules = absent
-""")
+""",
+    )
     pool = Pool(workers=1)
     shown = str(pool.start())
     assert "no landlock: Function not implemented" in shown
@@ -133,8 +72,8 @@ confine.landlock_rules = absent
     ],
     ids=["no libseccomp", "no filter", "a hole in the filter", "no permission", "no start"],
 )  # fmt: skip
-def test_without_the_minimum_nothing_runs(patch_server, patch, words):
-    patch_server(patch)
+def test_without_the_minimum_nothing_runs(monkeypatch, patch, words):
+    patch_server(monkeypatch, patch)
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match=f"cannot be run safely here: .*{words}"):
         pool.start()
@@ -144,14 +83,8 @@ def test_without_the_minimum_nothing_runs(patch_server, patch, words):
     pool.close()
 
 
-def command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def test_require_raises_the_minimum(plain):
+def test_require_raises_the_minimum(monkeypatch):
+    without_namespaces(monkeypatch)
     pool = Pool(workers=1, require=["seccomp", "namespaces"])
     with pytest.raises(SandboxError, match="no namespaces: bwrap not installed"):
         pool.start()
@@ -164,9 +97,9 @@ def test_namespaces_are_used_where_bubblewrap_works(pool):
     if "namespaces" not in layers.active:
         pytest.skip(f"bubblewrap does not work here: {layers.missing['namespaces']}")
     assert passes(pool)
-    ours = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("net", "ipc", "pid")}
+    ours = {name: Path(f"/proc/self/ns/{name}").readlink() for name in ("net", "ipc", "pid")}
     [zygote] = [p for p in processes_below(os.getpid()) if command(p).startswith(sys.executable)]
-    inside = {name: os.readlink(f"/proc/{zygote}/ns/{name}") for name in ours}
+    inside = {name: Path(f"/proc/{zygote}/ns/{name}").readlink() for name in ours}
     assert all(inside[name] != ours[name] for name in ours)
 
 
@@ -253,7 +186,9 @@ def test_programs_have_the_standard_library(pool):
     )
     outcome = pool.check(Program(text + "def f(): pass"), Suite(("f()",)), 5, 256)
     assert "No module named 'numpy_is_not_here'" in outcome.problem
-    late = "import time\nprint(time.strptime('2024', '%Y').tm_year, 'a'.encode('utf-16-le'))\nexit()"
+    late = (
+        "import time\nprint(time.strptime('2024', '%Y').tm_year, 'a'.encode('utf-16-le'))\nexit()"
+    )
     assert prints(pool, late) == "2024 b'a\\x00'\n"
 
 
@@ -293,7 +228,7 @@ def test_nothing_is_written_to_disk(tmp_path):
         "pool.close()\n"
         "writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT\n"
         "named = [a for a in opened if isinstance(a[0], str) and a[0] != os.devnull]\n"
-        "print(len(named) > 0, [a for a in named if (a[2] or 0) & writing])\n"
+        "print(len(opened) > 0, [a for a in named if (a[2] or 0) & writing])\n"
     )
     run = subprocess.run(
         [sys.executable, "-B", "-c", script], capture_output=True, text=True, timeout=60,
@@ -308,214 +243,3 @@ def test_no_memory_for_a_program_is_an_error_not_a_score(monkeypatch, pool):
     monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))
     with pytest.raises(SandboxError, match="no memory file for a program: No space left"):
         passes(pool)
-
-
-# --- who dies with whom ---------------------------------------------------------------------------
-
-
-def test_a_server_that_dies_is_started_again(plain, caplog):
-    pool = Pool(workers=2)
-    pool.start()
-    [zygote] = processes_below(os.getpid())[-1:]
-    with ThreadPoolExecutor(1) as other:
-        slow = Program("import time\ntime.sleep(0.5)\ndef add(a, b): return a + b")
-        running = other.submit(passes, pool, slow)
-        assert wait_until(lambda: len(processes_below(zygote)) == 2)
-        children = processes_below(zygote)
-        os.kill(zygote, signal.SIGKILL)
-        assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
-        assert running.result(60)  # it was run again
-    assert passes(pool)
-    assert "ended unexpectedly; it is started again" in caplog.text
-    pool.close()
-
-
-def test_a_server_that_always_dies_is_an_error_not_a_score(patch_server):
-    patch_server("from sandbox import zygote; zygote.Zygote.start = lambda *a: exit()")
-    pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match="gave up after 3 attempts: its fork server died"):
-        passes(pool)
-    pool.close()
-
-
-def test_a_machine_without_processes_is_an_error_not_a_score(patch_server):
-    patch_server(
-        "from sandbox import zygote\n"
-        "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
-        "import sandbox.probe; sandbox.probe.prove = lambda zygote: None\n"
-        "zygote.Zygote.fork = full"
-    )
-    pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match="3 attempts: cannot start a process: Resource"):
-        passes(pool)
-    pool.close()
-
-
-def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(patch_server):
-    patch_server(
-        "from sandbox import zygote, confine, probe\n"
-        "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
-        "def prove(zygote): confine.filter_calls = refuse\n"
-        "probe.prove = prove"
-    )
-    pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match="a process ended before it could begin"):
-        passes(pool)
-    pool.close()
-
-
-ORPHAN = """
-import os, sys, threading, time
-from gac.sandbox.pool import Pool, Program, Suite
-pool = Pool(workers=2)
-starter = threading.Thread(target=pool.start)  # the thread that starts the server may end
-starter.start()
-starter.join()
-endless = Program(sys.argv[2])
-threading.Thread(target=pool.check, args=(endless, Suite(("f()",)), 60, 256), daemon=True).start()
-forked = os.fork() if sys.argv[1] == "fork" else 0
-if sys.argv[1] == "fork" and not forked:
-    time.sleep(60)  # holds everything open that the parent had
-print(forked, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("mode", ["plain", "fork"])
-@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
-def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
-    trainer = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", ORPHAN, mode, program],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    forked = 0
-    try:
-        forked = int(trainer.stdout.readline())
-        ours = []
-
-        def running():
-            ours[:] = [p for p in processes_below(trainer.pid) if p != forked]
-            return len(ours) >= 3  # the server, the solver and the judge
-
-        assert wait_until(running)
-        trainer.kill()
-        trainer.wait()
-        assert wait_until(lambda: not any(map(alive, ours)))
-    finally:
-        trainer.kill()
-        trainer.wait()
-        if forked:
-            os.kill(forked, signal.SIGKILL)
-        trainer.stdout.close()
-
-
-def test_close_leaves_no_process_and_opens_again(pool):
-    before = set(processes_below(os.getpid()))
-    assert passes(pool)
-    assert set(processes_below(os.getpid())) > before
-    pool.close()
-    assert set(processes_below(os.getpid())) == before
-    assert passes(pool)
-
-
-def test_descriptors_do_not_leak(pool):
-    assert passes(pool)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        assert passes(pool)
-        assert prints(pool, "print(1)") == "1\n"
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-# --- who may ask ----------------------------------------------------------------------------------
-
-
-def test_threads_share_a_pool(pool):
-    def work(number):
-        good = Program(f"def add(a, b): return a + b + {number % 2}")
-        return passes(pool, good)
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(work, range(24))) == [number % 2 == 0 for number in range(24)]
-
-
-def test_the_first_uses_may_come_at_once():
-    pool = Pool(workers=2)
-    barrier = threading.Barrier(4)
-
-    def work(_):
-        barrier.wait(30)
-        return passes(pool)
-
-    before = len(processes_below(os.getpid()))
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(work, range(4)))
-    assert len(processes_below(os.getpid())) - before <= 2  # one server, perhaps inside bwrap
-    pool.close()
-
-
-FORKED = """
-import os
-from gac.sandbox.pool import Pool, Program, Suite
-pool = Pool(workers=1)
-def good(): return pool.check(Program("def f(): return 1"), Suite(("assert f() == 1",)), 5, 256).passed
-print(good(), flush=True)
-child = os.fork()
-print(good(), flush=True)
-pool.close()
-if child:
-    os.waitpid(child, 0)
-    print(good(), flush=True)
-    pool.close()
-"""
-
-
-def test_a_fork_of_the_process_gets_a_server_of_its_own():
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
-    assert run.stdout.split("\n")[:-1] == ["(True,)"] * 4
-
-
-def test_ranks_of_a_node_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert Pool().workers == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert Pool().workers == 2
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert Pool().workers == 1
-
-
-def test_ranks_have_servers_of_their_own_under_different_uids():
-    pools = [Pool(workers=1) for _ in range(3)]
-    try:
-        uids = {pool.start().active.get("uid", "") for pool in pools}
-        assert all(map(passes, pools))
-    finally:
-        for pool in pools:
-            pool.close()
-    if os.getuid() == 0 and all(uids):
-        assert len(uids) == 3
-
-
-def test_the_server_loads_neither_torch_nor_this_package(plain, pool):
-    pool.start()
-    [zygote] = processes_below(os.getpid())[-1:]
-    maps = Path(f"/proc/{zygote}/maps").read_text()
-    assert "python" in maps and "torch" not in maps and "numpy" not in maps
-
-
-def test_the_sandbox_imports_the_standard_library_only():
-    script = (
-        "import sys\nsys.path.append(sys.argv[1])\n"
-        "import sandbox.zygote, sandbox.pool\n"
-        "outside = {n.split('.')[0] for n in sys.modules} - sys.stdlib_module_names\n"
-        "print(sorted(n for n in outside if n not in ('sandbox', '__main__')))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, PACKAGE], capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
-    assert run.stdout == "[]\n"

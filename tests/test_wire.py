@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import enum
 import json
 import math
 import os
-from decimal import Decimal
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -67,7 +64,7 @@ def same(a, b):
 
 
 @given(VALUES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_plain_values_come_back_the_same(value):
     assert same(there_and_back(value), value)
 
@@ -121,15 +118,16 @@ def test_a_value_that_contains_itself_is_refused():
         encode(loop)
 
 
+TAGS = (
+    "int float dict type object tuple set frozenset deque bytes bytearray complex range decimal "
+    "fraction datetime date time timedelta other"
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(
-                "int float dict type object tuple set frozenset deque bytes bytearray complex "
-                "range decimal fraction datetime date time timedelta other".split()
-            ),
+            st.sampled_from(TAGS.split()),
             inner,
             max_size=2,
         )
@@ -139,7 +137,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_json_is_a_value_or_refused(message):
     try:
         value = decode(message)
@@ -149,7 +147,7 @@ def test_any_json_is_a_value_or_refused(message):
 
 
 @given(st.binary())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_bytes_are_json_or_refused(data):
     try:
         parse(data)
@@ -235,7 +233,7 @@ NAMES = framed(json.dumps(["value", None]).encode()) + framed(
     json.dumps(["value", {"dict": [["f", {"object": 0}]]}]).encode()
 )
 SPEC = {
-    "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try:\n    f(1)\nexcept Exception:\n    pass"],
+    "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"],
     "setup": "", "entry_point": "", "reference": "", "all": True,
 }  # fmt: skip
 
@@ -243,7 +241,7 @@ SPEC = {
 @given(st.binary(max_size=60) | JSON.map(lambda m: framed(json.dumps(m).encode())) | JSON.map(
     lambda m: framed(json.dumps(["value", m]).encode())) | st.tuples(JSON, JSON, JSON).map(
     lambda m: framed(json.dumps(["error", *m]).encode())))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_a_solver_writes_the_judge_gives_a_verdict(answer):
     """The solver's side is written beforehand: it loads, has `f`, gives one answer, and is gone."""
     reader, answers = os.pipe()

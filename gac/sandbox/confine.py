@@ -124,7 +124,7 @@ def tasks_of(uid: int) -> int:
 
 def _processes() -> list[str]:
     try:
-        return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - as above
+        return [str(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     except OSError:
         return []
 
@@ -183,7 +183,7 @@ def _refuse(code: int) -> int:
     return 0x00050000 | code
 
 
-_ALLOWED = """
+_NAMES = """
     read write readv writev pread64 pwrite64 lseek fstat close dup dup2 dup3
     poll ppoll select pselect6 _newselect
     brk munmap mremap madvise
@@ -192,7 +192,8 @@ _ALLOWED = """
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack alarm setitimer getitimer
     clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getrusage getcpu
     getpid getppid getuid geteuid getgid getegid getrandom
-""".split()
+"""
+_ALLOWED = _NAMES.split()
 # what glibc and what musl ask for when they start a thread, bit for bit
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _PROT_EXEC = 4

@@ -11,7 +11,7 @@ import site
 import sys
 from collections.abc import Sequence
 
-PRELOADED = """
+_NAMES = """
     abc argparse array ast asyncio base64 binascii bisect builtins calendar cmath codecs
     collections collections.abc colorsys concurrent.futures.thread contextlib contextvars copy
     copyreg csv ctypes dataclasses datetime decimal difflib dis enum errno fcntl fnmatch fractions
@@ -24,7 +24,8 @@ PRELOADED = """
     encodings.ascii encodings.cp1252 encodings.idna encodings.latin_1 encodings.punycode
     encodings.raw_unicode_escape encodings.unicode_escape encodings.utf_16 encodings.utf_16_be
     encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig encodings.hex_codec encodings.rot_13
-""".split()
+"""
+PRELOADED = _NAMES.split()
 """Modules of the standard library; those that need files, sockets or processes load and fail."""
 
 
@@ -49,7 +50,7 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             raise ImportError(f"preload: {name} cannot be imported ({kind}: {error})") from error
     if "numpy" in packages:
         importlib.import_module("numpy.random")  # numpy would load it at first use
-    site.setquit()  # type: ignore[attr-defined] # `exit` and `quit`, which -S leaves out
+    site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]

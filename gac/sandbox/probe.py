@@ -24,9 +24,18 @@ def _fork() -> None:
     os.waitpid(pid, 0)
 
 
+def _make_pipe() -> None:
+    for end in os.pipe():
+        os.close(end)
+
+
 def _exchange_descriptors() -> None:
     for end in socket.socketpair():
         end.close()
+
+
+def _make_memory_file() -> None:
+    os.close(os.memfd_create("probe"))
 
 
 def _own_signal() -> None:
@@ -36,14 +45,14 @@ def _own_signal() -> None:
 # Landlock and uids refuse none of these, so each is seccomp's own doing.
 _ATTEMPTS: dict[str, Callable[[], object]] = {
     "stat": lambda: os.stat("/"),  # noqa: PTH116 - the call itself is on trial
-    "pipe": lambda: [os.close(end) for end in os.pipe()],
+    "pipe": _make_pipe,
     "fork": _fork,
     "socketpair": _exchange_descriptors,
-    "memfd_create": lambda: os.close(os.memfd_create("probe")),
+    "memfd_create": _make_memory_file,
     "kill": lambda: os.kill(os.getpid(), 0),
     "fcntl(F_SETOWN)": _own_signal,
     "uname": os.uname,
-    "getcwd": os.getcwd,  # noqa: PTH109 - as above
+    "getcwd": os.getcwd,
 }
 _AT_LEAST = 5  # attempts that must work outside; an outer sandbox may refuse some of them
 

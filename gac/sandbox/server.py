@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +107,7 @@ class Server:
         self._control.settimeout(None)
         if not greeting:
             self._process.kill()
-        found = json.loads(greeting) if greeting else {"refused": None}
+        found: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
         if "refused" not in found:
             active = {"limits": "limits", **found["layers"]}
             return Layers(active, found["missing"])
@@ -185,7 +184,7 @@ def _search_path(preload: Sequence[str]) -> list[str]:
 
 
 def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
-    """Arguments of bwrap, the better ones first: a root that may change its uid inside, then any."""
+    """Arguments of bwrap, the better ones first: root that may change its uid inside, then any."""
     shared = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
               "--unshare-cgroup-try", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"]  # fmt: skip
     needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]

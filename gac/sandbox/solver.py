@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .wire import Channel, Ended, Json, WireError, decode, encode
@@ -129,7 +129,7 @@ def _answer(question: Json, module: types.ModuleType, objects: _Objects) -> Json
         return _failure(error)
 
 
-_OPERATIONS = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, arguments, keywords: function(*arguments, **keywords),
     "get": getattr,
     "set": setattr,

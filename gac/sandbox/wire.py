@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import datetime
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -65,9 +66,8 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Json:
         number = int.__int__(value)
         return number if abs(number) < _PLAIN_INT else {"int": hex(number)}
     if isinstance(value, float):
-        number = float.__float__(value)
-        finite = number - number == 0.0
-        return number if finite else {"float": float.__repr__(number)}
+        real = float.__float__(value)
+        return real if math.isfinite(real) else {"float": float.__repr__(real)}
     if isinstance(value, list):
         return [encode(item, refer) for item in list.__iter__(value)]
     for tag, kind, write, _ in _SEQUENCES:
@@ -75,8 +75,10 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Json:
             return {tag: [encode(item, refer) for item in write(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"type": value.__name__}
+    if isinstance(value, type):
+        name = value.__name__
+        if vars(builtins).get(name) is value:
+            return {"type": name}
     for tag, kind, write, _ in _SCALARS:
         if type(value) is kind:
             return {tag: encode(write(value))}
@@ -129,14 +131,15 @@ def _decode(message: Json, resolve: Callable[[int], Any] | None) -> Any:
     return _READ_SCALAR[tag](_decode(content, None))
 
 
-# tag, type, its items, and the way back
-_SEQUENCES: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+# tag, type, its plain parts, and the way back
+_Kind = tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]]
+_SEQUENCES: tuple[_Kind, ...] = (
     ("tuple", tuple, tuple.__iter__, tuple),
     ("set", set, set.__iter__, set),
     ("frozenset", frozenset, frozenset.__iter__, frozenset),
     ("deque", deque, deque.__iter__, deque),
 )
-_SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+_SCALARS: tuple[_Kind, ...] = (
     ("bytes", bytes, bytes.hex, bytes.fromhex),
     ("bytearray", bytearray, bytearray.hex, bytearray.fromhex),
     ("complex", complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts)),

@@ -15,10 +15,10 @@ import resource
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from . import confine, judge, modules, probe, solver, wire
@@ -238,7 +238,7 @@ class Zygote:
 
 
 def _take(file: int) -> Any:
-    """Read the JSON of a memfd. Its offset, shared with the trainer, tells that this was reached."""
+    """Read the JSON of a memfd; its offset, which the trainer shares, tells that we came here."""
     parts = []
     while part := os.read(file, 1 << 20):
         parts.append(part)
@@ -255,8 +255,7 @@ def _reply(file: int, message: dict[str, Any]) -> None:
 def _address_space() -> int:
     """Bytes that this process maps, which its children start with."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
         return 1 << 30
 
@@ -268,8 +267,7 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         with contextlib.suppress(OSError):  # memory that runs out should end programs first
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")
+            Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
         probe.prove(zygote)
