@@ -82,11 +82,10 @@ def add(a, b): raise SystemExit(0)
 === ends by a timer # fools
 import os, signal, time
 signal.signal(signal.SIGALRM, lambda *a: os._exit(0))
-signal.setitimer(signal.ITIMER_REAL, 0.01)
-def add(a, b): time.sleep(1)
+def add(a, b): signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(5)
 === ends from a thread # fools
 import os, threading, time
-def add(a, b): threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(1)
+def add(a, b): threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(5)
 === ends by excepthook # fools
 import os, sys
 sys.excepthook = lambda *a: os._exit(0)

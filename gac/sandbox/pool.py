@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of one program, when the server dies or the machine refuses a process
 PAUSE_SECONDS = 0.2
-CPU_ROUNDING = 0.1  # the kernel's limit and its account differ by a tick or two
+TICKS_MISS = 0.5  # the kernel's limit counts whole ticks, its account what was really used
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
 
@@ -267,10 +267,9 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     for name in ("helper", "main"):
         status, seconds = ends.get(name, (0, 0.0))
         number = os.WTERMSIG(int(status)) if os.WIFSIGNALED(int(status)) else 0
-        if number == signal.SIGKILL and seconds >= cpu_seconds - CPU_ROUNDING:
+        if number == signal.SIGKILL and seconds >= cpu_seconds * TICKS_MISS:
             return "timeout"
-        # a solver that still waits when its judge has finished is killed: no news
-        if number and not (name == "helper" and number == signal.SIGKILL):
+        if number:
             return "crash"
     return "ended"
 

@@ -38,7 +38,7 @@ class Job:
     helper: int | None = None
     """The solver beside a judge."""
     ends: dict[str, list[float]] = field(default_factory=dict)
-    """"main", "helper" -> [wait status, CPU seconds]."""
+    """"main", "helper" -> [wait status, CPU seconds]; 0 for a helper that was no longer needed."""
     stalled: bool = False
 
     def kill(self) -> None:
@@ -219,15 +219,25 @@ class Zygote:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if not pid:
                 return
-            job = self.jobs.pop(pid, None)
+            job = self._ended(pid, status, usage)
             if job is None:
                 continue
-            name = "main" if pid == job.main else "helper"
-            job.ends[name] = [status, usage.ru_utime + usage.ru_stime]
-            if name == "main" and job.helper and "helper" not in job.ends:
-                os.kill(job.helper, signal.SIGKILL)
+            if pid == job.main and job.helper and "helper" not in job.ends:
+                # it may have ended by itself before, which must not look like our doing
+                pid, status, usage = os.wait4(job.helper, os.WNOHANG)
+                if not pid:
+                    os.kill(job.helper, signal.SIGKILL)
+                    _, _, usage = os.wait4(job.helper, 0)
+                self._ended(job.helper, status if pid else 0, usage)
             if len(job.ends) == 1 + (job.helper is not None):
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
+
+    def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
+        job = self.jobs.pop(pid, None)
+        if job is not None:
+            name = "main" if pid == job.main else "helper"
+            job.ends[name] = [status, usage.ru_utime + usage.ru_stime]
+        return job
 
     def _stop_stalled(self) -> None:
         now = time.monotonic()
