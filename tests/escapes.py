@@ -343,13 +343,14 @@ ODD = {
     "thread bomb": (
         "import threading, time\n"
         "threading.stack_size(65536)\n"
+        "print('END', flush=True)\n"
         "started = 0\n"
         "try:\n"
         "    while started < 5000:\n"
         "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
         "        started += 1\n"
-        "except RuntimeError: print('END', flush=True)\n",
-        {"ended"},
+        "except RuntimeError: pass\n",
+        {"ended", "stalled"},  # uid 0 may have any number of threads that fit into its memory
     ),
     "fork bomb": (
         "import os\n"
