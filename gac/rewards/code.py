@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ from .base import Outcome, Reward
 
 if TYPE_CHECKING:
     from ..data import Example
-
-logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
@@ -122,7 +119,6 @@ class CodeReward(Reward):
     ) -> Sequence[Outcome]:
         outcomes: list[Outcome] = [0.0] * len(completions)
         wanted: dict[int, tuple[str, Task]] = {}
-        events: Counter[str] = Counter()
         for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
             program = program_of(completion)
             try:
@@ -133,17 +129,13 @@ class CodeReward(Reward):
             if program.strip():
                 wanted[row] = program, task
             else:
-                events["no_program"] += 1
+                self._counts["no_program"] += 1
         distinct = list(dict.fromkeys(wanted.values()))  # rollouts of one prompt often agree
         graded = dict(zip(distinct, self._pool.map(self._grade, distinct), strict=True))
         for row, pair in wanted.items():
             outcomes[row], event = graded[pair]
             if event:
-                events[event] += 1
-        self._counts.update(events)
-        if events:
-            shown = ", ".join(f"{count} {name}" for name, count in events.items())
-            logger.info("code reward: %s among %d completions", shown, len(completions))
+                self._counts[event] += 1
         return outcomes
 
     def counts(self) -> dict[str, int]:

@@ -123,7 +123,7 @@ class Server:
             try:
                 message = json.dumps(request).encode()
                 socket.send_fds(self._control, [message], [writer, *files])
-            except (BrokenPipeError, ConnectionResetError):
+            except OSError:  # it is gone, or another thread saw that first and closed the socket
                 return None
             finally:
                 os.close(writer)
