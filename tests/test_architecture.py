@@ -19,6 +19,7 @@ ROOMS = (
     "gac.parallel",
     "gac.data",
     "gac.pretrained", "gac.model",
+    "gac.sandbox",
     "gac.rewards",
     "gac.rollouts",
     "gac.training.token_loss",

@@ -35,7 +35,7 @@ WITHOUT_LAYERS = (
     + """
 from sandbox import probe
 confine.filter_calls = lambda program: None
-probe.prove = lambda zygote: None
+probe.prove = lambda *a: None
 """
 )
 SETUPS = {"all layers": "", "seccomp alone": WITHOUT_LANDLOCK}

@@ -70,7 +70,7 @@ def test_a_machine_without_processes_is_an_error_not_a_score(monkeypatch):
         monkeypatch,
         "from sandbox import zygote\n"
         "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
-        "import sandbox.probe; sandbox.probe.prove = lambda zygote: None\n"
+        "import sandbox.probe; sandbox.probe.prove = lambda *a: None\n"
         "zygote.Zygote.fork = full",
     )
     pool = Pool(workers=1)
@@ -84,7 +84,7 @@ def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(monkeypatch):
         monkeypatch,
         "from sandbox import zygote, confine, probe\n"
         "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
-        "def prove(zygote): confine.filter_calls = refuse\n"
+        "def prove(*a): confine.filter_calls = refuse\n"
         "probe.prove = prove",
     )
     pool = Pool(workers=1)

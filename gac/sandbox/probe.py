@@ -7,11 +7,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .zygote import Zygote
+from collections.abc import Callable, Sequence
 
 _PROBE_SECONDS = 5
 _PROBE_MEMORY = 1 << 28
@@ -57,8 +53,14 @@ _ATTEMPTS: dict[str, Callable[[], object]] = {
 _AT_LEAST = 5  # attempts that must work outside; an outer sandbox may refuse some of them
 
 
-def prove(zygote: Zygote) -> None:
-    """Fork a child under the full confinement and let it try.
+def prove(
+    fork: Callable[[Callable[[], int]], int], confine: Callable[[Sequence[int], int, int], None]
+) -> None:
+    """Fork a child, confine it fully and let it try.
+
+    Args:
+        fork: starts a child that runs a function and ends with its status; returns its number.
+        confine: takes from the child all but some descriptors, CPU seconds and bytes of memory.
 
     Raises:
         OSError: something is allowed, or nothing can be said; the message says what.
@@ -71,7 +73,7 @@ def prove(zygote: Zygote) -> None:
 
     def body() -> int:
         try:
-            zygote.confine([writer], _PROBE_SECONDS, _PROBE_MEMORY)
+            confine([writer], _PROBE_SECONDS, _PROBE_MEMORY)
         except OSError as error:
             os.write(writer, json.dumps(str(error)).encode())
             return 1
@@ -79,7 +81,7 @@ def prove(zygote: Zygote) -> None:
         os.write(writer, json.dumps(found).encode())
         return 0
 
-    pid = zygote.fork(body)
+    pid = fork(body)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         answer = file.read()

@@ -280,7 +280,7 @@ def main(options: dict[str, Any]) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
-        probe.prove(zygote)
+        probe.prove(zygote.fork, zygote.confine)
     except (OSError, ImportError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         return
