@@ -1,4 +1,4 @@
-"""The command line: `gac train | eval | export | replay | report | methods | demo | study`.
+"""The command line: `gac train | eval | export | replay | report | rewards | methods | demo | study`.
 
 Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
 0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says
@@ -94,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_replay(commands)
     _add_report(commands)
+    _add_rewards(commands)
     _add_methods(commands)
     _add_demo(commands)
     add_study(commands)
@@ -197,6 +198,26 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(run=_report)
 
 
+def _add_rewards(commands: argparse._SubParsersAction) -> None:
+    rewards = commands.add_parser(
+        "rewards",
+        help="check a data set's own solutions against its reward",
+        description="Look at rewards without a model.",
+    )
+    check = rewards.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
+        "check",
+        help="score every row's own solution and name the rows that fail",
+        description="Score every row's own solution by the configuration's reward and name the "
+        "rows that fail: no model can earn what they do not.",
+    )
+    check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for train or eval")
+    check.add_argument(
+        "--least", type=float, default=1.0, help="what a solution should earn (default: 1)"
+    )
+    _add_set(check)
+    check.set_defaults(run=_check_rewards)
+
+
 def _add_methods(commands: argparse._SubParsersAction) -> None:
     methods = commands.add_parser(
         "methods",
@@ -289,6 +310,19 @@ def _report(options: argparse.Namespace) -> int:
     page = write_report(runs, writable_folder("--out", out))
     print(f"{results_table(runs)}\n\nThe page: {page}")
     return OK
+
+
+def _check_rewards(options: argparse.Namespace) -> int:
+    from gac.rewards.check import check
+
+    _show_log()
+    found = check(options.config, options.set, options.least)
+    for failing in found.failing:
+        print(failing)
+    events = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)
+    passed = found.rows - len(found.failing)
+    print(f"{passed} of {found.rows} rows pass{f' ({events})' if events else ''}")
+    return FAILED if found.failing else OK
 
 
 def _methods(options: argparse.Namespace) -> int:

@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" not in config.option.markexpr:  # minutes: only when asked for, by `-m full`
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
 # Rooms of gac, or single files of one where a room has two floors: each may import those before it.
 ROOMS = (
-    "gac.pair", "gac.checks", "gac.errors", "gac.remembered", "gac.config",
+    "gac.pair", "gac.cells", "gac.checks", "gac.errors", "gac.remembered", "gac.config",
     "gac.control",
     "gac.parallel",
     "gac.data",

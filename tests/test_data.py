@@ -48,11 +48,13 @@ def adding(i=0, **more):
 
 
 def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {**adding(3), "level": 2})
-    [example] = load_prompts(DataConfig(prompts=path), tokenizer)
-    assert example.id == "r3" and example.answer == "4" and example.extra == {"level": 2}
-    assert example.prompt_text == "3+1"
-    assert tokenizer.decode(example.prompt) == "<s>3+1"
+    row = {**adding(3), "level": 2}
+    path = write(tmp_path / "a.jsonl", row)
+    [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
+    assert example.id == "r3" and example.answer == "4"
+    assert example.extra == row  # every field, the prompt without its template too
+    assert example.prompt_text == "Q: 3+1"
+    assert tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Order",
     "load_demos",
     "load_prompts",
+    "load_references",
     "read_rows",
 ]
 
@@ -49,7 +50,7 @@ class Example:
     demo: tuple[int, ...] | None
     """Token ids of the expert response, ending with EOS."""
     extra: Mapping[str, Any]
-    """The row's other fields, for custom rewards."""
+    """All fields of the row as read, the raw prompt included, for rewards."""
 
 
 class Examples(list[Example]):
@@ -190,6 +191,34 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     return _finish(source, [example for example in kept if example and example.demo], dropped)
 
 
+def load_references(config: DataConfig) -> list[tuple[Example, str]]:
+    """The rows of `config.prompts`, each with its own solution: `demo_field`, else `answer_field`.
+
+    Needs no tokenizer: the examples have no token ids. Rows without a solution are left out.
+
+    Raises:
+        DataError: a bad row; names file, line and field.
+        ValueError: no source, or nothing left.
+    """
+    if config.prompts is None:
+        raise ValueError("prompts is not set: name a .jsonl file, a folder or 'name:split'")
+    dropped: Counter[str] = Counter()
+    found = []
+    for row in _select(config, "prompts", config.prompts, dropped):
+        answer = _answer(config, row, required=False)
+        demo = row.text(config.demo_field, required=False) if config.demo_field else None
+        if (solution := demo or answer) is None:
+            dropped["without a solution"] += 1
+            continue
+        name = row.text(config.id_field, required=False) or row.place
+        text = row.text(config.prompt_field) or ""
+        found.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
+    if not found:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
+        raise ValueError(f"{config.prompts}: no row is left (dropped: {reasons})")
+    return found
+
+
 def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
     """Rows of `source`, which `data.key` names, that `where` keeps, up to `limit`."""
     rows: list[SourceRow] = []
@@ -234,7 +263,6 @@ def _encode(
     if carried and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token: demonstrations could not end")
     encoded = iter(_tokenize(tokenizer, carried, special=False))
-    used = {config.prompt_field, config.answer_field, config.demo_field, config.id_field}
     examples = []
     for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
         if not prompt:
@@ -246,7 +274,7 @@ def _encode(
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
                 demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
-                extra={name: value for name, value in row.fields.items() if name not in used},
+                extra=dict(row.fields),
             )
         )
     return examples

@@ -2,6 +2,7 @@
 
 from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table
+from .code import CodeReward
 from .combine import SumReward
 from .mathematics import MathReward
 from .noise import NoisyReward, RewardNoise, build_rewards
@@ -11,6 +12,7 @@ from .text import ChoiceReward, ExactReward, FormatReward
 __all__ = [
     "REWARDS",
     "ChoiceReward",
+    "CodeReward",
     "ExactReward",
     "FormatReward",
     "MathReward",

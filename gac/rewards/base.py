@@ -55,6 +55,13 @@ class Reward(ABC):
         """Events so far that a run should show, by name (checks cut off, for instance)."""
         return {}
 
+    def explain(self, completion: str, example: Example) -> str:
+        """Why the completion does not earn everything, in a line; "" where there is no more to say.
+
+        For people who look at single rows: it scores the row once more.
+        """
+        return ""
+
     def close(self) -> None:  # noqa: B027 - most rewards hold nothing
         """Give back processes and files; the reward opens them again when used again."""
 

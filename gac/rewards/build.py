@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from .base import OnError, Reward
+from .code import CodeReward
 from .combine import BatchCallableReward, CallableReward, SumReward, load_callable
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
@@ -18,6 +19,7 @@ REWARDS: dict[str, type[Reward]] = {
     "exact": ExactReward,
     "choice": ChoiceReward,
     "format": FormatReward,
+    "code": CodeReward,
 }
 """Name -> reward; its keyword arguments are the options in a configuration."""
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.cells import aligned, percent, span
+
 SET_HELP = "one configuration key for every run, e.g. steps=200; may be repeated, last wins"
 
 
@@ -124,18 +126,4 @@ def table(study: dict[str, Any]) -> str:
         cells = [percent(row["mean"]), span(row["ci95"])]
         cells += [percent(gap["difference"], sign="+"), span(gap["ci95"], sign="+")]
         lines.append([label, str(known), *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    )
-
-
-def percent(value: float | None, sign: str = "") -> str:
-    """A share in percent; a dash for none."""
-    return "-" if value is None else f"{100 * value:{sign}.1f}"
-
-
-def span(ends: Sequence[float] | None, sign: str = "") -> str:
-    """An interval in percent; a dash for none."""
-    return "-" if ends is None else f"[{percent(ends[0], sign)}, {percent(ends[1], sign)}]"
+    return aligned(lines)

@@ -7,11 +7,10 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gac.cells import percent, span
 from gac.config import to_yaml
 from gac.report.page import fill
 from gac.report.plots import COLOURS, DPI, STYLE
-
-from .command import percent, span
 
 HEADS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (

@@ -6,25 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from gac.evaluation.estimates import bootstrap_interval
 
-DRAWS = 10_000
 Finals = Mapping[str, Sequence[float | None]]
 """Label -> final accuracy of each seed; None where the run is missing or failed."""
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> list[float] | None:
-    """Percentile bootstrap interval of the mean, from resampled seeds; None below two of them.
+def interval(values: Sequence[float]) -> list[float] | None:
+    """95 % bootstrap interval of the mean, from resampled seeds; None below two of them.
 
-    The draws are fixed, so the same values always give the same interval. With few seeds such
-    intervals are somewhat too narrow.
+    With few seeds such intervals are somewhat too narrow.
     """
     if len(values) < 2:
         return None
-    sample = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(0).integers(len(sample), size=(DRAWS, len(sample)))
-    ends = np.quantile(sample[picks].mean(1), [(1 - level) / 2, (1 + level) / 2])
-    return [round(float(end), 6) for end in ends]
+    return [round(end, 6) for end in bootstrap_interval(values)]
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:

@@ -1,0 +1,82 @@
+"""Programs per second through the sandbox, the latency of one, and what its start takes.
+
+A shared machine slows the clock's figures; so CPU time is counted too, and what two idle cores
+could do follows from it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gac.sandbox.pool import Outcome, Pool, Program, Suite
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+PROGRAM, SUITE = Program("def f(x): return 2 * x"), Suite(("assert f(2) == 4", "assert f(3) == 6"))
+SCRIPT = Program("print(2 * int(input()))")
+PROGRAMS, WORKERS = 300, 2
+TARGET = 50  # trivial programs a second on two cores
+
+
+def check(pool: Pool) -> Outcome:
+    return pool.check(PROGRAM, SUITE, 5, 512)
+
+
+def run(pool: Pool) -> Outcome:
+    return pool.run(SCRIPT, b"21\n", 5, 512, 100)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.mark.parametrize("work", [check, run], ids=["tests", "script"])
+@pytest.mark.parametrize("preload", [(), ("numpy",)], ids=["stdlib", "numpy"])
+def test_sandbox(benchmark, work: Callable[[Pool], Outcome], preload: tuple[str, ...]) -> None:
+    before = cpu_seconds()
+    start = time.perf_counter()
+    pool = Pool(workers=WORKERS, preload=preload)
+    layers = pool.start()
+    started = time.perf_counter() - start
+    pool.close()  # the server's CPU time counts from here on
+    startup = cpu_seconds() - before
+
+    first = work(pool)
+    assert first.passed == (True, True) or first.stdout == b"42\n", first
+    latencies = []
+    for _ in range(50):
+        start = time.perf_counter()
+        work(pool)
+        latencies.append(1e3 * (time.perf_counter() - start))
+    pool.close()
+
+    before = cpu_seconds()
+    pool.start()
+    start = time.perf_counter()
+    pool.map(work, [pool] * PROGRAMS)
+    rate = PROGRAMS / (time.perf_counter() - start)
+    pool.close()
+    cpu_ms = 1e3 * (cpu_seconds() - before - startup) / PROGRAMS
+    on_two = 2e3 / cpu_ms
+
+    figures = {
+        "programs_per_second": rate, "cpu_ms": cpu_ms, "two_idle_cores_per_second": on_two,
+        "median_ms": statistics.median(latencies), "p95_ms": sorted(latencies)[47],
+        "start_seconds": started, "load": os.getloadavg()[0],
+    }  # fmt: skip
+    print(f"\n{layers}")
+    print(", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    benchmark.extra_info |= figures
+    benchmark.pedantic(work, (pool,), rounds=5, warmup_rounds=1)
+    pool.close()
+    assert on_two >= TARGET

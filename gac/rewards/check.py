@@ -1,0 +1,121 @@
+"""Runs a data set's own solutions through its reward: what they do not earn, no model can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError, load
+from ..config.yaml_text import YamlError, parse_yaml
+from ..data.examples import DataConfig, load_references
+from .base import as_outcome
+from .build import build_reward
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """The part of a configuration that says what is read and how it is scored."""
+
+    data: DataConfig
+    """The prompts; a row's solution is its demonstration, else its answer."""
+    reward: Any = "math"
+    """A name, a mapping or package.module:function; see the rewards."""
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A row whose own solution does not earn its reward."""
+
+    task: str
+    """Its task, in a configuration that has several; else ""."""
+    row: str
+    """Its id, or file and line."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.task}{': ' if self.task else ''}{self.row}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found."""
+
+    rows: int
+    failing: tuple[Failing, ...]
+    counts: Mapping[str, int]
+    """The rewards' events, e.g. timeouts."""
+
+
+def check(
+    config: Path | Mapping[str, Any], overrides: Sequence[str] = (), least: float = 1.0
+) -> Checked:
+    """Score every row's own solution.
+
+    Args:
+        config: a configuration of `gac train` or `gac eval`, as file or mapping; only its data
+            (`data`, `settings.data`, or those of each of `tasks`) and its reward are read.
+        overrides: `key.sub=value`, e.g. `data.limit=20`.
+        least: what a solution should earn.
+
+    Raises:
+        ConfigError: no data in `config`, or a bad key or value.
+        DataError: a bad row; names file, line and field.
+    """
+    raw = config if isinstance(config, Mapping) else _read(config)
+    rows = 0
+    failing: list[Failing] = []
+    counts: dict[str, int] = {}
+    for task, part in _parts(raw).items():
+        wanted = load(CheckConfig, part, overrides)
+        try:
+            reward = build_reward(wanted.reward)
+            pairs = load_references(wanted.data)
+        except ValueError as error:
+            raise ConfigError(f"{task}{': ' if task else ''}{error}") from error
+        examples, solutions = [e for e, _ in pairs], [text for _, text in pairs]
+        try:
+            outcomes = [as_outcome(o) for o in reward.outcomes(solutions, examples)]
+            for example, text, outcome in zip(examples, solutions, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    failing.append(Failing(task, example.id, str(outcome)))
+                elif outcome < least:
+                    why = reward.explain(text, example)
+                    reason = f"earns {outcome:g}{'; ' if why else ''}{why}"
+                    failing.append(Failing(task, example.id, reason))
+        finally:
+            reward.close()
+        rows += len(pairs)
+        for name, count in reward.counts().items():
+            counts[name] = counts.get(name, 0) + count
+    return Checked(rows, tuple(failing), counts)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path}: expected keys and values")
+    return raw
+
+
+def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Task -> the keys of `CheckConfig`; the task is "" where there is only one."""
+    tasks = raw.get("tasks")
+    if isinstance(tasks, Mapping):
+        return {str(name): _part(task, f"tasks.{name}") for name, task in tasks.items()}
+    return {"": _part(raw, "the configuration")}
+
+
+def _part(raw: Any, where: str) -> dict[str, Any]:
+    settings = raw.get("settings") if isinstance(raw, Mapping) else None
+    inner = settings.get("data") if isinstance(settings, Mapping) else None
+    data = raw.get("data", inner) if isinstance(raw, Mapping) else None
+    if not data:
+        raise ConfigError(f"{where} has no data: give data.prompts")
+    return {"data": data, **({"reward": raw["reward"]} if "reward" in raw else {})}

@@ -1,0 +1,312 @@
+"""The code reward: does the program of a completion pass the row's tests?"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..sandbox.pool import Outcome as Ran
+from ..sandbox.pool import Pool, Program, SandboxError, Suite
+from .base import Outcome, Reward
+
+if TYPE_CHECKING:
+    from ..data import Example
+
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
+_COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
+_SPARE_OUTPUT = 1 << 16  # bytes beyond the expected output that are read, for trailing white space
+
+
+@cache
+def _shared_pool(workers: int | None, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
+    """One pool per setting: training and evaluation share their processes."""
+    pool = Pool(workers=workers, preload=preload, require=require)
+    atexit.register(pool.close)
+    return pool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a script: its standard input and what it should write."""
+
+    stdin: bytes
+    stdout: bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a row asks of a program: tests to pass, or cases to answer."""
+
+    suite: Suite | None
+    cases: tuple[Case, ...]
+    prompt: str
+    """Code that the program may continue, or ""."""
+
+
+class CodeReward(Reward):
+    """1 where the completion's program passes all tests of its row, else 0.
+
+    The program is the last fenced block of the completion, else all of it; where the row names an
+    entry point that it does not define, it continues the row's prompt. It runs in processes that
+    can compute and nothing else (`docs/sandbox.md`), and never sees the tests. A row holds either
+    `tests`, Python statements that call the program's names, run one after the other, after
+    `setup`; or `cases`, pairs of standard input and expected output (white space at the ends of
+    lines, and empty lines at the end, aside). A row that no program could pass is an error: its
+    setup fails, its tests are not Python, a field is missing.
+
+    Args:
+        timeout: CPU seconds of a program, and of each case; whole seconds. Four times that passes
+            at most.
+        memory_mb: what a program may take, beside Python and the preloaded packages.
+        partial: the share of tests or cases that pass, in place of all or nothing.
+        workers: programs at a time; None: the machine's cores over its ranks.
+        preload: packages that programs may import beside the standard library.
+        require: layers of protection without which nothing runs, beside seccomp and the limits:
+            landlock, uid, namespaces.
+        tests_field: the row's field with a list of Python statements (a text counts as one).
+        setup_field: its field with imports and helpers of the tests.
+        entry_point_field: its field with the name that the tests call, e.g. by `check(candidate)`.
+        cases_field: its field with a list of [stdin, expected stdout].
+        prompt_field: its field with the question, which may be the code to continue.
+
+    Raises:
+        ValueError: a bad option, or programs cannot be run safely here.
+    """
+
+    name = "code"
+
+    def __init__(
+        self,
+        *,
+        timeout: int = 5,
+        memory_mb: int = 512,
+        partial: bool = False,
+        workers: int | None = None,
+        preload: Sequence[str] = (),
+        require: Sequence[str] = (),
+        tests_field: str = "tests",
+        setup_field: str = "setup",
+        entry_point_field: str = "entry_point",
+        cases_field: str = "cases",
+        prompt_field: str = "prompt",
+    ) -> None:
+        for option, value, least in (("timeout", timeout, 1), ("memory_mb", memory_mb, 64)):
+            if isinstance(value, bool) or value != int(value) or value < least:
+                raise ValueError(f"{option} must be a whole number >= {least}, got {value!r}")
+        for option, names in (("preload", preload), ("require", require)):
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{option} must be a list of names, got {names!r}")
+        self._limits = int(timeout), int(memory_mb)
+        self._partial = partial
+        self._tests_field, self._setup_field = tests_field, setup_field
+        self._entry_point_field, self._cases_field = entry_point_field, cases_field
+        self._prompt_field = prompt_field
+        self._counts = Counter(timeouts=0, stalled=0, crashes=0, no_program=0)
+        self._pool = _shared_pool(workers, tuple(preload), tuple(require))
+        try:
+            self._pool.start()
+        except SandboxError as error:
+            raise ValueError(f"reward 'code': {error}") from error
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = [0.0] * len(completions)
+        wanted: dict[int, tuple[str, Task]] = {}
+        for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
+            program = program_of(completion)
+            try:
+                task = self._task(example)
+            except ValueError as error:
+                outcomes[row] = error
+                continue
+            if program.strip():
+                wanted[row] = program, task
+            else:
+                self._counts["no_program"] += 1
+        distinct = list(dict.fromkeys(wanted.values()))  # rollouts of one prompt often agree
+        graded = dict(zip(distinct, self._pool.map(self._grade, distinct), strict=True))
+        for row, pair in wanted.items():
+            outcomes[row], event = graded[pair]
+            if event:
+                self._counts[event] += 1
+        return outcomes
+
+    def counts(self) -> dict[str, int]:
+        """Completions so far whose program ran out of CPU time (`timeouts`) or of the wall limit
+        (`stalled`), ended by a signal (`crashes`), or was not there (`no_program`)."""
+        return dict(self._counts)
+
+    def explain(self, completion: str, example: Example) -> str:
+        """The first failure of the program, in a line."""
+        program = program_of(completion)
+        task = self._task(example)
+        if task.suite is not None:
+            ran = self._check(program, task, task.suite)
+            return f"{ran.problem or 'no verdict'} ({ran.ending})"
+        for number, case in enumerate(task.cases, start=1):
+            ran = self._run_case(Program(program), case)
+            if not _answers(ran, case):
+                wrote = f"wrote {ran.stdout!r:.200}, expected {case.stdout!r:.200}"
+                return f"case {number} ({case.stdin!r:.80}): {wrote} ({ran.ending}, {ran.status})"
+        return ""
+
+    def close(self) -> None:
+        """End the processes (of every code reward with the same workers, packages and layers)."""
+        self._pool.close()
+
+    def _task(self, example: Example) -> Task:
+        """What the row asks.
+
+        Raises:
+            ValueError: a field is missing or not of its form; names it.
+        """
+        tests = _field(example, self._tests_field)
+        cases = _field(example, self._cases_field)
+        if (tests is None) == (cases is None):
+            state = "neither" if tests is None else "both"
+            raise ValueError(
+                f"the row has {state} of the fields {self._tests_field!r} and "
+                f"{self._cases_field!r}; set tests_field or cases_field to the one that holds "
+                f"its tests (it has {', '.join(sorted(example.extra)) or 'no field'})"
+            )
+        if cases is not None:
+            return Task(None, _cases(self._cases_field, cases), "")
+        tests = [tests] if isinstance(tests, str) else tests
+        if not isinstance(tests, list | tuple) or not tests or not all(map(_is_code, tests)):
+            expected = "a list of Python statements, with at least one"
+            raise ValueError(f"{self._tests_field!r} must be {expected}, got {tests!r:.80}")
+        entry_point = self._text(example, self._entry_point_field)
+        if entry_point and not entry_point.isidentifier():
+            raise ValueError(f"{self._entry_point_field!r} must be a name, got {entry_point!r}")
+        setup = self._text(example, self._setup_field)
+        prompt = self._text(example, self._prompt_field)
+        prompt = prompt if entry_point and entry_point in names_defined(prompt) else ""
+        return Task(
+            Suite(tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial),
+            (),
+            prompt,
+        )
+
+    def _text(self, example: Example, field: str) -> str:
+        value = _field(example, field)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{field!r} must be text, got {type(value).__name__} {value!r:.60}")
+        return value or ""
+
+    def _grade(self, pair: tuple[str, Task]) -> tuple[Outcome, str]:
+        """The reward of one program, and the name of the count that goes up, or ""."""
+        text, task = pair
+        if task.suite is None:
+            return self._run_cases(Program(text), task.cases)
+        ran = self._check(text, task, task.suite)
+        if ran.row_problem:
+            return RowProblem(ran.row_problem), ""
+        return self._settled(ran.passed), _COUNTED.get(ran.ending, "")
+
+    def _check(self, text: str, task: Task, suite: Suite) -> Ran:
+        program = Program(text, imports_of(suite.setup), task.prompt, suite.entry_point)
+        return self._pool.check(program, suite, *self._limits)
+
+    def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[Outcome, str]:
+        passed = [False] * len(cases)
+        event = ""
+        for number, case in enumerate(cases):
+            ran = self._run_case(program, case)
+            event = event or _COUNTED.get(ran.ending, "")
+            passed[number] = _answers(ran, case)
+            # an endless program costs its time limit once
+            if ran.ending in ("timeout", "stalled") or not (passed[number] or self._partial):
+                break
+        return self._settled(passed), event
+
+    def _run_case(self, program: Program, case: Case) -> Ran:
+        most = 2 * len(case.stdout) + _SPARE_OUTPUT
+        return self._pool.run(program, case.stdin, *self._limits, most)
+
+    def _settled(self, passed: Sequence[bool]) -> float:
+        return sum(passed) / len(passed) if self._partial else float(all(passed))
+
+
+class RowProblem(ValueError):
+    """A row that no program could pass."""
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block of `completion`, unclosed or not, else all of it."""
+    found = None
+    fence = ""
+    block: list[str] = []
+    for line in completion.splitlines(keepends=True):
+        mark = _FENCE.match(line)
+        if not fence:
+            if mark:
+                fence, block = mark[1], []
+        elif mark and not mark[2].strip() and mark[1].startswith(fence):
+            found, fence = "".join(block), ""
+        else:
+            block.append(line)
+    if fence:
+        found = "".join(block)
+    return completion if found is None else found
+
+
+@lru_cache(maxsize=4096)
+def names_defined(text: str) -> frozenset[str]:
+    """Functions and classes that `text` defines at its top level; none where it is not Python."""
+    body = _parsed(text)
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return frozenset(node.name for node in body if isinstance(node, kinds))
+
+
+@lru_cache(maxsize=4096)
+def imports_of(setup: str) -> str:
+    """The top-level imports of a setup, one per line: programs are written as if after them."""
+    imports = (node for node in _parsed(setup) if isinstance(node, ast.Import | ast.ImportFrom))
+    return "\n".join(ast.unparse(node) for node in imports)
+
+
+def _parsed(text: str) -> list[ast.stmt]:
+    """The statements of a row's text (never of a completion: parsing those could crash us)."""
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+
+
+def _field(example: Example, name: str) -> Any:
+    value = example.extra.get(name)
+    return None if value == "" or value == [] else value
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _cases(field: str, value: object) -> tuple[Case, ...]:
+    pairs = value if isinstance(value, list | tuple) else None
+    good = pairs and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
+        for pair in pairs
+    )
+    if not pairs or not good:
+        raise ValueError(
+            f"{field!r} must be a list of [stdin, expected stdout], both text, got {value!r:.80}"
+        )
+    return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
+
+
+def _answers(ran: Ran, case: Case) -> bool:
+    ended = ran.ending == "ended" and ran.status == 0
+    return ended and _lines(ran.stdout) == _lines(case.stdout)
+
+
+def _lines(output: bytes) -> list[bytes]:
+    """Lines without the white space at their ends, up to the last that is not empty."""
+    return [line.rstrip() for line in output.rstrip().splitlines()]

@@ -1,0 +1,327 @@
+"""The process that holds a row's tests and asks the solver: it alone writes the verdict.
+
+Setup and tests run here; the program's names are remote objects. A comparison thus sees plain
+values of this process, whatever classes the program defines.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from .wire import Channel, Ended, Json, NotPlain, WireError, decode, encode
+
+Verdict = dict[str, Any]
+"""{"passed": [bool per test], "problem": text of the first failure}, or {"row": what is wrong with
+the row itself}."""
+
+
+class RemoteError(Exception):
+    """The program raised something that is not a builtin exception, or gave no answer."""
+
+
+class RowError(Exception):
+    """The row is at fault, whatever the program."""
+
+
+class Remote:
+    """An object of the solver; what is done to it happens there. Equality is identity."""
+
+    __slots__ = ("_remote_number_", "_remote_solver_")
+
+    def __init__(self, solver: Solver, number: int) -> None:
+        object.__setattr__(self, "_remote_solver_", solver)
+        object.__setattr__(self, "_remote_number_", number)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._remote_solver_.ask("call", self, list(arguments), keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._remote_solver_.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote_solver_.ask("set", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._remote_solver_.ask("item", self, key)
+
+    def __len__(self) -> int:
+        return self._remote_solver_.ask("len", self)
+
+    def __iter__(self) -> Any:
+        iterator = self._remote_solver_.ask("iter", self)
+        if not isinstance(iterator, Remote):
+            return iter(iterator)
+        return iterator._remote_solver_.items(iterator)
+
+    def __next__(self) -> Any:
+        return next(self._remote_solver_.items(self))
+
+    def __bool__(self) -> bool:
+        return self._remote_solver_.ask("bool", self)
+
+    def __str__(self) -> str:
+        return self._remote_solver_.ask("str", self)
+
+    def __repr__(self) -> str:
+        return self._remote_solver_.ask("repr", self)
+
+
+class Solver:
+    """The other side of the channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._remotes: dict[int, Remote] = {}
+        self.asked = 0
+        """Questions so far."""
+        self.lost = ""
+        """Why there is no answer any more; what passed since then has not."""
+        self.raised: Exception | None = None
+        """The latest exception that came from there."""
+        self.unsendable = ""
+        """What a test wanted to send and cannot."""
+
+    def ask(self, operation: str, *parts: Any) -> Any:
+        """The answer to one question; raises what the program raised."""
+        self.asked += 1
+        try:
+            question = [operation, *(encode(part, self._number) for part in parts)]
+        except NotPlain as error:
+            self.unsendable = str(error)
+            raise
+        if self.lost:
+            raise RemoteError(self.lost)
+        try:
+            self._channel.send(question)
+            return self.answer()
+        except Ended:
+            self.lost = "the program ended"
+        except WireError as error:
+            self.lost = f"no readable answer: {error}"
+        self._channel.close()
+        raise RemoteError(self.lost)
+
+    def items(self, iterator: Any) -> Any:
+        """The rest of a remote iterator."""
+        while True:
+            item = self.ask("next", iterator)
+            if not (isinstance(item, list) and len(item) <= 1):
+                raise RemoteError("no readable answer: neither an item nor the end")
+            if not item:
+                return
+            yield item[0]
+
+    def answer(self) -> Any:
+        """The next answer on the channel; the first one says how the program's own run went."""
+        answer = self._channel.receive()
+        if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
+            return decode(answer[1], self._remote)
+        self.raised = _exception(answer)
+        raise self.raised
+
+    def _remote(self, number: int) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number))
+
+    def _number(self, value: Any) -> int:
+        if type(value) is not Remote:
+            raise NotPlain(value)
+        return value._remote_number_
+
+
+def _exception(answer: Json) -> Exception:
+    if not (isinstance(answer, list) and len(answer) == 4 and answer[0] == "error"):
+        raise WireError("neither a value nor an error")
+    _, name, arguments, text = answer
+    if not (isinstance(name, str) and isinstance(text, str)):
+        raise WireError("an error has a name and a text")
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return RemoteError(text)
+    if issubclass(kind, StopIteration | StopAsyncIteration):
+        return RemoteError(text)
+    try:
+        return kind(*decode(arguments))
+    except Exception:
+        return RemoteError(text)
+
+
+def judge(spec: Mapping[str, Any], channel: Channel) -> Verdict:
+    """Run the tests of `spec` against the solver on the other side of `channel`.
+
+    `spec`: "tests", a list of texts; "setup", text that runs before them; "entry_point", a name, or
+    "" (then the names that "reference", a solution's text, defines); "all": also after a failure.
+    """
+    solver = Solver(channel)
+    try:
+        return _judge(spec, solver)
+    except RowError as error:
+        return {"row": str(error)}
+    finally:
+        channel.close()
+
+
+def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
+    tests = with_check_called(spec["tests"], spec["entry_point"])
+    setup_code = _compile("setup", spec["setup"])
+    codes = [_compile(f"test {n}", text) for n, text in enumerate(tests, start=1)]
+    used = _names_read([spec["setup"], *tests])
+    defined = names_defined(spec["reference"]) & used
+    entries = defined - names_defined(spec["setup"])
+    if spec["entry_point"]:
+        entries = {spec["entry_point"]}
+    nothing: Verdict = {"passed": [False] * len(tests)}
+
+    module = types.ModuleType("__tests__")
+    sys.modules["__tests__"] = module
+    namespace = module.__dict__
+    namespace["__builtins__"] = builtins
+    namespace |= {name: sys.modules[name] for name in used & set(sys.modules) if _standard(name)}
+    wanted = entries | {name for name in used if name not in namespace and _free(name)}
+    unknown = wanted - defined - _names_bound([spec["setup"], *tests]) if defined else set()
+    try:
+        solver.answer()
+        found = solver.ask("names", sorted(wanted))
+        if not isinstance(found, dict) or not found.keys() <= wanted:
+            raise WireError("names that nobody asked for")
+    except (Exception, Ended) as error:
+        return nothing | {"problem": f"the program: {_describe(error)}"}
+    missing = entries - found.keys()
+    if spec["entry_point"] in missing or any(n in namespace or not _free(n) for n in missing):
+        return nothing | {"problem": f"the program does not define {', '.join(sorted(missing))}"}
+    namespace |= found
+
+    asked = solver.asked
+    try:
+        exec(setup_code, namespace)
+    except BaseException as error:
+        lacking = _names_read([spec["setup"]]) & wanted
+        by_row = solver.asked == asked and not lacking
+        if by_row or _own_fault(error, solver, unknown):
+            raise RowError(f"its setup fails: {_describe(error)}") from None
+        return nothing | {"problem": f"setup: {_describe(error)}"}
+    namespace |= {name: found[name] for name in entries if name in found}
+
+    passed: list[bool] = []
+    problem = ""
+    for text, code in zip(tests, codes, strict=True):
+        if solver.lost or (problem and not spec["all"]):
+            break
+        failure = _failure_of(code, namespace, solver)
+        if failure is not None and _own_fault(failure, solver, unknown):
+            raise RowError(f"its test fails by itself: {_describe(failure)}; {text!r:.200}")
+        passed.append(failure is None)
+        if failure is not None and not problem:
+            shown = " ".join(text.split())[:200]
+            problem = f"test {len(passed)} ({shown}): {_describe(failure)}"
+    passed += [False] * (len(tests) - len(passed))
+    if all(passed) and not found:
+        raise RowError("its tests use no name of the program; set entry_point_field if they should")
+    return {"passed": passed, "problem": problem}
+
+
+def _failure_of(
+    code: types.CodeType, namespace: dict[str, Any], solver: Solver
+) -> BaseException | None:
+    """Why a test fails, or None where it passes."""
+    try:
+        exec(code, namespace)
+    except BaseException as error:
+        return error
+    return RemoteError(solver.lost) if solver.lost else None  # a test that swallowed it failed
+
+
+def _own_fault(error: BaseException, solver: Solver, unknown: set[str]) -> bool:
+    """Would it happen with every program: no such module, no such name, a value that stays here?"""
+    if isinstance(error, NameError):
+        return error.name in unknown
+    return bool(solver.unsendable) or (
+        isinstance(error, ImportError) and error is not solver.raised
+    )
+
+
+def _compile(place: str, text: str) -> types.CodeType:
+    try:
+        return compile(text, f"<{place}>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise RowError(f"its {place} is not Python: {_describe(error)}; {text!r:.200}") from None
+
+
+def with_check_called(tests: list[str], entry_point: str) -> list[str]:
+    """`tests`; where one only defines `check`, it goes on to call it with the entry point."""
+    if not entry_point:
+        return tests
+    trees = []
+    for text in tests:
+        try:
+            trees.append(ast.parse(text))
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return tests  # compiling them says what is wrong
+    outside = [n for tree in trees for n in tree.body if not isinstance(n, ast.FunctionDef)]
+    called = any(
+        isinstance(node, ast.Name) and node.id == "check" for n in outside for node in ast.walk(n)
+    )
+    return [
+        f"{text}\n\ncheck({entry_point})\n"
+        if not called and any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in t.body)
+        else text
+        for text, t in zip(tests, trees, strict=True)
+    ]
+
+
+def _names_read(texts: list[str]) -> set[str]:
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+def _names_bound(texts: list[str]) -> set[str]:
+    """Names that the texts give a value anywhere."""
+    names: set[str] = set()
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            names.add(node.name)
+    return names
+
+
+def names_defined(text: str) -> set[str]:
+    """Names that a program binds at its top level; none where it is not Python."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return set()
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            inside = (n for target in targets for n in ast.walk(target))
+            names |= {n.id for n in inside if isinstance(n, ast.Name)}
+    return names
+
+
+def _standard(name: str) -> bool:
+    return name in sys.stdlib_module_names
+
+
+def _free(name: str) -> bool:
+    return not hasattr(builtins, name)
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, Ended):
+        return "ended"
+    text = str(error)
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__

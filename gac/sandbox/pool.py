@@ -1,0 +1,281 @@
+"""Runs programs from any thread: a bounded number at a time, on a fork server that may die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import server
+from .server import LAYERS, Layers, SandboxError, Server
+
+__all__ = ["LAYERS", "Layers", "Outcome", "Pool", "Program", "SandboxError", "Suite"]
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # of one program, when the server dies or the machine refuses a process
+PAUSE_SECONDS = 0.2
+TICKS_MISS = 0.5  # the kernel's limit counts whole ticks, its account what was really used
+
+Ending = Literal["ended", "timeout", "stalled", "crash"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Text to run, and what may be put before it; see `solver.assemble`."""
+
+    text: str
+    imports: str = ""
+    prompt: str = ""
+    entry_point: str = ""
+
+    def spec(self) -> dict[str, str]:
+        names = {"program": self.text, "imports": self.imports}
+        return names | {"prompt": self.prompt, "entry_point": self.entry_point}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What the judge gets; see `judge.judge`."""
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    entry_point: str = ""
+    reference: str = ""
+    all: bool = False
+
+    def spec(self) -> dict[str, Any]:
+        return {**vars(self), "tests": list(self.tests)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program fared."""
+
+    ending: Ending
+    """"ended" by itself; "timeout": its CPU time was up; "stalled": the wall limit, 4 times that;
+    "crash": by a signal."""
+    passed: tuple[bool, ...] = ()
+    """One per test; where the judge itself did not finish, all False."""
+    problem: str = ""
+    """The first failure, in words; part of it may be the program's."""
+    row_problem: str = ""
+    """What is wrong with the tests themselves."""
+    stdout: bytes = b""
+    """Of a script."""
+    status: int = 0
+    """Exit status of a script."""
+
+
+class Pool:
+    """Runs model-written programs in confined processes.
+
+    Args:
+        workers: programs at a time; None: the cores that this process may use, shared with the
+            other ranks of this machine.
+        preload: packages that programs may import, beside the standard library.
+        require: layers without which nothing runs (see `LAYERS`).
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        preload: Sequence[str] = (),
+        require: Sequence[str] = (),
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        unknown = [name for name in require if name not in LAYERS]
+        if unknown:
+            raise ValueError(f"require knows {', '.join(LAYERS)}; got {', '.join(unknown)}")
+        self.workers = workers or _default_workers()
+        self.preload, self.require = tuple(preload), tuple(require)
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._owner = 0
+
+    def start(self) -> Layers:
+        """Start the fork server if there is none, and say what protects.
+
+        Raises:
+            SandboxError: the required protection is not there; nothing runs.
+        """
+        return self._current().layers
+
+    def check(self, program: Program, tests: Suite, cpu_seconds: int, memory_mb: int) -> Outcome:
+        """Run `tests` against `program`.
+
+        Raises:
+            SandboxError: programs cannot be run, whichever.
+        """
+        with _files(program.spec(), tests.spec()) as files:
+            ends = self._ask("check", files, cpu_seconds, memory_mb)
+            written = os.pread(files[2], 1 << 24, 0)
+        failed = (False,) * len(tests.tests)
+        ending = _ending(ends, cpu_seconds)
+        try:
+            verdict: dict[str, Any] = json.loads(written)
+        except ValueError:  # the judge ended before its verdict
+            return Outcome("crash" if ending == "ended" else ending, failed)
+        if "row" in verdict:
+            return Outcome(ending, row_problem=verdict["row"])
+        return Outcome(ending, tuple(verdict["passed"]), verdict.get("problem", ""))
+
+    def run(self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int,
+            output_bytes: int) -> Outcome:  # fmt: skip
+        """Run `program` as a script and read at most `output_bytes` of its standard output.
+
+        Raises:
+            SandboxError: programs cannot be run, whichever.
+        """
+        with _files(program.spec(), stdin) as files:
+            ends = self._ask("script", files, cpu_seconds, memory_mb)
+            stdout = os.pread(files[2], output_bytes, 0)
+        status = os.waitstatus_to_exitcode(int(ends["main"][0]))
+        return Outcome(_ending(ends, cpu_seconds), stdout=stdout, status=status)
+
+    def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
+        """`function` of every item, `workers` at a time."""
+        with self._lock:
+            if self._threads is None or self._owner != os.getpid():
+                self._renew()
+            assert self._threads is not None  # `_renew` made it
+            futures = [self._threads.submit(function, item) for item in items]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End all processes; the next use starts new ones."""
+        with self._lock:
+            mine = self._owner == os.getpid()
+            threads, server_ = self._threads, self._server
+            self._threads = self._server = None
+        if mine and threads is not None:
+            threads.shutdown(cancel_futures=True)
+        if mine and server_ is not None:
+            server_.stop()
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """After the first use, or the first one after a fork: nothing of the parent's is used."""
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
+        self._server = None
+        self._owner = os.getpid()
+
+    def _current(self) -> Server:
+        with self._lock:
+            if self._owner != os.getpid():
+                self._renew()
+            if self._server is None:
+                self._server = self._start()
+            return self._server
+
+    def _start(self) -> Server:
+        try:
+            started = server.start(self.preload)
+        except (SandboxError, OSError) as error:
+            raise SandboxError(f"model-written code cannot be run safely here: {error}") from error
+        lacking = [name for name in self.require if name not in started.layers.active]
+        if lacking:
+            started.stop()
+            reasons = "; ".join(f"no {name}: {started.layers.missing[name]}" for name in lacking)
+            raise SandboxError(
+                f"model-written code is not run: require names what is not here ({reasons})"
+            )
+        level = logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+        logger.log(level, "%s", started.layers)
+        return started
+
+    def _discard(self, dead: Server) -> None:
+        with self._lock:
+            if self._server is not dead:  # another thread was first
+                return
+            self._server = None
+        dead.stop()
+        logger.warning("the sandbox's fork server ended unexpectedly; it is started again")
+
+    def _ask(
+        self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
+    ) -> dict[str, Any]:
+        request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
+                _rewind(files)
+            current = self._current()
+            ends = current.ask(request, files)
+            if ends is None:
+                problem = "its fork server died"
+                self._discard(current)
+            elif "failed" in ends:
+                problem = ends["failed"]
+            elif not all(_was_read(file) for file in files[: 2 if kind == "check" else 1]):
+                problem = f"a process ended before it could begin ({ends})"
+            else:
+                return ends
+        raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
+
+
+def _was_read(file: int) -> bool:
+    """Did the confined process take this file? It shares our offset."""
+    return os.lseek(file, 0, os.SEEK_CUR) > 0
+
+
+@contextlib.contextmanager
+def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Iterator[list[int]]:
+    """Memory files: the program, the tests or the standard input, and an empty one for results."""
+    contents = [_text(program), second if isinstance(second, bytes) else _text(second), b""]
+    files: list[int] = []
+    try:
+        for content in contents:
+            files.append(os.memfd_create("sandbox"))
+            written = 0
+            while written < len(content):  # at a place of its own: the offset stays at the start
+                written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
+        yield files
+    except OSError as error:
+        raise SandboxError(f"no memory file for a program: {error.strerror}") from error
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _text(spec: Mapping[str, Any]) -> bytes:
+    return json.dumps(spec).encode("ascii")
+
+
+def _rewind(files: Sequence[int]) -> None:
+    for file in files:
+        os.lseek(file, 0, os.SEEK_SET)
+    os.ftruncate(files[2], 0)
+
+
+def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
+    if ends["stalled"]:
+        return "stalled"
+    for name in ("helper", "main"):
+        status, seconds = ends.get(name, (0, 0.0))
+        number = os.WTERMSIG(int(status)) if os.WIFSIGNALED(int(status)) else 0
+        if number == signal.SIGKILL and seconds >= cpu_seconds * TICKS_MISS:
+            return "timeout"
+        if number:
+            return "crash"
+    return "ended"
+
+
+def _default_workers() -> int:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // ranks)

@@ -1,0 +1,288 @@
+"""The fork server: a process without torch that forks a confined child for every program.
+
+It is started by `server.Server` with this folder as a package of its own, loads what programs may
+import, gives up root, proves on a child that the confinement holds, and then serves. Requests come
+over a socket with the descriptors that the children need; contents never enter this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import confine, judge, modules, probe, solver, wire
+
+WALL_PER_CPU_SECOND = 4  # a program that waits, or a machine with too much to do
+COUNT_EVERY = 1.0  # seconds between two looks at how many threads the uid has
+
+
+@dataclass
+class Job:
+    """A program under way: which processes, until when, who waits for the outcome."""
+
+    reply: int
+    deadline: float
+    main: int
+    """The process whose end ends the job."""
+    helper: int | None = None
+    """The solver beside a judge."""
+    ends: dict[str, list[float]] = field(default_factory=dict)
+    """"main", "helper" -> [wait status, CPU seconds]; 0 for a helper that was no longer needed."""
+    stalled: bool = False
+
+    def kill(self) -> None:
+        for pid, name in ((self.main, "main"), (self.helper, "helper")):
+            if pid and name not in self.ends:
+                os.kill(pid, signal.SIGKILL)  # ours until reaped, so the number cannot be another's
+
+
+class Zygote:
+    """Forks children for requests on `control` until it is told to stop or its user dies."""
+
+    def __init__(self, control: socket.socket, user: int | None) -> None:
+        self.control, self.user = control, user
+        self.null = os.open(os.devnull, os.O_RDWR)
+        self.base_bytes = _address_space()
+        self.layers: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self.rules: int | None = None
+        self.filter = b""
+        self.tasks = (0.0, 0)
+        self.jobs: dict[int, Job] = {}
+
+    # -- confinement -------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Give up what this process has and collect what children need to give up the rest."""
+        self.filter = confine.compile_filter()
+        self.layers["seccomp"] = "seccomp"
+        self._try("landlock", self._prepare_landlock)
+        self._try("uid", self._prepare_uid)
+        confine.drop_capabilities()
+        confine.no_new_privileges()
+
+    def _try(self, layer: str, take: Callable[[], str]) -> None:
+        try:
+            self.layers[layer] = take()
+        except OSError as error:
+            self.missing[layer] = error.strerror or str(error)
+
+    def _prepare_landlock(self) -> str:
+        self.rules = confine.landlock_rules()
+        return f"Landlock {confine.landlock_abi()}"
+
+    def _prepare_uid(self) -> str:
+        if os.getuid() != 0:
+            return f"uid {os.getuid()}"
+        uid = confine.unused_uid(int.from_bytes(os.urandom(2), "big"))
+        confine.become(uid)
+        return f"uid {uid}"
+
+    def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
+        """Take everything but computing and the descriptors `kept` from this process, a child."""
+        confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
+        confine.limit(cpu_seconds, self.base_bytes + memory_bytes, self.tasks[1] + confine.THREADS)
+        confine.no_new_privileges()
+        if self.rules is not None:
+            confine.restrict_paths(self.rules)
+            os.close(self.rules)
+        confine.filter_calls(self.filter)
+
+    # -- children ----------------------------------------------------------------------------------
+
+    def fork(self, body: Callable[[], int]) -> int:
+        """Start a child that runs `body` and ends with its status."""
+        if self.tasks[0] < time.monotonic():
+            self.tasks = time.monotonic() + COUNT_EVERY, confine.tasks_of(os.getuid())
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            random.seed(0)  # Python seeds it anew after a fork; verdicts should not vary
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            confine.die_with(parent)
+            status = body()
+        finally:
+            os._exit(status)
+
+    def start(self, request: dict[str, Any], files: list[int]) -> Job:
+        """Fork what a request asks for; `files` are its descriptors, the reply's first."""
+        cpu, memory = request["cpu_seconds"], request["memory_bytes"]
+        deadline = time.monotonic() + WALL_PER_CPU_SECOND * cpu
+        reply, program, *others = files
+        if request["kind"] == "script":
+            stdin, stdout = others
+
+            def script() -> int:
+                self._redirect(stdin, stdout)
+                modules.open_standard_streams()
+                self.confine([program], cpu, memory)
+                return solver.run_script(_take(program))
+
+            return Job(reply, deadline, main=self.fork(script))
+
+        tests, verdict = others
+        to_solver, to_judge = os.pipe(), os.pipe()
+
+        def answer() -> int:
+            self._redirect(self.null, self.null)
+            self.confine([program, to_solver[0], to_judge[1]], cpu, memory)
+            channel = wire.Channel(to_solver[0], to_judge[1])
+            solver.answer_questions(_take(program), channel)
+            return 0
+
+        def rule() -> int:
+            self._redirect(self.null, self.null)
+            self.confine([tests, verdict, to_judge[0], to_solver[1]], cpu, memory)
+            channel = wire.Channel(to_judge[0], to_solver[1])
+            found = judge.judge(_take(tests), channel)
+            os.write(verdict, json.dumps(found).encode())
+            return 0
+
+        try:
+            helper = self.fork(answer)
+            try:
+                return Job(reply, deadline, main=self.fork(rule), helper=helper)
+            except OSError:
+                os.kill(helper, signal.SIGKILL)
+                raise
+        finally:
+            for end in (*to_solver, *to_judge):
+                os.close(end)
+
+    def _redirect(self, stdin: int, stdout: int) -> None:
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.dup2(self.null, 2)
+
+    # -- serving -----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Serve until a "stop", the other end's close, or the death of the user's process."""
+        wake, wakened = os.pipe()
+        os.set_blocking(wakened, False)
+        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        for number in (self.control.fileno(), wake, self.user):
+            if number is not None:
+                poll.register(number, select.POLLIN)
+        while True:
+            for number, _ in poll.poll(self._next_deadline()):
+                if number == wake:
+                    os.read(wake, 4096)
+                elif number == self.user or not self._accept():
+                    return  # children die with this process
+            self._reap()
+            self._stop_stalled()
+
+    def _next_deadline(self) -> int | None:
+        """Milliseconds to wait at most."""
+        times = [job.deadline for job in self.jobs.values() if not job.stalled]
+        return max(0, int(1000 * (min(times) - time.monotonic())) + 1) if times else None
+
+    def _accept(self) -> bool:
+        message, files, _, _ = socket.recv_fds(self.control, 1 << 16, 8)
+        if not message:
+            return False
+        request = json.loads(message)
+        try:
+            job = self.start(request, files)
+        except OSError as error:  # no process, no pipe: the machine's trouble, not the program's
+            _reply(files[0], {"failed": f"cannot start a process: {error.strerror}"})
+            files = files[1:]
+        else:
+            self.jobs[job.main] = job
+            if job.helper:
+                self.jobs[job.helper] = job
+            files = files[1:]
+        for number in files:
+            os.close(number)
+        return True
+
+    def _reap(self) -> None:
+        while self.jobs:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if not pid:
+                return
+            job = self._ended(pid, status, usage)
+            if job is None:
+                continue
+            if pid == job.main and job.helper and "helper" not in job.ends:
+                # it may have ended by itself before, which must not look like our doing
+                pid, status, usage = os.wait4(job.helper, os.WNOHANG)
+                if not pid:
+                    os.kill(job.helper, signal.SIGKILL)
+                    _, _, usage = os.wait4(job.helper, 0)
+                self._ended(job.helper, status if pid else 0, usage)
+            if len(job.ends) == 1 + (job.helper is not None):
+                _reply(job.reply, {**job.ends, "stalled": job.stalled})
+
+    def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
+        job = self.jobs.pop(pid, None)
+        if job is not None:
+            name = "main" if pid == job.main else "helper"
+            job.ends[name] = [status, usage.ru_utime + usage.ru_stime]
+        return job
+
+    def _stop_stalled(self) -> None:
+        now = time.monotonic()
+        for job in self.jobs.values():  # some stand there twice
+            if job.deadline <= now and not job.stalled:
+                job.stalled = True
+                job.kill()
+
+
+def _take(file: int) -> Any:
+    """Read the JSON of a memfd; its offset, which the trainer shares, tells that we came here."""
+    parts = []
+    while part := os.read(file, 1 << 20):
+        parts.append(part)
+    os.close(file)
+    return json.loads(b"".join(parts))
+
+
+def _reply(file: int, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+        os.write(file, json.dumps(message).encode())
+    os.close(file)
+
+
+def _address_space() -> int:
+    """Bytes that this process maps, which its children start with."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 1 << 30
+
+
+def main(options: dict[str, Any]) -> None:
+    """Load, give up, prove, report on the control socket, serve."""
+    control = socket.socket(fileno=options["control"])
+    try:
+        os.chdir("/")
+        modules.load(options["path"], options["preload"])
+        with contextlib.suppress(OSError):  # memory that runs out should end programs first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        zygote = Zygote(control, options["user"])
+        zygote.prepare()
+        probe.prove(zygote.fork, zygote.confine)
+    except (OSError, ImportError) as error:
+        control.send(json.dumps({"refused": str(error)}).encode())
+        return
+    control.send(json.dumps({"layers": zygote.layers, "missing": zygote.missing}).encode())
+    zygote.serve()

@@ -1,0 +1,74 @@
+"""What the tests of the sandbox share: small programs, pools, and a look at processes."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from gac.sandbox import server
+from gac.sandbox.pool import Program, Suite
+
+GOOD = Program("def add(a, b): return a + b")
+SUITE = Suite(("assert add(1, 2) == 3",))
+
+
+def passes(pool, program=GOOD, suite=SUITE):
+    return pool.check(program, suite, 5, 256).passed == (True,) * len(suite.tests)
+
+
+def prints(pool, text, cpu_seconds=5):
+    return pool.run(Program(text), b"", cpu_seconds, 256, 1 << 20).stdout.decode()
+
+
+def processes_below(pid):
+    """Living descendants of `pid`."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name = entry.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended while we looked
+            continue
+        if name[0] not in "ZX":
+            children.setdefault(int(name[1]), []).append(int(entry.parent.name))
+    found, queue = [], [pid]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def patch_server(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Have fork servers run `text` before they start, outside of namespaces."""
+    start = server.START.replace("from sandbox.zygote", f"{text}\nfrom sandbox.zygote")
+    monkeypatch.setattr(server, "START", start)
+    without_namespaces(monkeypatch)
+
+
+def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no bwrap, so that process numbers are the same on both sides."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)

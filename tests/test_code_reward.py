@@ -1,0 +1,296 @@
+"""The code reward: which program, which verdict, which row is at fault; real data sets; mutants."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gac.data import Example
+from gac.rewards import RewardError, build_reward
+from gac.rewards.code import program_of
+from gac.sandbox.solver import assemble
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+GOOD = "def add(a, b):\n    return a + b\n"
+BAD = "def add(a, b):\n    return a - b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
+
+
+def example(answer=None, **extra):
+    return Example("row-7", (), "", answer, None, extra)
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = build_reward({"name": "code", "timeout": 5, "memory_mb": 256})
+    yield reward
+    reward.close()
+
+
+def score(reward, completion, **row):
+    return reward([completion], [example(**row)])[0]
+
+
+def problem(reward, completion, **row):
+    with pytest.raises(RewardError) as raised:
+        score(reward, completion, **row)
+    assert "'row-7'" in str(raised.value)
+    return str(raised.value)
+
+
+# --- which program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("    return 1\n", "    return 1\n"),
+        ("Look:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```\nbetter:\n```py\nx = 2\n```", "x = 2\n"),
+        ("~~~python\nx = '```'\n~~~", "x = '```'\n"),
+        ("````\n```\nx = 1\n```\n````", "```\nx = 1\n```\n"),
+        ("```python\nx = 1\n", "x = 1\n"),
+        ("```python\n```", ""),
+        ("use `x` and ``y``", "use `x` and ``y``"),
+    ],
+    ids=["all", "indented", "block", "last", "tildes", "longer", "unclosed", "empty", "inline"],
+)
+def test_the_program_is_the_last_block_else_everything(completion, program):
+    assert program_of(completion) == program
+
+
+PROMPT = 'import math\n\ndef area(r):\n    """The area."""\n'
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("    return math.pi * r\n", PROMPT + "    return math.pi * r\n"),
+        ("    return 1\n\nprint(area(1))\n", PROMPT + "    return 1\n\n"),
+        ("    return 1\n# done\ndef other(): pass\n", PROMPT + "    return 1\n# done\n"),
+        (
+            '    x = """\na\n"""\n    return x\nexit()',
+            PROMPT + '    x = """\na\n"""\n    return x\n',
+        ),
+        ("def area(r): return 2", "def area(r): return 2"),
+        ("area = lambda r: 2", "area = lambda r: 2"),
+    ],
+    ids=["body", "statement after", "definition after", "text in column 0", "whole", "lambda"],
+)
+def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
+    assert assemble({"program": program, "entry_point": "area", "prompt": PROMPT}) == text
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def test_one_for_all_tests_else_zero(reward):
+    answer = f"So:\n```python\n{GOOD}```"
+    assert score(reward, answer, tests=TESTS) == 1.0
+    assert score(reward, BAD, tests=TESTS) == 0.0
+    assert score(reward, "no code at all", tests=TESTS) == 0.0
+
+
+def test_partial_gives_the_share():
+    reward = build_reward({"name": "code", "partial": True})
+    assert score(reward, BAD, tests=TESTS) == pytest.approx(1 / 3)
+    assert score(reward, "print(input())", cases=[["1", "1"], ["2", "3"]]) == 0.5
+
+
+def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
+    row = {"setup": "import math\ndef near(a, b): return abs(a - b) < 1e-6"}
+    row["tests"] = ["assert near(area(1), math.pi)"]
+    assert score(reward, "def area(r): return math.pi * r * r", **row) == 1.0
+    faking = "def near(a, b): return True\ndef area(r): return 0"
+    assert score(reward, faking, **row) == 0.0
+
+
+def test_check_is_called_with_the_entry_point(reward):
+    row = {
+        "entry_point": "add",
+        "tests": ["def check(candidate):\n    assert candidate(1, 2) == 3"],
+    }
+    assert score(reward, GOOD, **row) == 1.0
+    assert score(reward, BAD, **row) == 0.0
+    assert score(reward, "def other(): pass", **row) == 0.0
+
+
+def test_a_function_with_a_builtin_name_is_the_programs_when_the_reference_says_so(reward):
+    row = {"tests": ["assert sum(2, 3) == 6"], "answer": "def sum(a, b): return a * b"}
+    assert score(reward, "def sum(a, b): return a * b", **row) == 1.0
+    assert score(reward, "def total(a, b): return a * b", **row) == 0.0
+
+
+def test_objects_of_the_program_are_used_where_they_are(reward):
+    program = """
+class Node:
+    def __init__(self, data): self.data, self.left = data, None
+    def __len__(self): return 3
+    def __iter__(self): return iter([self.data, 2])
+    def __getitem__(self, key): return key * 2
+    def __str__(self): return f"<{self.data}>"
+    def __bool__(self): return self.data > 0
+def same(node): return node
+def kinds(x, kind): return isinstance(x, kind)
+limit = 10
+"""
+    tests = [
+        "root = Node(1)\nroot.left = Node(5)\nassert root.left.data == 5",
+        "assert len(root) == 3 and list(root) == [1, 2] and root[4] == 8 and str(root) == '<1>'",
+        "assert same(root) == root and same(root) is not root.left and same(root.left) != root",
+        "assert root and not Node(0)",
+        "assert kinds(3, int) and limit == 10",
+        "assert sorted(same({3, 1})) == [1, 3]",
+        "assert same((1, [2.5], {'a': b'b'})) == (1, [2.5], {'a': b'b'})",
+    ]  # fmt: skip
+    outcome = build_reward({"name": "code", "partial": True})
+    assert score(outcome, program, tests=tests) == 1.0
+
+
+def test_exceptions_cross_as_builtin_ones(reward):
+    program = "class Mine(ValueError): pass\ndef f(x):\n    raise (Mine if x else KeyError)('no')"
+    tests = [
+        "try: f(1)\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False",
+        "try: f(0)\nexcept KeyError as e: assert e.args == ('no',)\nelse: assert False",
+    ]
+    assert score(reward, program, tests=tests) == 1.0
+
+
+def test_scripts_read_and_write(reward):
+    cases = [["3\n", "6\n"], ["5\n", "10"]]
+    double = "```python\nprint(int(input()) * 2)\n```"
+    assert score(reward, double, cases=cases) == 1.0
+    spaces = "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '  \\n\\n')"
+    assert score(reward, spaces, cases=cases) == 1.0
+    sized = "import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))"
+    assert score(reward, sized, cases=cases) == 1.0
+    threaded = (
+        "import threading\ndef main(): print(2 * int(input()))\n"
+        "threading.Thread(target=main).start()"
+    )
+    assert score(reward, threaded, cases=cases) == 1.0
+    assert score(reward, "print(6)", cases=cases) == 0.0
+    assert score(reward, "print(int(input()) * 2)\nraise ValueError", cases=cases) == 0.0
+    assert score(reward, "print(int(input()) * 2)\nexit(0)", cases=cases) == 1.0
+    assert score(reward, "print(int(input()) * 2)\nexit(3)", cases=cases) == 0.0
+    main_guard = "if __name__ == '__main__':\n    print(open(0).read().strip() and 2 * int('3'))"
+    assert score(reward, main_guard, cases=cases[:1]) == 1.0
+
+
+def test_packages_are_there_when_they_are_preloaded():
+    program = "import numpy as np\ndef f(x): return np.asarray(x).sum()"
+    row = {
+        "tests": [
+            "assert f([1, 2]) == 3",
+            "import random, numpy\nassert f(numpy.ones(3).tolist()) == 3",
+        ]
+    }
+    reward = build_reward({"name": "code", "preload": ["numpy"], "workers": 1})
+    assert score(reward, program, **row) == 1.0
+    reward.close()
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_counts_tell_completions_and_equal_pairs_run_once(monkeypatch):
+    reward = build_reward({"name": "code", "timeout": 2, "workers": 2})
+    asked = []
+    real = reward._pool.check
+    monkeypatch.setattr(reward._pool, "check", lambda *a: asked.append(a) or real(*a))
+    endless, crash = "while True: pass", "import ctypes\nctypes.string_at(0)"
+    programs = [GOOD, GOOD, "```\n```", endless, endless, crash]
+    rows = [example(tests=TESTS)] * len(programs)
+    assert reward(programs, rows) == [1.0, 1.0] + [0.0] * 4
+    assert len(asked) == 3
+    counts = reward.counts()
+    assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
+    assert counts == {"crashes": 1, "no_program": 1}
+    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [0.0]  # other tests: anew
+    assert len(asked) == 4
+
+
+def test_an_endless_script_costs_its_limit_once():
+    reward = build_reward({"name": "code", "timeout": 1, "partial": True})
+    assert score(reward, "print(1, flush=True)\nif input(): \n  while True: pass",
+                 cases=[["", "1"], ["a", "1"], ["b", "1"], ["c", "1"]]) == 0.0  # fmt: skip
+    assert sum(reward.counts().values()) <= 1
+
+
+# --- rows at fault --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "neither of the fields 'tests' and 'cases'"),
+        ({"tests": []}, "neither of the fields"),
+        ({"tests": TESTS, "cases": [["", ""]]}, "both of the fields"),
+        ({"tests": [1]}, "'tests' must be a list of Python statements"),
+        ({"cases": ["3"]}, "'cases' must be a list of [stdin, expected stdout]"),
+        ({"cases": [["\ud800", ""]]}, "surrogates not allowed"),
+        ({"tests": TESTS, "setup": 5}, "'setup' must be text, got int 5"),
+        ({"tests": TESTS, "entry_point": "a.b"}, "'entry_point' must be a name"),
+        ({"tests": ["assert add(1, 2) ="]}, "its test 1 is not Python: SyntaxError"),
+        ({"tests": TESTS, "setup": "def ("}, "its setup is not Python"),
+        ({"tests": TESTS, "setup": "1 / 0"}, "its setup fails: ZeroDivisionError"),
+        ({"tests": TESTS, "setup": "import not_here"}, "its setup fails: ModuleNotFoundError"),
+        ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "its test fails by itself"),
+        ({"tests": ["assert add(object(), 2)"]}, "a value of type object does not cross"),
+        ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
+        ({"tests": ["assert 1 + 1 == 2"]}, "its tests use no name of the program"),
+        ({"tests": ["def check(candidate): assert candidate"]}, "use no name of the program"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_a_row_that_no_program_could_pass_is_named(reward, row, words):
+    assert words in problem(reward, GOOD, **row)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "CONFIG = {}",
+        "raise ImportError('not_here')",
+        "def add(a, b): raise ModuleNotFoundError('x')",
+        "def add(a, b): raise NameError('ad')",
+        "def add(a, b): return object()",
+        "def add(a, b): return add",
+        "",
+    ],
+)
+def test_a_program_cannot_blame_the_row(reward, program):
+    row = {"setup": "value = CONFIG['a']"} if "CONFIG" in program else {}
+    program += "\n#"
+    assert (
+        score(reward, program, tests=["r = add(1, 2)", "assert r == 3", "add(r, r)"], **row) == 0.0
+    )
+
+
+def test_on_error_drop_counts_the_row():
+    reward = build_reward({"name": "code", "on_error": "drop"})
+    rows = [example(tests=TESTS), example(tests=TESTS, setup="1 / 0")]
+    assert reward([GOOD, GOOD], rows) == [1.0, None]
+    assert reward.dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout": 0}, "timeout must be a whole number >= 1, got 0"),
+        ({"timeout": 1.5}, "timeout must be a whole number >= 1, got 1.5"),
+        ({"memory_mb": 8}, "memory_mb must be a whole number >= 64, got 8"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"preload": "numpy"}, "preload must be a list of names"),
+        ({"require": ["chains"]}, "require knows limits, seccomp, landlock, uid, namespaces"),
+        ({"preload": ["not_here"]}, "preload: not_here cannot be imported"),
+        ({"tests_filed": "t"}, "did you mean 'tests_field'"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        build_reward({"name": "code", **options})

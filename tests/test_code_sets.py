@@ -1,0 +1,124 @@
+"""The code reward on whole data sets: references pass, mutants fail as under plain exec."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import warnings
+
+import pytest
+
+from gac.data import DataConfig, Example
+from gac.data.examples import load_references
+from gac.rewards import build_reward
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+SETS = {
+    "humaneval": ({}, 131),
+    "mbpp": ({"setup_field": "test_setup_code"}, 779),
+}
+
+
+def references(data_dir, name, limit=None):
+    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit)
+    return load_references(config)
+
+
+def grade(name, pairs):
+    reward = build_reward({"name": "code", "timeout": 10, **SETS[name][0]})  # mbpp/123 takes 3
+    return reward([text for _, text in pairs], [example for example, _ in pairs])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_references_pass(data_dir, name):
+    pairs = references(data_dir, name, limit=20)
+    assert grade(name, pairs) == [1.0] * 20
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETS)
+def test_all_references_pass(data_dir, name):
+    pairs = references(data_dir, name)
+    scores = grade(name, pairs)
+    assert [example.id for (example, _), s in zip(pairs, scores, strict=True) if s != 1.0] == []
+    assert len(scores) == SETS[name][1]
+
+
+class Wrong(ast.NodeTransformer):
+    """Every `return` gives a text that no test expects."""
+
+    def visit_Return(self, node):
+        return ast.Return(ast.Constant("no test expects this"))
+
+
+class Swapped(ast.NodeTransformer):
+    """Operators change sides: + and -, * and //, < and >=, == and !=."""
+
+    PAIRS = (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.GtE), (ast.Eq, ast.NotEq)
+    TABLE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}  # noqa: RUF012 - a constant
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        node.op = self.TABLE.get(type(node.op), type(node.op))()
+        return node
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        node.ops = [self.TABLE.get(type(op), type(op))() for op in node.ops]
+        return node
+
+
+def mutant(kind, example, text):
+    """The reference, changed; HumanEval's is the body of its prompt's function."""
+    whole = example.extra["prompt"] + text if "entry_point" in example.extra else text
+    with warnings.catch_warnings(action="ignore"):  # escapes that Python does not know
+        tree = ast.parse(whole)
+    return ast.unparse(ast.fix_missing_locations(kind().visit(tree)))
+
+
+def plain_script(example, program):
+    """The usual way: program, setup and tests in one process; its exit status decides."""
+    parts = [program, example.extra.get("test_setup_code", ""), *example.extra["tests"]]
+    if "entry_point" in example.extra:
+        parts.append(f"check({example.extra['entry_point']})")
+    texts = json.dumps(parts)
+    return f"import json\nspace = {{}}\nfor text in json.loads({texts!r}): exec(text, space)"
+
+
+def verdicts(name, kind, pairs):
+    """(ours, plain exec's) of the changed references."""
+    reward = build_reward({"name": "code", "timeout": 2, **SETS[name][0]})
+    examples = [example for example, _ in pairs]
+    programs = [mutant(kind, example, text) for example, text in pairs]
+    scripts = [Example("x", (), "", None, None, {"cases": [["", ""]]}) for _ in pairs]
+    quiet = [
+        "import io, sys\nsys.stdout = io.StringIO()\n" + plain_script(*pair)
+        for pair in zip(examples, programs, strict=True)
+    ]
+    return reward(programs, examples), reward(quiet, scripts)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", [Wrong, Swapped], ids=lambda kind: kind.__name__)
+def test_mutants_fail_as_under_plain_exec(data_dir, name, kind):
+    ours, plain = verdicts(name, kind, references(data_dir, name, limit=20))
+    assert ours == plain
+    assert ours.count(0.0) >= 8  # the others have no such operator
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", [Wrong, Swapped], ids=lambda kind: kind.__name__)
+def test_all_mutants_fail_as_under_plain_exec(data_dir, name, kind):
+    pairs = references(data_dir, name)
+    ours, plain = verdicts(name, kind, pairs)
+    both = zip(pairs, ours, plain, strict=True)
+    differ = [(example.id, a, b) for (example, _), a, b in both if a != b]
+    # this mutant calls exit(), which fools a grader that looks at the exit status
+    fools = [("mbpp/264", 0.0, 1.0)] if (name, kind) == ("mbpp", Swapped) else []
+    assert differ == fools
+    assert kind is not Wrong or set(ours) == {0.0}

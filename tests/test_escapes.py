@@ -1,0 +1,184 @@
+"""Nothing that a program tries gets out of the sandbox, stops its server or fakes a pass.
+
+Every attempt runs with all layers and again without Landlock and namespaces, so that seccomp alone
+must hold; and once with the layers off, where the attempts must work: else they prove nothing.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from gac.sandbox import server
+from gac.sandbox.pool import Outcome, Pool, Program, Suite
+
+from . import escapes
+from .fakes import TESTS
+from .fakes import fakes as all_fakes
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of calls are x86-64's"),
+]
+
+WITHOUT_LANDLOCK = """
+from sandbox import confine
+def absent(): raise OSError(38, "Function not implemented")
+confine.landlock_rules = absent
+"""
+WITHOUT_LAYERS = (
+    WITHOUT_LANDLOCK
+    + """
+from sandbox import probe
+confine.filter_calls = lambda program: None
+probe.prove = lambda *a: None
+"""
+)
+SETUPS = {"all layers": "", "seccomp alone": WITHOUT_LANDLOCK}
+
+
+def patched(monkeypatch, patch, **options):
+    """A pool whose server runs `patch` before it starts; without namespaces where there is one."""
+    pool = Pool(**options)
+    if patch:
+        start = server.START.replace("from sandbox.zygote", f"{patch}\nfrom sandbox.zygote")
+        monkeypatch.setattr(server, "START", start)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    pool.start()
+    monkeypatch.undo()
+    return pool
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def pool(request):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pool = patched(monkeypatch, SETUPS[request.param], workers=4)
+    layers = pool.start()
+    assert ("landlock" in layers.active) <= (request.param == "all layers")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def open_pool():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pool = patched(monkeypatch, WITHOUT_LAYERS, workers=4)
+    yield pool
+    pool.close()
+
+
+def run(pool: Pool, text: str, cpu_seconds=1, output=1 << 20) -> Outcome:
+    return pool.run(Program(text), b"input\n", cpu_seconds, 256, output)
+
+
+def works(pool: Pool) -> bool:
+    good = pool.check(Program("def add(a, b): return a + b"), Suite(TESTS), 5, 256)
+    return good.passed == (True,) * len(TESTS)
+
+
+# --- the system -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Said:
+    """What a script of `escapes.SYSTEM` printed: label -> outcome."""
+
+    refused: dict[str, str]
+    done: list[str]
+    broken: list[str]
+    ended: bool
+
+
+def said(outcome: Outcome) -> Said:
+    lines = outcome.stdout.decode().splitlines()
+    refused = {}
+    for line in lines:
+        if line.startswith("refused "):
+            _, code, label = line.split(" ", 2)
+            refused[label] = code
+    starting = {
+        word: [line for line in lines if line.startswith(word)] for word in ("DONE", "broken")
+    }
+    return Said(refused, starting["DONE"], starting["broken"], lines[-1:] == ["END"])
+
+
+@pytest.mark.parametrize("name", escapes.SYSTEM)
+def test_the_system_is_out_of_reach(pool, name):
+    outcome = run(pool, escapes.script(name), cpu_seconds=5)
+    found = said(outcome)
+    assert found.ended, f"stopped early: {outcome}"
+    assert not found.done and not found.broken
+    assert set(found.refused) == set(escapes.operations(name))
+
+
+def test_with_the_layers_off_the_same_attempts_work(open_pool):
+    outcomes = open_pool.map(
+        lambda name: run(open_pool, escapes.script(name), cpu_seconds=5), list(escapes.SYSTEM)
+    )
+    missed = []
+    for name, outcome in zip(escapes.SYSTEM, outcomes, strict=True):
+        done = " ".join(said(outcome).done)
+        missed += [op for op in escapes.operations(name, proven=True) if f"DONE {op} " not in done]
+    assert not missed
+
+
+def test_there_are_enough_attempts():
+    assert len(escapes.SYSTEM) >= 28 and len(escapes.ODD) >= 10 and len(all_fakes()) >= 33
+    assert sum(len(escapes.operations(name)) for name in escapes.SYSTEM) >= 190
+
+
+# --- odd programs ---------------------------------------------------------------------------------
+
+
+def test_odd_programs_hurt_nobody(pool):
+    outcomes = pool.map(lambda odd: run(pool, odd[0]), list(escapes.ODD.values()))
+    wrong = {
+        name: (outcome.ending, outcome.stdout[:40])
+        for (name, (_, endings)), outcome in zip(escapes.ODD.items(), outcomes, strict=True)
+        if outcome.ending not in endings or not outcome.stdout.startswith(b"END")
+    }
+    assert not wrong
+    assert works(pool)
+
+
+# --- fakes ----------------------------------------------------------------------------------------
+
+_PLAIN = """
+namespace = {{"__name__": "solution"}}
+exec({program!r}, namespace)
+print("END", flush=True)
+for test in {tests!r}:
+    exec(test, namespace)
+"""
+
+
+def plainly(pool: Pool, text: str) -> tuple[bool, bool]:
+    """(Did the program come to its end, does it pass) where it shares a process with the tests."""
+    text = text.replace("#END", "print('END', flush=True)")
+    outcome = run(pool, _PLAIN.format(program=text, tests=TESTS))
+    return b"END" in outcome.stdout, (outcome.ending, outcome.status) == ("ended", 0)
+
+
+def test_no_fake_passes(pool):
+    fakes = all_fakes()
+    programs = [Program(text) for text, _ in fakes.values()]
+    outcomes = pool.map(lambda p: pool.check(p, Suite(TESTS), 1, 256), programs)
+    passing = [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
+    assert not passing
+    assert not [outcome for outcome in outcomes if outcome.row_problem]  # that would stop training
+    assert works(pool)
+
+
+def test_many_fakes_pass_where_the_program_shares_a_process_with_its_tests(open_pool):
+    fakes = all_fakes()
+    found = open_pool.map(lambda fake: plainly(open_pool, fake[0]), list(fakes.values()))
+    early = [name for name, (ended, _) in zip(fakes, found, strict=True) if not ended]
+    assert not early  # a program that breaks before its trick would prove nothing
+    fooled = {name for name, (_, passed) in zip(fakes, found, strict=True) if passed}
+    expected = {name for name, (_, fools) in fakes.items() if fools}
+    assert fooled == expected
+    assert len(fooled) >= 16

@@ -1,0 +1,64 @@
+"""`gac rewards check`: rows whose own solution does not earn the reward are named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from gac.cli import main
+from gac.rewards.check import check
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+GOOD = "def add(a, b):\n    return a + b\n"
+BAD = "def add(a, b):\n    return a - b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [
+        {"id": "good", "prompt": "add", "answer": GOOD, "tests": TESTS},
+        {"id": "wrong", "prompt": "add", "answer": BAD, "tests": TESTS},
+        {"id": "broken", "prompt": "add", "answer": GOOD, "tests": ["assert ("]},
+        {"id": "case", "prompt": "echo", "answer": "print(1)", "cases": [["", "2"]]},
+    ]
+    data = tmp_path / "rows.jsonl.gz"
+    with gzip.open(data, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / "train.yaml"
+    path.write_text(f"data:\n  prompts: {data}\nreward: code\nmodel:\n  path: none\nsteps: 5\n")
+    return path
+
+
+def test_check_names_the_rows_whose_solution_fails(config):
+    found = check(config)
+    assert found.rows == 4
+    assert [failing.row for failing in found.failing] == ["wrong", "broken", "case"]
+    wrong, broken, case = (failing.reason for failing in found.failing)
+    assert wrong.startswith("earns 0; test 1 (assert add(1, 2) == 3): AssertionError")
+    assert broken.startswith("its test 1 is not Python")
+    assert "wrote b'1\\n', expected b'2'" in case
+
+
+def test_check_on_the_command_line(config, capsys):
+    assert main(["rewards", "check", str(config)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("wrong: earns 0") and printed[-1] == "1 of 4 rows pass"
+    assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
+    assert capsys.readouterr().out == "1 of 1 rows pass\n"
+
+
+def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
+    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1}
+    assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
+    tasks = {"a": {"data": data, "reward": "code"}, "b": {"data": data, "reward": "code"}}
+    assert check({"tasks": tasks}).rows == 2
+    assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
+    assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
+    config.write_text("reward: code")
+    assert main(["rewards", "check", str(config)]) == 2
+    assert "has no data: give data.prompts" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""The sandbox's processes: what is refused, what is logged, what dies with whom, who may ask."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gac.sandbox import server
+from gac.sandbox.pool import Pool, Program, SandboxError, Suite
+
+from .sandboxes import command, passes, patch_server, prints, processes_below, without_namespaces
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(workers=2)
+    yield pool
+    pool.close()
+
+
+# --- what protects, and what is said about it -----------------------------------------------------
+
+
+def test_one_line_names_the_layers(caplog, pool):
+    with caplog.at_level(logging.INFO, "gac"):
+        layers = pool.start()
+        pool.start()
+    assert [record.message for record in caplog.records] == [str(layers)]
+    assert str(layers).startswith("sandbox: limits, seccomp")
+    assert {*layers.active, *layers.missing} == set(server.LAYERS)
+
+
+def test_what_is_missing_is_in_the_line(monkeypatch):
+    patch_server(
+        monkeypatch,
+        """
+from sandbox import confine
+def absent(): raise OSError(38, "Function not implemented")
+confine.landlock_rules = absent
+""",
+    )
+    pool = Pool(workers=1)
+    shown = str(pool.start())
+    assert "no landlock: Function not implemented" in shown
+    assert "no namespaces: bwrap not installed" in shown
+    assert passes(pool)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ("from sandbox import confine; confine.LIBSECCOMP = 'libnone.so'",
+         "libnone.so: cannot open shared object file.*apt install libseccomp2"),
+        ("from sandbox import confine; confine.filter_calls = lambda program: None",
+         "the seccomp filter does not hold: stat, pipe, fork"),
+        ("from sandbox import confine; confine._ALLOWED.append('pipe2')",
+         "the seccomp filter does not hold: pipe$"),
+        ("from sandbox import confine\ndef refuse(*a): raise OSError(1, 'prctl: no')\n"
+         "confine.no_new_privileges = refuse", "prctl: no"),
+        ("import os; os.stat = os.pipe = os.fork = os.memfd_create = os.uname = None\n"
+         "raise SystemExit('out of order')", "out of order"),
+    ],
+    ids=["no libseccomp", "no filter", "a hole in the filter", "no permission", "no start"],
+)  # fmt: skip
+def test_without_the_minimum_nothing_runs(monkeypatch, patch, words):
+    patch_server(monkeypatch, patch)
+    before = set(processes_below(os.getpid()))
+    pool = Pool(workers=1)
+    with pytest.raises(SandboxError, match=f"cannot be run safely here: .*{words}"):
+        pool.start()
+    with pytest.raises(SandboxError, match="cannot be run safely here"):
+        passes(pool)
+    assert set(processes_below(os.getpid())) <= before
+    pool.close()
+
+
+def test_require_raises_the_minimum(monkeypatch):
+    without_namespaces(monkeypatch)
+    pool = Pool(workers=1, require=["seccomp", "namespaces"])
+    with pytest.raises(SandboxError, match="no namespaces: bwrap not installed"):
+        pool.start()
+    pool.close()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_namespaces_are_used_where_bubblewrap_works(pool):
+    layers = pool.start()
+    if "namespaces" not in layers.active:
+        pytest.skip(f"bubblewrap does not work here: {layers.missing['namespaces']}")
+    assert passes(pool)
+    ours = {name: Path(f"/proc/self/ns/{name}").readlink() for name in ("net", "ipc", "pid")}
+    below = processes_below(pool._server._process.pid)
+    [zygote] = [p for p in below if command(p).startswith(sys.executable)]
+    inside = {name: Path(f"/proc/{zygote}/ns/{name}").readlink() for name in ours}
+    assert all(inside[name] != ours[name] for name in ours)
+
+
+def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path):
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(fake))
+    pool = Pool(workers=1)
+    assert "no namespaces: bwrap: setting up uid map" in str(pool.start())
+    assert passes(pool)
+    pool.close()
+
+
+POD = """
+import ctypes, logging, os, sys
+from gac.sandbox import confine
+from gac.sandbox.pool import Pool, Program, Suite
+if sys.argv[1] == "pod":
+    for capability in range(64):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # the bounding set too
+confine.drop_capabilities()
+confine.no_new_privileges()
+if __name__ == "__main__":
+    pool = Pool(workers=1)
+    print(pool.start())
+    good = pool.check(Program("def f(): return 1"), Suite(("assert f() == 1",)), 5, 256)
+    bad = pool.run(Program("open('/etc/passwd')"), b"", 5, 256, 100)
+    print(good.passed, bad.status)
+    pool.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["pod", "no capabilities"])
+def test_it_works_without_capabilities(kind):
+    run = subprocess.run(
+        [sys.executable, "-c", POD, kind], capture_output=True, text=True, timeout=120, check=True
+    )
+    layers, outcome = run.stdout.splitlines()
+    assert layers.startswith("sandbox: limits, seccomp")
+    assert outcome == "(True,) 1"
+
+
+# --- what a program finds -------------------------------------------------------------------------
+
+
+def test_a_program_finds_nothing_of_the_trainer(monkeypatch, pool):
+    monkeypatch.setenv("GAC_SECRET", "hunter2")
+    found = prints(
+        pool,
+        "import os, sys\n"
+        "print(dict(os.environ), sys.path, sys.argv, 'torch' in sys.modules, 'gac' in sys.modules)",
+    )
+    assert found == "{} [] [''] False False\n"
+
+
+def test_neither_the_solver_nor_the_server_has_the_tests(pool):
+    """The solver looks for the tests' text in all objects that it can reach."""
+    program = Program(
+        "import gc\n"
+        "def found():\n"
+        "    mark = 'needle' + '-in-the-tests'\n"
+        "    seen, queue = set(), list(gc.get_objects())\n"
+        "    while queue:\n"
+        "        thing = queue.pop()\n"
+        "        if id(thing) in seen: continue\n"
+        "        seen.add(id(thing))\n"
+        "        if isinstance(thing, (str, bytes)) and mark[:6] in str(thing)[:300]"
+        " and 'secret' in str(thing)[:300]: return True\n"
+        "        if len(seen) < 300000: queue += gc.get_referents(thing)\n"
+        "    return len(seen) > 10000\n"
+    )
+    suite = Suite(("secret = 'needle-in-the-tests'\nresult = found()", "assert result is True"))
+    assert pool.check(program, suite, 20, 512).passed == (True, True)  # looked, and found nothing
+    leaky = Suite(("assert found() is True",))
+    assert passes(pool, program, leaky)
+
+
+def test_programs_have_the_standard_library(pool):
+    text = (
+        "import math, re, collections, itertools, functools, heapq, bisect, random, datetime\n"
+        "import decimal, fractions, statistics, string, json, typing, dataclasses, enum, hashlib\n"
+        "import numpy_is_not_here\n"
+    )
+    outcome = pool.check(Program(text + "def f(): pass"), Suite(("f()",)), 5, 256)
+    assert "No module named 'numpy_is_not_here'" in outcome.problem
+    late = (
+        "import time\nprint(time.strptime('2024', '%Y').tm_year, 'a'.encode('utf-16-le'))\nexit()"
+    )
+    assert prints(pool, late) == "2024 b'a\\x00'\n"
+
+
+def test_two_runs_of_a_program_agree(pool):
+    text = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
+    first = prints(pool, text)
+    pool.close()
+    assert first == prints(pool, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ending", "printed"),
+    [
+        ("print(1, flush=True)\nwhile True: pass", "timeout", b"1\n"),
+        ("print(1, flush=True)\nimport time\ntime.sleep(99)", "stalled", b"1\n"),
+        ("print(1, flush=True)\nimport os\nos.abort()", "crash", b"1\n"),
+        ("try: bytearray(300 << 20)\nexcept MemoryError: print(1)", "ended", b"1\n"),
+        ("bytearray(200 << 20)\nprint(1)", "ended", b"1\n"),
+    ],
+    ids=["CPU time", "wall time", "signal", "too much memory", "memory enough"],
+)
+def test_limits(pool, text, ending, printed):
+    outcome = pool.run(Program(text), b"", 1, 256, 100)
+    assert outcome.stdout == printed
+    assert outcome.ending in {ending, "stalled"} - ({"stalled"} if ending == "ended" else set())
+
+
+def test_nothing_is_written_to_disk(tmp_path):
+    """A full disk is nobody's problem: audit hooks see every file that the trainer's side opens."""
+    script = (
+        "import os, sys\n"
+        "from gac.sandbox.pool import Pool, Program, Suite\n"
+        "opened = []\n"
+        "sys.addaudithook(lambda event, args: event == 'open' and opened.append(args))\n"
+        "pool = Pool(workers=1)\n"
+        "pool.check(Program('def f(): return 1'), Suite(('assert f() == 1',)), 5, 256)\n"
+        "pool.close()\n"
+        "writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT\n"
+        "named = [a for a in opened if isinstance(a[0], str) and a[0] != os.devnull]\n"
+        "print(len(opened) > 0, [a for a in named if (a[2] or 0) & writing])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-B", "-c", script], capture_output=True, text=True, timeout=60,
+        check=True, env={**os.environ, "TMPDIR": str(tmp_path / "absent")},
+    )  # fmt: skip
+    assert run.stdout == "True []\n"
+
+
+def test_no_memory_for_a_program_is_an_error_not_a_score(monkeypatch, pool):
+    pool.start()
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))
+    with pytest.raises(SandboxError, match="no memory file for a program: No space left"):
+        passes(pool)

@@ -1,0 +1,253 @@
+"""The sandbox's processes: who dies with whom, and who may ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gac.sandbox import server
+from gac.sandbox.pool import Pool, Program, SandboxError
+
+from .sandboxes import (
+    alive,
+    passes,
+    patch_server,
+    prints,
+    processes_below,
+    wait_until,
+    without_namespaces,
+)
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(workers=2)
+    yield pool
+    pool.close()
+
+
+# --- who dies with whom ---------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_is_started_again(monkeypatch, caplog):
+    without_namespaces(monkeypatch)
+    pool = Pool(workers=2)
+    pool.start()
+    zygote = pool._server._process.pid
+    with ThreadPoolExecutor(1) as other:
+        slow = Program("import time\ntime.sleep(2)\ndef add(a, b): return a + b")
+        running = other.submit(passes, pool, slow)
+        assert wait_until(lambda: len(processes_below(zygote)) == 2)
+        children = processes_below(zygote)
+        os.kill(zygote, signal.SIGKILL)
+        assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
+        assert running.result(60)  # it was run again
+    assert passes(pool)
+    assert "ended unexpectedly; it is started again" in caplog.text
+    pool.close()
+
+
+def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch):
+    patch_server(monkeypatch, "from sandbox import zygote; zygote.Zygote.start = lambda *a: exit()")
+    pool = Pool(workers=1)
+    with pytest.raises(SandboxError, match="gave up after 3 attempts: its fork server died"):
+        passes(pool)
+    pool.close()
+
+
+def test_a_machine_without_processes_is_an_error_not_a_score(monkeypatch):
+    patch_server(
+        monkeypatch,
+        "from sandbox import zygote\n"
+        "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
+        "import sandbox.probe; sandbox.probe.prove = lambda *a: None\n"
+        "zygote.Zygote.fork = full",
+    )
+    pool = Pool(workers=1)
+    with pytest.raises(SandboxError, match="3 attempts: cannot start a process: Resource"):
+        passes(pool)
+    pool.close()
+
+
+def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(monkeypatch):
+    patch_server(
+        monkeypatch,
+        "from sandbox import zygote, confine, probe\n"
+        "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
+        "def prove(*a): confine.filter_calls = refuse\n"
+        "probe.prove = prove",
+    )
+    pool = Pool(workers=1)
+    with pytest.raises(SandboxError, match="a process ended before it could begin"):
+        passes(pool)
+    pool.close()
+
+
+ORPHAN = """
+import os, sys, threading, time
+from gac.sandbox.pool import Pool, Program, Suite
+pool = Pool(workers=2)
+starter = threading.Thread(target=pool.start)  # the thread that starts the server may end
+starter.start()
+starter.join()
+endless = Program(sys.argv[2])
+threading.Thread(target=pool.check, args=(endless, Suite(("f()",)), 60, 256), daemon=True).start()
+forked = os.fork() if sys.argv[1] == "fork" else 0
+if sys.argv[1] == "fork" and not forked:
+    time.sleep(60)  # holds everything open that the parent had
+print(forked, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["plain", "fork"])
+@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
+def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
+    trainer = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", ORPHAN, mode, program],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    forked = 0
+    try:
+        forked = int(trainer.stdout.readline())
+        ours = []
+
+        def running():
+            ours[:] = [p for p in processes_below(trainer.pid) if p != forked]
+            return len(ours) >= 3  # the server, the solver and the judge
+
+        assert wait_until(running)
+        trainer.kill()
+        trainer.wait()
+        assert wait_until(lambda: not any(map(alive, ours)))
+    finally:
+        trainer.kill()
+        trainer.wait()
+        if forked:
+            os.kill(forked, signal.SIGKILL)
+        trainer.stdout.close()
+
+
+def test_close_leaves_no_process_and_opens_again(pool):
+    before = set(processes_below(os.getpid()))
+    assert passes(pool)
+    assert set(processes_below(os.getpid())) > before
+    pool.close()
+    assert set(processes_below(os.getpid())) == before
+    assert passes(pool)
+
+
+def test_descriptors_do_not_leak(pool):
+    assert passes(pool)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        assert passes(pool)
+        assert prints(pool, "print(1)") == "1\n"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# --- who may ask ----------------------------------------------------------------------------------
+
+
+def test_threads_share_a_pool(pool):
+    def work(number):
+        good = Program(f"def add(a, b): return a + b + {number % 2}")
+        return passes(pool, good)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(24))) == [number % 2 == 0 for number in range(24)]
+
+
+def test_the_first_uses_may_come_at_once():
+    pool = Pool(workers=2)
+    barrier = threading.Barrier(4)
+
+    def work(_):
+        barrier.wait(30)
+        return passes(pool)
+
+    before = len(processes_below(os.getpid()))
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+    assert len(processes_below(os.getpid())) - before <= 2  # one server, perhaps inside bwrap
+    pool.close()
+
+
+FORKED = """
+import os
+from gac.sandbox.pool import Pool, Program, Suite
+pool = Pool(workers=1)
+def good():
+    return pool.check(Program("def f(): return 1"), Suite(("assert f() == 1",)), 5, 256).passed
+print(good(), flush=True)
+child = os.fork()
+print(good(), flush=True)
+pool.close()
+if child:
+    os.waitpid(child, 0)
+    print(good(), flush=True)
+    pool.close()
+"""
+
+
+def test_a_fork_of_the_process_gets_a_server_of_its_own():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert run.stdout.split("\n")[:-1] == ["(True,)"] * 4
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert Pool().workers == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Pool().workers == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert Pool().workers == 1
+
+
+def test_ranks_have_servers_of_their_own_under_different_uids():
+    pools = [Pool(workers=1) for _ in range(3)]
+    try:
+        uids = {pool.start().active.get("uid", "") for pool in pools}
+        assert all(map(passes, pools))
+    finally:
+        for pool in pools:
+            pool.close()
+    if os.getuid() == 0 and all(uids):
+        assert len(uids) == 3
+
+
+def test_the_server_loads_neither_torch_nor_this_package(monkeypatch, pool):
+    without_namespaces(monkeypatch)
+    pool.start()
+    zygote = pool._server._process.pid
+    maps = Path(f"/proc/{zygote}/maps").read_text()
+    assert "python" in maps and "torch" not in maps and "numpy" not in maps
+
+
+def test_the_sandbox_imports_the_standard_library_only():
+    script = (
+        "import sys\nsys.path.append(sys.argv[1])\n"
+        "import sandbox.zygote, sandbox.pool\n"
+        "outside = {n.split('.')[0] for n in sys.modules} - sys.stdlib_module_names\n"
+        "print(sorted(n for n in outside if n not in ('sandbox', '__main__')))"
+    )
+    package = str(Path(server.__file__).parent.parent)
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, package], capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert run.stdout == "[]\n"
