@@ -33,8 +33,21 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
 
+    @classmethod
+    def of(cls, *inputs: Tensor | None) -> Needs:
+        """Those that require one, while gradients are enabled."""
+        learning = torch.is_grad_enabled()
+        return cls(*(x is not None and x.requires_grad and learning for x in inputs))
 
-class Gradients(NamedTuple):
+
+class GemmOptions(NamedTuple):
+    """How hidden is multiplied with the weight."""
+
+    compute: torch.dtype  # what the operands are rounded to, as autocast would
+    chunk_bytes: int | None = None  # memory for the logits in flight; None = CHUNK_BYTES
+
+
+class InputGradients(NamedTuple):
     """Gradients in the inputs' dtypes; None where none is wanted."""
 
     hidden: Tensor | None  # [N, H]
@@ -51,16 +64,15 @@ class Chunk(NamedTuple):
     inputs: Any  # per token, for the row kernel
 
 
-class Head:
+class Projection:
     """weight [V, H] and bias [V] as GEMM operands, and the buffers that all chunks share.
 
     Operands are rounded to `compute`, as autocast would. CUDA multiplies them in that dtype into
     float32; the CPU has no such GEMM and multiplies float32 copies (of the whole weight, once).
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, compute: torch.dtype, chunk_bytes: int | None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: GemmOptions) -> None:
+        compute, chunk_bytes = options
         self.compute, self.exact = compute, arithmetic(compute)
         self.product = operand_dtype(weight.device, compute)
         self.weight = self.operand(weight)
@@ -117,34 +129,34 @@ class Head:
 class Accumulator:
     """Sums the gradients of hidden, weight and bias over chunks; weight and bias in float32."""
 
-    def __init__(self, head: Head, hidden: Tensor, needs: Needs) -> None:
-        self.head, self.needs, self.chunks = head, needs, 0
-        weight = head.weight
+    def __init__(self, projection: Projection, hidden: Tensor, needs: Needs) -> None:
+        self.projection, self.needs, self.chunks = projection, needs, 0
+        weight = projection.weight
         self.hidden = torch.zeros(
             hidden.shape if needs.hidden else (0,), dtype=hidden.dtype, device=hidden.device
         )
         self.weight = torch.empty(
-            weight.shape if needs.weight else (0,), dtype=head.exact, device=weight.device
+            weight.shape if needs.weight else (0,), dtype=projection.exact, device=weight.device
         )
-        self.bias = torch.zeros(weight.shape[0], dtype=head.exact, device=weight.device)
+        self.bias = torch.zeros(weight.shape[0], dtype=projection.exact, device=weight.device)
 
     def add(self, grad: Tensor, rows: Tensor, index: Tensor) -> None:
         """grad [M, V] of the logits, their inputs rows [M, H], and the tokens [M] they are of."""
         if self.needs.hidden:
-            back = grad @ self.head.weight
+            back = grad @ self.projection.weight
             self.hidden.index_copy_(0, index, back.to(self.hidden.dtype))
         if self.needs.weight:
             multiply(grad.T, rows, self.weight, accumulate=self.chunks > 0)
         if self.needs.bias:
-            self.bias += grad.sum(0, dtype=self.head.exact)
+            self.bias += grad.sum(0, dtype=self.projection.exact)
         self.chunks += 1
 
-    def finish(self) -> Gradients:
+    def finish(self) -> InputGradients:
         """The sums, unrounded: [N, H] in hidden's dtype, the other two in float32 or better."""
-        self.head.release()  # rounding the sums takes memory of its own
+        self.projection.release()  # rounding the sums takes memory of its own
         if self.chunks == 0:
             self.weight.zero_()
-        return Gradients(
+        return InputGradients(
             self.hidden if self.needs.hidden else None,
             self.weight if self.needs.weight else None,
             self.bias if self.needs.bias else None,
@@ -188,12 +200,12 @@ def split(live: Tensor, learns: Tensor) -> tuple[Tensor, int, int]:
 
 def fused_loss(
     hidden: Tensor,  # [N, H]
-    head: Head,
+    projection: Projection,
     tokens: Tokens,
     spec: LossSpec,
     backend: ModuleType,
     needs: Needs,
-) -> tuple[TokenTerms, Gradients]:
+) -> tuple[TokenTerms, InputGradients]:
     """Token terms [N], and the gradients of sum(tokens.scale * loss): 6 N H V FLOPs.
 
     Rows whose gradient is known to be 0 take the forward GEMM only.
@@ -203,88 +215,88 @@ def fused_loss(
     if not any(needs):
         gradient = 0
     found = torch.zeros(
-        len(TokenTerms._fields), len(hidden), dtype=head.exact, device=hidden.device
+        len(TokenTerms._fields), len(hidden), dtype=projection.exact, device=hidden.device
     )
-    sums = Accumulator(head, hidden, needs)
+    sums = Accumulator(projection, hidden, needs)
 
     def multiply(span: slice) -> Chunk:
         index = order[span]
         chunk = tokens.select(index)
-        rows = gather(hidden, index, chunk.live, head)
-        return Chunk(index, rows, head.logits(rows), chunk)
+        rows = gather(hidden, index, chunk.live, projection)
+        return Chunk(index, rows, projection.logits(rows), chunk)
 
     def forward(chunk: Chunk, out: Tensor | None = None) -> None:
         terms = backend.row_loss(chunk.logits[None], chunk.inputs, spec, out)
         found.index_copy_(1, chunk.where, torch.stack(terms))
 
     def learn(chunk: Chunk) -> None:
-        forward(chunk, head.gradient_buffer(chunk.logits)[None])
+        forward(chunk, projection.gradient_buffer(chunk.logits)[None])
 
     def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
+        sums.add(projection.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
 
-    head.lane.each(head.spans(0, gradient), multiply, learn, add)
-    head.lane.each(head.spans(gradient, alive), multiply, forward)
+    projection.lane.each(projection.spans(0, gradient), multiply, learn, add)
+    projection.lane.each(projection.spans(gradient, alive), multiply, forward)
     return TokenTerms(*found), sums.finish()
 
 
-def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Head) -> Tensor:
+def gather(hidden: Tensor, index: Tensor, live: Tensor, projection: Projection) -> Tensor:
     """Rows of hidden as a GEMM operand [M, H]."""
-    rows = head.operand(hidden.index_select(0, index))
+    rows = projection.operand(hidden.index_select(0, index))
     if capturing(hidden.device):  # 0 * nan of a row without a loss would reach weight.grad
         rows = rows.masked_fill(~live[:, None], 0)
     return rows
 
 
 def token_stats(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, backend: ModuleType
+    hidden: Tensor, projection: Projection, targets: Tensor, temperature: float, backend: ModuleType
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logps, entropy and lse, [N] each: 2 N H V FLOPs."""
     live = targets != IGNORE
     order, _, alive = split(live, torch.zeros_like(live))
-    found = torch.zeros(3, len(hidden), dtype=head.exact, device=hidden.device)
+    found = torch.zeros(3, len(hidden), dtype=projection.exact, device=hidden.device)
 
     def multiply(span: slice) -> Chunk:
         index = order[span]
-        rows = gather(hidden, index, live[index], head)
-        return Chunk(index, rows, head.logits(rows), targets[index])
+        rows = gather(hidden, index, live[index], projection)
+        return Chunk(index, rows, projection.logits(rows), targets[index])
 
     def forward(chunk: Chunk) -> None:
         stats = backend.row_stats(chunk.logits[None], chunk.inputs, temperature)
         found.index_copy_(1, chunk.where, torch.stack(stats))
 
-    head.lane.each(head.spans(0, alive), multiply, forward)
+    projection.lane.each(projection.spans(0, alive), multiply, forward)
     logps, entropy, lse = found.unbind()
     return logps, entropy, lse
 
 
 def token_grads(
     hidden: Tensor,
-    head: Head,
+    projection: Projection,
     targets: Tensor,
     stats: Tensor,  # [4, N]: lse, entropy, and the upstream gradients of logps and entropy
     temperature: float,
     backend: ModuleType,
     needs: Needs,
-) -> Gradients:
+) -> InputGradients:
     """Gradients from recomputed logits, 6 N H V FLOPs; rows with no upstream gradient are left."""
     live = targets != IGNORE
     learns = live & (stats[2:] != 0).any(0)
     order, gradient, _ = split(live, learns)
-    sums = Accumulator(head, hidden, needs)
+    sums = Accumulator(projection, hidden, needs)
 
     def multiply(span: slice) -> Chunk:
         index = order[span]
-        rows = gather(hidden, index, live[index], head)
+        rows = gather(hidden, index, live[index], projection)
         inputs = targets[index], *stats.index_select(1, index)
-        return Chunk(index, rows, head.logits(rows), inputs)
+        return Chunk(index, rows, projection.logits(rows), inputs)
 
     def learn(chunk: Chunk) -> None:
-        out = head.gradient_buffer(chunk.logits)[None]
+        out = projection.gradient_buffer(chunk.logits)[None]
         backend.row_grads(chunk.logits[None], *chunk.inputs, temperature, out)
 
     def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
+        sums.add(projection.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
 
-    head.lane.each(head.spans(0, gradient), multiply, learn, add)
+    projection.lane.each(projection.spans(0, gradient), multiply, learn, add)
     return sums.finish()

@@ -235,15 +235,18 @@ def test_memory_is_flat_in_tokens(call: str) -> None:
 
 
 def test_chunks_fill_the_budget_evenly() -> None:
-    weight = torch.empty(1000, 8)
-    head = linear.Head(weight, None, torch.float32, chunk_bytes=1_100_000)
+    def projection(chunk_bytes: int) -> linear.Projection:
+        options = linear.GemmOptions(torch.float32, chunk_bytes)
+        return linear.Projection(torch.empty(1000, 8), None, options)
+
+    head = projection(1_100_000)
     assert head.rows == 256  # 275 rows fit: down to a multiple of the GEMM tile
     assert [*head.spans(10, 530)] == [slice(10, 266), slice(266, 522), slice(522, 530)]
     assert [*head.spans(10, 10)] == []
-    large = linear.Head(weight, None, torch.float32, chunk_bytes=1536 * 4000)
+    large = projection(1536 * 4000)
     sizes = [span.stop - span.start for span in large.spans(0, 8192)]
     assert sizes == [1408, 1408, 1408, 1408, 1280, 1280]  # 64 tiles in six chunks
-    assert linear.Head(weight, None, torch.float32, chunk_bytes=1).rows == 1
+    assert projection(1).rows == 1
 
 
 @pytest.mark.parametrize("name", ["defaults", "entropy"])

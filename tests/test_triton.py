@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import triton as backend
-from gac_kernels.backends import triton_launch
+from gac_kernels.backends.triton import launch
 
 from .triton_cases import DEVICE, FIELDS, PER_TOKEN, check, error, evaluate, make_batch, scale_of
 
@@ -31,8 +31,8 @@ pytestmark = [
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred words meet several tiles, as real vocabularies do."""
-    tile = triton_launch.Tiling(lanes=32, width=4, warps=1, stages=3)
-    monkeypatch.setattr(triton_launch, "tiling", lambda vocab, dtype: tile)
+    tile = launch.Tiling(lanes=32, width=4, warps=1, stages=3)
+    monkeypatch.setattr(launch, "tiling", lambda vocab, dtype: tile)
 
 
 LOSSES = {

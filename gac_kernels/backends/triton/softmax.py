@@ -1,4 +1,4 @@
-"""Device functions: one row's softmax, read once, and the loss formulas of one token.
+"""Device functions on one row of logits: its softmax, read once, and its gradient, written once.
 
 Legend: V vocabulary, L lanes, R neighbouring words of a lane. A lane keeps its own maximum and
 sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V terms
@@ -10,7 +10,13 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-300.0)  # 2^-300 is 0 in float32: stands for -inf where 0 * inf would be nan
-MAX_LOG_RATIO = tl.constexpr(80.0)  # exp overflows at 88
+NO_LOSS = tl.constexpr(-100)
+
+
+@triton.jit
+def row_at(pointer, n, T, stride_b, stride_t):
+    """Row n of a [B, T, V] tensor, in 64-bit arithmetic: n must be int64."""
+    return pointer + (n // T) * stride_b + (n % T) * stride_t
 
 
 @triton.jit
@@ -156,56 +162,3 @@ def write_zeros(out, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         words = start + tl.arange(0, BLOCK)
         tl.store(out + words, tl.zeros([BLOCK], out.dtype.element_ty), mask=words < V)
-
-
-@triton.jit
-def kl_estimate(logp, ref, KL: tl.constexpr):
-    """The estimator and its derivative in logp."""
-    d = ref - logp
-    if KL == "k1":
-        return -d, tl.full([], 1.0, tl.float32)
-    elif KL == "k2":  # noqa: RET505 - Triton prunes constexpr branches, not code after a return
-        return d * d / 2, -d
-    else:
-        growth = tl.exp(d)
-        return growth - d - 1.0, 1.0 - growth
-
-
-@triton.jit
-def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
-    """The clipped policy term, its derivative in logp, and 1 where the clip removed that."""
-    log_ratio = logp - old
-    ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
-    bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
-    free = ratio * advantage
-    bound = bounded * advantage
-    clipped = free > bound
-    loss = -tl.where(clipped, bound, free)
-    if HAS_DUAL:
-        ceiling = -dual_clip * advantage
-        beyond = (advantage < 0) & (loss > ceiling)
-        loss = tl.where(beyond, ceiling, loss)
-        clipped = clipped | beyond
-    d_logp = tl.where(clipped | (log_ratio > MAX_LOG_RATIO), 0.0, -free)
-    return loss, d_logp, tl.where(clipped, 1.0, 0.0)
-
-
-@triton.jit
-def demonstration_term(logp, advantage, shape, DEMO: tl.constexpr):
-    """The loss of a demonstration token and its derivative in logp."""
-    p = tl.exp(logp)
-    if DEMO == "shaped":
-        loss = -advantage * p / (p + shape)
-        d_logp = loss * shape / (p + shape)
-    elif DEMO == "trust":
-        loss = -p / tl.where(p < shape, shape, p)
-        d_logp = loss
-    else:
-        if DEMO == "one":
-            d_logp = tl.full([], -1.0, tl.float32)
-        elif DEMO == "p":
-            d_logp = -p
-        else:
-            d_logp = -p * (1.0 - p)
-        loss = d_logp * logp
-    return loss, d_logp
