@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,3 +22,15 @@ class BatchInputs(NamedTuple):
     cu_seqlens: Tensor | None = None  # int [S + 1]; None: padded
     rollout_norm: float | Tensor | None = None
     demo_norm: float | Tensor | None = None
+
+    def moved(self) -> BatchInputs:
+        """The same where the targets are; the host does not wait for copies from the CPU.
+
+        As they are, before any other change: a CUDA graph records copies from pinned memory only,
+        and what a conversion on the CPU makes is not pinned.
+        """
+
+        def there(x: Any) -> Any:
+            return x.to(self.targets.device, non_blocking=True) if isinstance(x, Tensor) else x
+
+        return BatchInputs(*(there(x) for x in self))

@@ -60,9 +60,9 @@ class TokenTerms(NamedTuple):
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     """Flatten the batch and give each token its weight. Inputs are checked by the caller."""
-    targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
+    inputs = inputs.moved()
+    targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape
-    is_demo = inputs.is_demo.to(device)
     flat = targets.reshape(-1)
     index = torch.arange(flat.numel(), device=device)
     if cu_seqlens is None:
@@ -70,7 +70,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
-        offsets = cu_seqlens.to(device=device, dtype=torch.int64)
+        offsets = cu_seqlens.to(torch.int64)
         sequence = torch.searchsorted(offsets[1:], index, right=True)
     spread = lambda x: x[sequence]  # noqa: E731 - one expression
 
@@ -78,7 +78,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integers: exact in any order
     lengths = ends[offsets[1:]] - ends[offsets[:-1]]
 
-    advantages = inputs.advantages.to(device=device, dtype=dtype)
+    advantages = inputs.advantages.to(dtype)
     advantages = spread(advantages) if advantages.shape == is_demo.shape else advantages.reshape(-1)
     reads = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
     zero = torch.zeros((), dtype=dtype, device=device)
@@ -95,7 +95,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     ):
         sides.append(_share(side, lengths, reduction, norm, spec.max_tokens, dtype))
     weight = torch.where(live, spread(torch.where(is_demo, sides[1], sides[0])), zero)
-    mu = mu.to(device=device, dtype=dtype) if isinstance(mu, Tensor) else mu
+    mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     share = demo.to(dtype)
     scale = weight * (share * mu + (1 - share) * (1 - mu))
     per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
@@ -114,8 +114,6 @@ def _share(
     if norm is None:
         own = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
         norm = torch.where(side, own[reduction], 0).sum()
-    elif isinstance(norm, Tensor):
-        norm = norm.to(lengths.device)
     per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
     if reduction == "constant" and max_tokens is not None:
         per_sequence = max_tokens

@@ -224,6 +224,35 @@ def test_the_loss_may_change_in_place(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_inputs_on_the_cpu(pinned: bool) -> None:
+    """Pageable or pinned, they are copied without a synchronisation; what is pinned can be
+    recorded, and a replay reads its new values."""
+    cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3), demo_norm=torch.tensor(9.0)).inputs
+    if pinned:
+        cpu = BatchInputs(*(x.pin_memory() if isinstance(x, Tensor) else x for x in cpu))
+    inputs = cpu._replace(targets=cpu.targets.cuda())
+    triton, spec = backends.load("triton", torch.device("cuda")), LossSpec()
+    expected = triton.plan(
+        BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)), spec
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = triton.plan(inputs, spec)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for x, y in zip(tokens, expected, strict=True):
+        assert x is y is None or torch.equal(x, y)
+    if pinned:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = triton.plan(inputs, spec)
+        inputs.advantages.mul_(2)
+        graph.replay()
+        assert torch.equal(tokens.advantages, 2 * expected.advantages)
+
+
+@pytest.mark.gpu
 def test_recorded_in_a_cuda_graph() -> None:
     """Nothing waits for the device; a replay on new numbers gives theirs, bit for bit."""
     cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3)).inputs

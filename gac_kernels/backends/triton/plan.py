@@ -167,11 +167,12 @@ def tokens_kernel(
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+    inputs = inputs.moved()
     targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
     device, n, sequences = targets.device, targets.numel(), inputs.is_demo.numel()
     if n == 0:
         return reference.plan(inputs, spec, dtype)
-    flat, is_demo = targets.reshape(-1), inputs.is_demo.to(device).contiguous()
+    flat, is_demo = targets.reshape(-1), inputs.is_demo.contiguous()
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
     lengths = torch.empty(sequences, dtype=torch.int64, device=device)
     flags = torch.empty(2, n, dtype=torch.bool, device=device)
@@ -182,7 +183,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     advantages, weight, scale = floats[:3]
     old = None if inputs.old_logps is None else floats[3]
     ref = None if inputs.ref_logps is None else floats[4]
-    mu = mu.to(device=device, dtype=dtype) if isinstance(mu, Tensor) else mu
+    mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     live, demo = flags
     per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
     tokens = Tokens(*per_token, offsets, lengths, is_demo, mu)
@@ -196,7 +197,7 @@ def lengths_launch(
     """offsets int64 [S + 1] and lengths int64 [S]; width: tokens of a padded sequence."""
     arguments = {
         "targets": targets.contiguous(),
-        "cu_seqlens": None if cu_seqlens is None else _there(cu_seqlens, targets),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "offsets": offsets,
         "lengths": lengths,
         "T": width,
@@ -215,19 +216,15 @@ def tokens_launch(
 ) -> launch.Launch:
     """Everything per token."""
     programs = min(blocks, _SHARED)
-    old, ref = (
-        None if x is None else _there(x, tokens.targets)
-        for x in (inputs.old_logps, inputs.ref_logps)
-    )
-    rollout_norm, rollout_number = _number(inputs.rollout_norm, tokens.targets)
-    demo_norm, demo_number = _number(inputs.demo_norm, tokens.targets)
+    rollout_norm, rollout_number = _number(inputs.rollout_norm)
+    demo_norm, demo_number = _number(inputs.demo_norm)
     scalars = plan_scalars(spec)
     arguments = {
         "targets": tokens.targets.contiguous(),
-        "advantages": _there(inputs.advantages, tokens.targets),
+        "advantages": _flat(inputs.advantages),
         "is_demo": tokens.is_demo,
-        "old": old,
-        "ref": ref,
+        "old": _flat(inputs.old_logps),
+        "ref": _flat(inputs.ref_logps),
         **launch.mu_arguments(tokens.mu),
         "rollout_norm": rollout_norm,
         "demo_norm": demo_norm,
@@ -254,13 +251,11 @@ def tokens_launch(
     return launch.Launch(tokens_kernel, tokens.is_demo.numel() * programs, arguments, _WARPS)
 
 
-def _there(x: Tensor, like: Tensor) -> Tensor:
-    """[N] or [S], where the kernels can read it; any float dtype."""
-    return x.detach().reshape(-1).to(like.device).contiguous()
+def _flat(x: Tensor | None) -> Tensor | None:
+    """[N] or [S] without gaps, any float dtype."""
+    return None if x is None else x.detach().reshape(-1).contiguous()
 
 
-def _number(value: float | Tensor | None, like: Tensor) -> tuple[Tensor | None, float]:
-    """A number that a kernel takes as an argument, or a pointer to one on its device."""
-    if isinstance(value, Tensor) and (value.device.type != "cpu" or like.device.type == "cpu"):
-        return value.to(like.device), 0.0
-    return None, 0.0 if value is None else float(value)
+def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
+    """A pointer to a number, or the number itself, as a kernel takes them."""
+    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))
