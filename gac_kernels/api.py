@@ -20,7 +20,8 @@ from .autograd import (
 from .backends import reference as row_functions
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import GemmOptions, Needs
+from .linear import Needs
+from .projection import GemmOptions
 
 
 def fused_gac_loss(

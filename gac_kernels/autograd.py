@@ -18,7 +18,8 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .linear import GemmOptions, Needs, Projection
+from .linear import Needs
+from .projection import GemmOptions, Projection
 from .tokens import Tokens, TokenTerms, in_units
 
 

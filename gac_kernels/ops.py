@@ -16,7 +16,8 @@ from . import backends, checks, linear
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import GemmOptions, Needs, Projection
+from .linear import Needs
+from .projection import GemmOptions, Projection
 from .reference import arithmetic
 from .scalars import decode, encode
 from .tokens import in_units

@@ -22,7 +22,8 @@ from .api import check_head
 from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import CHUNK_BYTES, Needs
+from .linear import Needs
+from .projection import CHUNK_BYTES
 from .tokens import Tokens, TokenTerms
 
 
