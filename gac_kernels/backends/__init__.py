@@ -19,8 +19,8 @@
 
 `plan` and `reduce` make constants: they run under no_grad and never wait for a device.
 `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last dimension;
-`out` may be the logits' own storage and may have another float dtype than the logits. Rows whose
-target is -100 are never read and get an all-zero gradient, as does a row with zero coefficients.
+`out` may have another float dtype than the logits, or be their own storage. Rows whose target is
+-100 are never read and get an all-zero gradient, as does a row with zero coefficients.
 A row kernel never uses atomics and sums in a fixed order, so results repeat bit for bit.
 """
 

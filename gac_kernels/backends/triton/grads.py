@@ -33,7 +33,6 @@ def grads_kernel(
     out_stride_t: tl.int64,
     k,
     inverse_temperature,
-    FORWARD: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -49,7 +48,7 @@ def grads_kernel(
         rest = tl.fma(nats, LOG2E, -top)  # what the product lost
         write_gradient(
             row, into, y, V, top, rest, k, d_logp * inverse_temperature, d_h * inverse_temperature,
-            tl.load(entropy + n), True, FORWARD, BLOCK, STAGES,
+            tl.load(entropy + n), True, BLOCK, STAGES,
         )  # fmt: skip
     else:
         write_zeros(into, V, BLOCK)
@@ -73,12 +72,9 @@ def grads_launch(
         **launch.dense(
             targets=targets, lse=lse, entropy=entropy, d_logps=d_logps, d_entropy=d_entropy
         ),
-        **launch.geometry(logits),
-        "out_stride_b": out.stride(0),
-        "out_stride_t": out.stride(1),
+        **launch.geometry(logits, out),
         "k": launch.bits(temperature),
         "inverse_temperature": 1 / temperature,
-        "FORWARD": launch.narrower_alias(logits, out),
         "BLOCK": tile.lanes * tile.width,
         "STAGES": tile.stages,
     }

@@ -60,14 +60,21 @@ class Launch(NamedTuple):
             )
 
 
-def geometry(rows: Tensor) -> dict[str, int]:
-    """Of [B, T, V]; T is at least 1, since the kernels divide by it."""
-    return {
-        "T": max(rows.shape[1], 1),
-        "V": rows.shape[2],
-        "stride_b": rows.stride(0),
-        "stride_t": rows.stride(1),
-    }
+def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
+    """Of [B, T, V], and of `out` in the same shape, if it has one.
+
+    Rows at one distance are one batch, whose stride is 0: the compiler makes a kernel for each kind
+    of divisibility, and that of T V would change with T. T is at least 1, as kernels divide by it.
+    """
+    given = (rows,) if out is None else (rows, out)
+    batches, length, _ = rows.shape
+    even = batches == 1 or all(x.stride(0) == length * x.stride(1) for x in given)
+    strides = [(0 if even else x.stride(0), x.stride(1)) for x in given]
+    found = {"T": max(batches * length if even else length, 1), "V": rows.shape[2]}
+    found |= {"stride_b": strides[0][0], "stride_t": strides[0][1]}
+    if out is not None:
+        found |= {"out_stride_b": strides[1][0], "out_stride_t": strides[1][1]}
+    return found
 
 
 def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
@@ -78,12 +85,6 @@ def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
 def bits(temperature: float) -> float:
     """The factor that makes exponents of 2 of logits."""
     return math.log2(math.e) / temperature
-
-
-def narrower_alias(logits: Tensor, out: Tensor) -> bool:
-    """Whether `out` is of another type in the logits' own storage."""
-    same = logits.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-    return same and logits.dtype != out.dtype
 
 
 def mu_arguments(mu: float | Tensor) -> dict[str, Any]:

@@ -104,7 +104,6 @@ def loss_kernel(
     HAS_ENTROPY: tl.constexpr,
     KL: tl.constexpr,
     DEMO: tl.constexpr,
-    FORWARD: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
@@ -154,7 +153,7 @@ def loss_kernel(
         if (d_logp != 0) | (d_entropy != 0):
             write_gradient(
                 row, into, y, V, top, bits, k, d_logp * inverse_temperature,
-                d_entropy * inverse_temperature, entropy, HAS_ENTROPY, FORWARD, L * R, STAGES,
+                d_entropy * inverse_temperature, entropy, HAS_ENTROPY, L * R, STAGES,
             )  # fmt: skip
         else:
             write_zeros(into, V, L * R)
@@ -171,9 +170,9 @@ def loss_launch(
         **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
         "terms": terms,
         "N": tokens.targets.numel(),
-        **launch.geometry(logits),
-        "out_stride_b": 0 if out is None else out.stride(0),
-        "out_stride_t": 0 if out is None else out.stride(1),
+        "out_stride_b": 0,
+        "out_stride_t": 0,
+        **launch.geometry(logits, out),
         "k": launch.bits(spec.temperature),
         "inverse_temperature": 1 / spec.temperature,
         "low": scalars.ratio_low,
@@ -186,7 +185,6 @@ def loss_launch(
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,
         "DEMO": spec.demo_weight.value,
-        "FORWARD": out is not None and launch.narrower_alias(logits, out),
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,

@@ -9,7 +9,7 @@ from . import launch
 from .softmax import row_at
 
 
-@triton.jit(do_not_specialize=["rows", "T"], do_not_specialize_on_alignment=["factor"])
+@triton.jit(do_not_specialize=["rows", "T", "V"], do_not_specialize_on_alignment=["factor"])
 def scale_kernel(
     tensor,  # [B, T, V]
     factor,  # 0-d
@@ -26,21 +26,27 @@ def scale_kernel(
         per_row = tl.cdiv(V, BLOCK)
         for tile in range(tl.program_id(0).to(tl.int64), rows * per_row, tl.num_programs(0)):
             row = row_at(tensor, tile // per_row, T, stride_b, stride_t)
-            words = (tile % per_row) * BLOCK + tl.arange(0, BLOCK)
-            inside = words < V
-            x = tl.load(row + words, mask=inside)
-            x = (x.to(tl.float32) * by).to(x.dtype)
-            tl.store(row + words, x, mask=inside)
+            start = (tile % per_row) * BLOCK
+            words = start + tl.arange(0, BLOCK)
+            if start + BLOCK <= V:  # only a row's last tile pays for a mask
+                x = tl.load(row + words)
+                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype))
+            else:
+                x = tl.load(row + words, mask=words < V)
+                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype), mask=words < V)
 
 
 def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
     """tensor *= factor, for [B, T, V] or anything contiguous."""
     rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
+    geometry = launch.geometry(rows)
+    if rows is not tensor:
+        geometry["stride_t"] = 0  # of one row: its length must not make a kernel of its own
     arguments = {
         "tensor": rows,
         "factor": factor,
         "rows": rows.shape[0] * rows.shape[1],
-        **launch.geometry(rows),
+        **geometry,
         "BLOCK": 4096,
     }
     return launch.Launch(scale_kernel, programs if tensor.numel() else 0, arguments, 8)

@@ -97,63 +97,27 @@ def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY:
 
 
 @triton.jit
-def gradient_tail(
-    row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
-    HAS_ENTROPY: tl.constexpr, FORWARD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The last, incomplete tile of a row."""
-    words = V // BLOCK * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(row + words, mask=words < V, other=0.0)
-    if FORWARD:
-        tl.debug_barrier()
-    gradient = gradient_tile(
-        x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
-    )  # fmt: skip
-    tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
-
-
-@triton.jit
 def write_gradient(
     row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
-    HAS_ENTROPY: tl.constexpr, FORWARD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
 
-    Backwards, since what was read last is still in the cache. FORWARD is for `out` of a narrower
-    type inside the row's own storage: there a tile is read by all before any thread writes.
+    Backwards, since what was read last is still in the cache. `out` may be the row itself.
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
     tiles = V // BLOCK
-    if FORWARD:
-        # a loop with a barrier is not pipelined by the compiler: the next tile is fetched by hand
-        first = tl.arange(0, BLOCK)
-        x = tl.load(row + first, mask=first < tiles * BLOCK, other=0.0)
-        for tile in tl.range(0, tiles, num_stages=1):
-            words = tile * BLOCK + first
-            following = tl.load(
-                row + words + BLOCK, mask=words + BLOCK < tiles * BLOCK, other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            tl.debug_barrier()
-            gradient = gradient_tile(
-                x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
-            )
-            tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
-            x = following
-        gradient_tail(
-            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
+    words = tiles * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + words, mask=words < V, other=0.0)
+    gradient = gradient_tile(x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY)
+    tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + words, eviction_policy="evict_first")
+        gradient = gradient_tile(
+            x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
         )
-    else:
-        gradient_tail(
-            row, out, y, V, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY, FORWARD, BLOCK
-        )
-        for tile in tl.range(0, tiles, num_stages=STAGES):
-            words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(row + words, eviction_policy="evict_first")
-            gradient = gradient_tile(
-                x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
-            )
-            tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit
