@@ -155,7 +155,7 @@ def fused_linear_gac_loss(
         weight: [V, H], hidden's dtype (any under autocast).
         bias: [V], or None.
         overwrite: accepted as in `fused_gac_loss`; there are no logits to overwrite.
-        chunk_bytes: memory for the logits in flight; None = 128 MiB on a CPU, 960 MiB on a GPU.
+        chunk_bytes: memory for what is in flight; None = 128 MiB on a CPU, 1000 MiB on a GPU.
 
     The other arguments, the result and the errors are those of `fused_gac_loss`.
     """

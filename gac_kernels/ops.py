@@ -176,7 +176,7 @@ def fused_loss(
     found = torch.ops.gac_kernels.loss(
         *operands,
         *_tensors(inputs),
-        *(encode(spec), backend, list(Needs.of(*operands)), *options),
+        *(encode(spec), backend, list(Needs.of(*operands)), *options[:2]),
     )
     scalars, logps, entropy, *sums = found[:6]
     loss, *parts = scalars.unbind()
@@ -287,6 +287,6 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The compiled form of both log-probability functions."""
     logps, entropy, _ = torch.ops.gac_kernels.logprobs(
-        *operands, targets, temperature, backend, *options
+        *operands, targets, temperature, backend, *options[:2]
     )
     return logps.view(targets.shape), entropy.view(targets.shape)

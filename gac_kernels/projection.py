@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .reference import arithmetic
 
-# Bytes of the logits and gradients in flight. On a GPU 512 + 2304 rows of 152064 words, which with
-# the rows of hidden stay below 1 GiB at any number of tokens.
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 968 << 20}
+# Bytes in flight. On a GPU that is 512 rows of logits and 2304 of gradients for 152064 words.
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
 ALIGN = 128  # rows of a GEMM tile
 
 
@@ -27,7 +26,8 @@ class GemmOptions(NamedTuple):
     """How hidden is multiplied with the weight."""
 
     compute: torch.dtype  # what the operands are rounded to, as autocast would
-    chunk_bytes: int | None = None  # memory for the logits in flight; None = CHUNK_BYTES
+    chunk_bytes: int | None = None  # memory for what is in flight; None = CHUNK_BYTES
+    words: int | None = None  # of the vocabulary, to share it by; None = the weight's own
 
 
 class Buffer:
@@ -58,7 +58,7 @@ class Projection:
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.compute).to(self.exact)
         budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        self.chunk, self.block = self._cut(budget // weight.shape[0])
+        self.chunk, self.block = self._cut(budget, options.words or weight.shape[0])
         self._logits = Buffer(weight.shape[0], self.exact, weight.device)
         self._gradient = self._logits
         if self.rounds:
@@ -69,16 +69,20 @@ class Projection:
         """The gradient of the logits is rounded to the operands' dtype for its GEMMs."""
         return self.product != self.exact
 
-    def _cut(self, budget: int) -> tuple[int, int]:
-        """Rows of a chunk and of a block, for a budget in bytes per word of the vocabulary.
+    def _cut(self, budget: int, words: int) -> tuple[int, int]:
+        """Rows of a chunk and of a block.
 
         A gradient that is not rounded lies where the logits were: there, a chunk is one block.
+        Else the rows of hidden and their gradient count too, for a narrow vocabulary has many.
         """
+        logit = self.exact.itemsize * words
         if not self.rounds:
-            rows = _whole_tiles(budget // self.exact.itemsize)
+            rows = _whole_tiles(budget // logit)
             return rows, rows
-        block = _whole_tiles(4 * budget // 13 // self.exact.itemsize)  # about 2 to 9 in rows
-        chunk = (budget - block * self.exact.itemsize) // self.product.itemsize
+        block = _whole_tiles(4 * budget // (13 * logit))  # the rest makes it about 2 rows to 9
+        chunk = (budget - block * logit) // (
+            self.product.itemsize * (words + 2 * self.weight.shape[1])
+        )
         return max(_whole_tiles(chunk), block), block
 
     def operand(self, x: Tensor) -> Tensor:

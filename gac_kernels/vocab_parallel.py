@@ -23,7 +23,6 @@ from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import BatchInputs
 from .linear import Needs
-from .projection import CHUNK_BYTES
 from .tokens import Tokens, TokenTerms
 
 
@@ -77,14 +76,13 @@ def vocab_parallel_gac_loss(
     checks.values(targets, sum(sizes), cu_seqlens)
     with torch.no_grad():
         tokens = inner.plan(inputs, spec, exact)
-    # all ranks cut the tokens alike, although the last rows may be spread unevenly
-    budget = chunk_bytes or CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-    own_budget = max(budget // max(sizes), exact.itemsize) * len(weight)
+    # all ranks cut the tokens alike, although the rows of the weight may be spread unevenly
+    options = options._replace(words=max(sizes))
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
     flat = FusedLinearLoss.apply(
         SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group),
         *(weight, bias, LossTask(tokens, spec, rows, moments)),
-        *(Needs.of(hidden, weight, bias), options._replace(chunk_bytes=own_budget)),
+        *(Needs.of(hidden, weight, bias), options),
     )
     return loss_output(flat, targets.shape)
 
