@@ -8,9 +8,11 @@ from .api import (
     token_logprobs,
 )
 from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
+from .sketch import HeadSketch
 
 __all__ = [
     "DemoWeight",
+    "HeadSketch",
     "LossOutput",
     "LossSpec",
     "Signals",

@@ -22,6 +22,7 @@ from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
 from .linear import Needs
 from .projection import GemmOptions
+from .sketch import HeadSketch
 
 
 def fused_gac_loss(
@@ -142,6 +143,7 @@ def fused_linear_gac_loss(
     overwrite: bool = False,
     backend: str = "auto",
     chunk_bytes: int | None = None,
+    sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """`fused_gac_loss` of the logits hidden @ weight.T + bias, which never exist as a whole.
 
@@ -156,6 +158,9 @@ def fused_linear_gac_loss(
         bias: [V], or None.
         overwrite: accepted as in `fused_gac_loss`; there are no logits to overwrite.
         chunk_bytes: memory for what is in flight; None = 128 MiB on a CPU, 1000 MiB on a GPU.
+        sketch: also return `out.sketch`, [S, size, size]: both projections of each sequence's part
+            in the gradient of the weight, of its own term at weight 1, also where no gradient is
+            wanted. nan for sequences whose rows were skipped because mu is 0 or 1.
 
     The other arguments, the result and the errors are those of `fused_gac_loss`.
     """
@@ -164,14 +169,17 @@ def fused_linear_gac_loss(
         targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
     )
     checks.batch(hidden, inputs, spec)
+    checks.sketch(sketch)
     if torch.compiler.is_compiling():
-        return ops.fused_loss((hidden, weight, bias), inputs, spec, moments, backend, options)
+        return ops.fused_loss(
+            (hidden, weight, bias), inputs, spec, moments, backend, options, sketch
+        )
     exact = reference.arithmetic(options.compute)
     chosen = backends.choose(backend, hidden.device, exact)
     checks.values(targets, weight.shape[0], cu_seqlens)
     with torch.no_grad():
         tokens = chosen.plan(inputs, spec, exact)
-    task, needs = LossTask(tokens, spec, chosen, moments), Needs.of(hidden, weight, bias)
+    task, needs = LossTask(tokens, spec, chosen, moments, sketch), Needs.of(hidden, weight, bias)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
     flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
     return loss_output(flat, targets.shape)

@@ -20,6 +20,7 @@ from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
 from .linear import Needs
 from .projection import GemmOptions, Projection
+from .sketch import HeadSketch, per_sequence
 from .tokens import Tokens, TokenTerms, in_units
 
 
@@ -39,6 +40,7 @@ class LossTask(NamedTuple):
     spec: LossSpec
     backend: Any  # a module of `backends`, or an object with the same functions
     moments: bool
+    sketch: HeadSketch | None = None
 
 
 class FusedLoss(Function):
@@ -107,14 +109,15 @@ class FusedLinearLoss(Function):
         ctx.unit, shares = in_units(task.tokens, options.compute)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums = linear.fused_loss(
-                hidden, projection, shares, task.spec, task.backend, needs
+            terms, sums, sides = linear.fused_loss(
+                hidden, projection, shares, task.spec, task.backend, needs, task.sketch
             )
+        sketch = None if sides is None else per_sequence(sides, shares, task.spec, ctx.unit)
         ctx.backend = task.backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # with a unit they are rounded once it is multiplied back
         ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
-        return _outputs(ctx, task, terms)
+        return _outputs(ctx, task, terms, sketch)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -162,12 +165,15 @@ class LinearLogprobs(Function):
         return (*_cast(grads, dtypes), *(None,) * 4)
 
 
-def _outputs(ctx: Any, task: LossTask, terms: TokenTerms) -> tuple[Tensor | None, ...]:
+def _outputs(
+    ctx: Any, task: LossTask, terms: TokenTerms, sketch: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """The flat outputs of a loss function; all but the first are constants to autograd."""
     *scalars, statistics = task.backend.reduce(task.tokens, terms, task.moments)
-    flat = (None,) * 3
+    flat: tuple[Tensor | None, ...] = (None,) * 3
     if statistics is not None:
         flat = statistics.rollouts, statistics.demo_nll, statistics.totals
+    flat = (*flat, sketch)
     detached = [x for x in (*scalars[1:], terms.logps, terms.entropy, *flat) if x is not None]
     ctx.mark_non_differentiable(*detached)
     ctx.set_materialize_grads(False)
@@ -196,6 +202,6 @@ def _cast(
 
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
     """What `FusedLoss` returned, in the shapes of the contract."""
-    *scalars, logps, entropy, rollouts, demo_nll, totals = flat
+    *scalars, logps, entropy, rollouts, demo_nll, totals, sketch = flat
     moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
-    return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments))
+    return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments, sketch))

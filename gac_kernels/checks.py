@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .contract import IGNORE, LossSpec
 from .inputs import BatchInputs
+from .sketch import HeadSketch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -167,6 +168,11 @@ def temperature(value: float) -> None:
         raise TypeError(f"temperature={value!r}: use a number")
     if not 0 < value < math.inf:
         raise ValueError(f"temperature={value!r}: use a finite number > 0")
+
+
+def sketch(value: object) -> None:
+    if value is not None and not isinstance(value, HeadSketch):
+        raise TypeError(f"sketch={value!r}: use a gac_kernels.HeadSketch, or None")
 
 
 def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = None) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from . import projection
 from .contract import IGNORE, LossSpec
 from .projection import Projection, spans
+from .sketch import HeadSketch, Sides
+from .sketcher import Sketcher
 from .tokens import Tokens, TokenTerms, dead
 
 # From so many elements on, a weight gradient has more GEMM tiles than a GPU has multiprocessors, so
@@ -160,25 +162,36 @@ def fused_loss(
     spec: LossSpec,
     backend: ModuleType,
     needs: Needs,
-) -> tuple[TokenTerms, InputGradients]:
-    """Token terms [N], and the gradients of sum(tokens.scale * loss): 6 N H V FLOPs.
+    sketch: HeadSketch | None = None,
+) -> tuple[TokenTerms, InputGradients, Sides | None]:
+    """Token terms [N], gradients of sum(tokens.scale * loss), sides of the sketch: 6 N H V FLOPs.
 
     Rows whose gradient is known to be 0 take the forward GEMM only.
     """
-    learns = ~dead(tokens, spec) if any(needs) else torch.zeros_like(tokens.live)
+    wanted = any(needs) or sketch is not None
+    learns = ~dead(tokens, spec) if wanted else torch.zeros_like(tokens.live)
     found = hidden.new_zeros(len(TokenTerms._fields), len(hidden), dtype=head.exact)
     sums = Accumulator(head, hidden, needs)
+    sketcher = None if sketch is None else Sketcher(sketch, head, len(hidden))
     order, gradient, alive = split(tokens.live, learns)
-    if not any(needs):
+    if not wanted:
         gradient = 0
 
     def kernel(index: Tensor, logits: Tensor, out: Tensor | None = None) -> None:
-        terms = backend.row_loss(logits, tokens.select(index), spec, out)
+        rows = None if sketcher is None or out is None else sketcher.rows(len(index))
+        terms = backend.row_loss(logits, tokens.select(index), spec, out, rows)
         found.index_copy_(1, index, torch.stack(terms))
+        if sketcher is not None and rows is not None:
+            sketcher.keep(index, rows)
 
     learn(hidden, order[:gradient], tokens.live, kernel, sums)
     run(hidden, head, order[gradient:alive], tokens.live, kernel)
-    return TokenTerms(*found), sums.finish()
+    if sketcher is None:
+        return TokenTerms(*found), sums.finish(), None
+    for span in spans(0, gradient, head.chunk):
+        index = order[span]
+        sketcher.project(index, gather(hidden, index, tokens.live, head))
+    return TokenTerms(*found), sums.finish(), sketcher.sides
 
 
 def token_stats(

@@ -20,6 +20,7 @@ from .linear import Needs
 from .projection import GemmOptions, Projection
 from .reference import arithmetic
 from .scalars import decode, encode
+from .sketch import HeadSketch, per_sequence
 from .tokens import in_units
 
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
@@ -71,22 +72,23 @@ def _check_values(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor advantages, "
         "Tensor is_demo, Tensor mu, Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, "
         "Tensor? rollout_norm, Tensor? demo_norm, str spec, str backend, bool[] needs, "
-        "ScalarType compute, int? chunk_bytes) -> (Tensor scalars, Tensor logps, Tensor entropy, "
-        "Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor unit, Tensor d_rows, "
-        "Tensor d_weight, Tensor d_bias)"
+        "ScalarType compute, int? chunk_bytes, int[] sketch) -> (Tensor scalars, Tensor logps, "
+        "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
+        "Tensor unit, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
     """The outputs of the loss, and the gradients of `rows`, `weight` and `bias` / `unit`."""
-    inputs, (spec, backend, needs, *gemms) = BatchInputs(*others[:9]), others[9:]
+    inputs, (spec, backend, needs, *gemms, drawn) = BatchInputs(*others[:9]), others[9:]
     inputs = _numbers(inputs)
     options, spec = GemmOptions(*gemms), decode(spec)
     _check_values(rows, weight, inputs.targets, inputs.cu_seqlens)
     chosen = _chosen(rows, weight, backend, options.compute)
     tokens = chosen.plan(inputs, spec, arithmetic(options.compute))
     unit, shares = in_units(tokens, options.compute)
+    found = rows.new_empty(0)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None
         into = None if out is None else _padded(out)
@@ -96,7 +98,12 @@ def _loss(
         hidden = rows.reshape(-1, rows.shape[-1])
         with torch.autocast(rows.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums = linear.fused_loss(hidden, projection, shares, spec, chosen, Needs(*needs))
+            terms, sums, sides = linear.fused_loss(
+                *(hidden, projection, shares, spec, chosen, Needs(*needs)),
+                HeadSketch(*drawn) if drawn else None,
+            )
+        if sides is not None:
+            found = per_sequence(sides, shares, spec, unit)
         dtypes = _gradient_dtypes(rows, weight, bias, options.compute)
         grads = [
             rows.new_empty(0) if g is None or x is None else g.to(d).view(x.shape)
@@ -106,7 +113,7 @@ def _loss(
     assert moments is not None
     return (
         *(torch.stack(scalars), terms.logps.clone(), terms.entropy.clone()),
-        *(moments.rollouts, moments.demo_nll, moments.totals),
+        *(moments.rollouts, moments.demo_nll, moments.totals, found),
         torch.ones((), device=rows.device) if unit is None else unit,
         *grads,
     )
@@ -135,7 +142,10 @@ def _(rows, weight, bias, *others):
     ]
     sequences = inputs.is_demo.shape[0]
     moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
-    return new(_SCALARS), new(tokens), new(tokens), *moments, new(dtype=torch.float32), *grads
+    drawn = others[14]
+    sketch = new(sequences, drawn[0], drawn[0]) if drawn else rows.new_empty(0)
+    scalars = new(_SCALARS), new(tokens), new(tokens)
+    return *scalars, *moments, sketch, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -143,7 +153,7 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     needs = inputs[14]
     ctx.needs = needs
     ctx.dtypes = [x.dtype if x is not None else None for x in (rows, weight, bias)]
-    ctx.save_for_backward(*output[6:])
+    ctx.save_for_backward(*output[7:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -151,14 +161,14 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward(torch.is_grad_enabled())
     if d_scalars is None:
-        return (None,) * 17
+        return (None,) * 18
     unit, *grads = ctx.saved_tensors
     factor = d_scalars[0] * unit
     scaled = [
         (g * factor).to(dtype) if need else None
         for g, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
     ]
-    return (*scaled, *(None,) * 14)
+    return (*scaled, *(None,) * 15)
 
 
 _loss.register_autograd(_backward_loss, setup_context=_setup_loss)
@@ -171,17 +181,20 @@ def fused_loss(
     moments: bool,
     backend: str,
     options: GemmOptions,
+    sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """The compiled form of both fused losses."""
     found = torch.ops.gac_kernels.loss(
         *operands,
         *_tensors(inputs),
         *(encode(spec), backend, list(Needs.of(*operands)), *options[:2]),
+        [] if sketch is None else [sketch.size, sketch.seed],
     )
-    scalars, logps, entropy, *sums = found[:6]
+    scalars, logps, entropy, *sums, sketched = found[:7]
     loss, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
     flat = loss, *constants, logps, entropy, *(sums if moments else (None,) * 3)
+    flat = *flat, None if sketch is None else sketched
     return loss_output(flat, inputs.targets.shape)
 
 

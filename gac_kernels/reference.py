@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .contract import IGNORE, DemoWeight, LossOutput, LossSpec
 from .inputs import BatchInputs
+from .sketch import HeadSketch, Sides, per_sequence
 from .tokens import Tokens, TokenTerms, finish, plan
 
 
@@ -195,10 +196,42 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def fused_linear_gac_loss(
-    hidden: Tensor, weight: Tensor, *args: Tensor, bias: Tensor | None = None, **keywords: Any
+    hidden: Tensor,
+    weight: Tensor,
+    *args: Tensor,
+    bias: Tensor | None = None,
+    sketch: HeadSketch | None = None,
+    **keywords: Any,
 ) -> LossOutput:
     """See `gac_kernels.fused_linear_gac_loss`; holds all [N, V] logits."""
-    return fused_gac_loss(linear_logits(hidden, weight, bias), *args, **keywords)
+    logits = linear_logits(hidden, weight, bias)
+    out = fused_gac_loss(logits, *args, **keywords)
+    if sketch is None:
+        return out
+    return out._replace(sketch=_head_sketch(sketch, hidden, logits, args, keywords))
+
+
+def _head_sketch(
+    sketch: HeadSketch, hidden: Tensor, logits: Tensor, args: tuple[Tensor, ...],
+    keywords: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """[S, k, k] from the dense gradient of the logits, with both projections as matrices."""
+    spec = keywords.get("spec", LossSpec())
+    inputs = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
+    tokens = plan(BatchInputs(*args, **inputs), spec, arithmetic(logits.dtype))
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        logps, entropy = token_logprobs(leaf, args[0], temperature=spec.temperature)
+        terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
+        (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
+    flat = grad.flatten(0, -2)
+    projections = (
+        sketch.vocabulary(flat.shape[1]),
+        sketch.hidden_signs(hidden.shape[-1], torch.device("cpu")),
+    )
+    of_words, of_hidden = (x.to(flat) for x in projections)
+    rows = hidden.detach().flatten(0, -2).to(flat).masked_fill(~tokens.live[:, None], 0)
+    return per_sequence(Sides(flat @ of_words.T, rows @ of_hidden.T), tokens, spec, None)
 
 
 def linear_token_logprobs(

@@ -11,9 +11,9 @@
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out) -> None`
     out [B, T, V] = gradient of the logits from those of logps and entropy (float32 [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature.
-`row_loss(logits, tokens, spec, out) -> TokenTerms`
+`row_loss(logits, tokens, spec, out, sketch) -> TokenTerms`
     Statistics, token formulas (`reference.token_terms`) and, unless `out` is None, the gradient
-    of sum(tokens.scale * loss) in one call.
+    of sum(tokens.scale * loss) in one call; unless `sketch` is None, also `row_buckets` of that.
 `scale_(tensor, factor) -> None`
     tensor *= factor (0-d, where the tensor lives), without touching the tensor when factor is 1.
 

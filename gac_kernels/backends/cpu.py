@@ -19,6 +19,7 @@ from torch import Tensor
 from ..contract import LossSpec, TokenMoments
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, plan_scalars, token_scalars
+from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
@@ -81,9 +82,19 @@ def row_grads(
     torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
 
 
-def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None = None,
+) -> TokenTerms:
     columns = tokens.targets, tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale
-    return TokenTerms(*torch.ops.gac_native.row_loss(logits, *columns, *token_scalars(spec), out))
+    signs, buckets = (None, None) if sketch is None else sketch
+    found = torch.ops.gac_native.row_loss(
+        logits, *columns, *token_scalars(spec), out, signs, buckets
+    )
+    return TokenTerms(*found)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

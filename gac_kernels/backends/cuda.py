@@ -19,6 +19,7 @@ from .. import build_cuda
 from ..contract import LossSpec
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
+from ..sketch import RowSketch, row_buckets
 from ..tokens import Summary, Tokens, TokenTerms
 from . import reference, triton
 
@@ -148,13 +149,21 @@ def row_grads(
     _launch(_GRADS, logits, out, temperature, None, columns)
 
 
-def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None = None,
+) -> TokenTerms:
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns: Columns = {
         name: getattr(tokens, name)
         for name in ("targets", "demo", "advantages", "old", "ref", "scale")
     }
     _launch(_LOSS, logits, out, spec.temperature, results, columns, spec)
+    if out is not None and sketch is not None:
+        row_buckets(out, sketch)  # a pass of its own: this kernel does not sketch
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..contract import IGNORE, LossSpec
+from ..sketch import RowSketch, row_buckets
 from ..tokens import Tokens, TokenTerms, plan
 from ..tokens import finish as reduce
 
@@ -52,11 +53,19 @@ def row_grads(
         out[live // width, live % width] = (grad / temperature).to(out.dtype)
 
 
-def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None = None,
+) -> TokenTerms:
     logps, entropy, lse = row_stats(logits, tokens.targets, spec.temperature)
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
         row_grads(logits, tokens.targets, lse, entropy, *upstream, spec.temperature, out)
+        if sketch is not None:
+            row_buckets(out, sketch)
     return terms
 
 

@@ -47,8 +47,8 @@ def grads_kernel(
         top = nats * LOG2E
         rest = tl.fma(nats, LOG2E, -top)  # what the product lost
         write_gradient(
-            row, into, y, V, top, rest, k, d_logp * inverse_temperature, d_h * inverse_temperature,
-            tl.load(entropy + n), True, BLOCK, STAGES,
+            row, into, None, y, V, top, rest, k, d_logp * inverse_temperature,
+            d_h * inverse_temperature, tl.load(entropy + n), True, BLOCK, STAGES,
         )  # fmt: skip
     else:
         write_zeros(into, V, BLOCK)

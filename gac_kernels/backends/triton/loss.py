@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...contract import LossSpec
 from ...scalars import token_scalars
+from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
 from . import launch
 from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
@@ -85,6 +86,8 @@ def loss_kernel(
     ref,  # float32 [N] or None
     scale,  # float32 [N]
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
+    signs,  # float32 [V], or None: no sketch
+    buckets,  # float32 [N, SKETCH], zeros: the signed sums of the gradient by word modulo SKETCH
     N,
     T,
     V,
@@ -107,6 +110,7 @@ def loss_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
+    SKETCH: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -151,24 +155,35 @@ def loss_kernel(
         d_entropy *= weight
         into = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
-            write_gradient(
-                row, into, y, V, top, bits, k, d_logp * inverse_temperature,
+            signed = write_gradient(
+                row, into, signs, y, V, top, bits, k, d_logp * inverse_temperature,
                 d_entropy * inverse_temperature, entropy, HAS_ENTROPY, L * R, STAGES,
             )  # fmt: skip
+            if signs is not None:
+                sums = tl.sum(tl.reshape(signed, [L * R // SKETCH, SKETCH]), 0)
+                tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)
         else:
             write_zeros(into, V, L * R)
 
 
 def loss_launch(
-    logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None, terms: Tensor
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    terms: Tensor,
+    sketch: RowSketch | None = None,
 ) -> launch.Launch:
     """terms float32 [5, N] in the order of TokenTerms, and `out` = gradient of the logits."""
+    signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
     arguments = {
         "logits": logits,
         "out": out,
         **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
         "terms": terms,
+        "signs": signs,
+        "buckets": buckets,
         "N": tokens.targets.numel(),
         "out_stride_b": 0,
         "out_stride_t": 0,
@@ -188,11 +203,18 @@ def loss_launch(
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
+        "SKETCH": 1 if buckets is None else buckets.shape[1],
     }
     return launch.Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
 
 
-def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None = None,
+) -> TokenTerms:
     terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    loss_launch(logits, tokens, spec, out, terms).run(logits.device)
+    loss_launch(logits, tokens, spec, out, terms, sketch).run(logits.device)
     return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])

@@ -98,12 +98,14 @@ def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY:
 
 @triton.jit
 def write_gradient(
-    row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
+    row, out, signs, y, V, top, bits, k, d_logp, d_entropy, entropy,
     HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
 
     Backwards, since what was read last is still in the cache. `out` may be the row itself.
+
+    With `signs` [V], returns the signed sum over tiles of each place of a tile, float32 [BLOCK].
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
     tiles = V // BLOCK
@@ -111,6 +113,9 @@ def write_gradient(
     x = tl.load(row + words, mask=words < V, other=0.0)
     gradient = gradient_tile(x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY)
     tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
+    signed = tl.zeros([BLOCK], tl.float32)
+    if signs is not None:
+        signed = tl.where(words < V, gradient, 0.0) * tl.load(signs + words, words < V, other=0.0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + words, eviction_policy="evict_first")
@@ -118,6 +123,9 @@ def write_gradient(
             x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
         )
         tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+        if signs is not None:
+            signed += gradient * tl.load(signs + words)
+    return signed
 
 
 @triton.jit
