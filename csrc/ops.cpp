@@ -26,6 +26,6 @@ TORCH_LIBRARY(gac_native, m) {
       "row_loss(Tensor logits, Tensor targets, Tensor demo, Tensor advantages, Tensor? old,"
       " Tensor? ref, Tensor scale, float ratio_low, float ratio_high, float dual_clip,"
       " float kl_coef, int kl_estimator, float entropy_coef, int demo_weight, float demo_shape,"
-      " float temperature, Tensor(a!)? out)"
+      " float temperature, Tensor(a!)? out, Tensor? signs, Tensor(b!)? buckets)"
       " -> (Tensor logps, Tensor entropy, Tensor loss, Tensor kl, Tensor clipped)");
 }

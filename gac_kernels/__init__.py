@@ -1,10 +1,18 @@
 """One fused operation for hybrid SFT + RL losses, on several backends."""
 
-from .api import fused_gac_loss, fused_linear_gac_loss, linear_token_logprobs, token_logprobs
+from .api import (
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    loss_from_logprobs,
+    token_logprobs,
+)
 from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
+from .sketch import HeadSketch
 
 __all__ = [
     "DemoWeight",
+    "HeadSketch",
     "LossOutput",
     "LossSpec",
     "Signals",
@@ -12,5 +20,6 @@ __all__ = [
     "fused_gac_loss",
     "fused_linear_gac_loss",
     "linear_token_logprobs",
+    "loss_from_logprobs",
     "token_logprobs",
 ]

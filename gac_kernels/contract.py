@@ -254,3 +254,6 @@ class LossOutput(NamedTuple):
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None under `moments=False`."""
+    sketch: Tensor | None = None
+    """float32 [S, size, size]: R G_s S^T of each sequence's part in the gradient of the head's
+    weight, see `HeadSketch`; None where none was asked for."""

@@ -131,7 +131,8 @@ def test_opcheck(form: str) -> None:
         torch.ops.gac_kernels.loss.default,
         (rows, *head, batch.targets, batch.advantages, batch.is_demo, torch.tensor(0.3),
          keywords["old_logps"], keywords["ref_logps"], keywords["cu_seqlens"], None, None,
-         ops.encode(keywords["spec"]), "auto", needs, torch.float32, None),
+         ops.encode(keywords["spec"]), "auto", needs, torch.float32, None,
+         [8, 1] if linear else []),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.gac_kernels.logprobs.default,

@@ -213,7 +213,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
     const std::optional<Tensor>& old, const std::optional<Tensor>& ref, const Tensor& scale,
     double ratio_low, double ratio_high, double dual_clip, double kl_coef, int64_t kl_estimator,
     double entropy_coef, int64_t demo_weight, double demo_shape, double temperature,
-    const std::optional<Tensor>& out) {
+    const std::optional<Tensor>& out, const std::optional<Tensor>& signs,
+    const std::optional<Tensor>& buckets) {
   const Rows rows("logits", logits);
   const int64_t n = rows.count;
   const Column<int64_t> y("targets", targets, n);
@@ -224,6 +225,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
                   entropy_coef, static_cast<DemoWeight>(demo_weight), demo_shape};
   const auto to = output(out, logits);
   const Result logps(n), entropy(n), loss(n), kl(n), clipped(n);
+  const Column<float> sign("signs", signs, rows.width);
+  const int64_t size = buckets ? buckets->size(1) : 0;
+  float* const into = buckets ? buckets->mutable_data_ptr<float>() : nullptr;
+  TORCH_CHECK_VALUE(!buckets || (to && to->dtype == Dtype::float32 && buckets->is_contiguous() &&
+                                 buckets->size(0) == n && size > 0 && 64 % size == 0),
+                    "buckets needs a float32 out, a row for each row and a size that divides 64");
   each_row(rows, y, temperature, to ? &*to : nullptr,
            [&](const Worker& worker, int64_t i, int64_t target) {
     const Statistics s = worker.read(i, target, entropy_coef == 0);
@@ -238,6 +245,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
     kl.data[i] = static_cast<float>(token.kl);
     clipped.data[i] = token.clipped;
     worker.write(i, target, s, share[i] * token.d_logp, share[i] * token.d_entropy);
+    if (into)  // while the row is in the cache
+      row_kernels().buckets(reinterpret_cast<const float*>((*to)[i]), sign.data, rows.width, size,
+                            into + i * size);
   });
   return {logps.tensor, entropy.tensor, loss.tensor, kl.tensor, clipped.tensor};
 }

@@ -34,6 +34,8 @@ struct RowKernels {
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float slope,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);
+  // buckets[v mod size] = sum of signs[v] row[v]; `size` divides 64.
+  void (*buckets)(const float* row, const float* signs, int64_t width, int64_t size, float* buckets);
 };
 
 namespace baseline {

@@ -215,8 +215,21 @@ void any_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* out, i
   });
 }
 
+void signed_buckets(const float* row, const float* signs, int64_t width, int64_t size,
+                    float* buckets) {
+  constexpr int64_t kBuckets = 64;
+  float all[kBuckets] = {};
+  int64_t i = 0;
+  for (; i + kBuckets <= width; i += kBuckets)
+    for (int64_t j = 0; j < kBuckets; ++j) all[j] += row[i + j] * signs[i + j];
+  for (int64_t j = 0; i + j < width; ++j) all[j] += row[i + j] * signs[i + j];
+  for (int64_t j = 0; j < size; ++j) buckets[j] = 0;
+  for (int64_t j = 0; j < kBuckets; ++j) buckets[j % size] += all[j];
+}
+
 }  // namespace
 
-extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, any_sums, any_gradient};
+extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, any_sums, any_gradient,
+                                signed_buckets};
 
 }  // namespace gac::GAC_ISA

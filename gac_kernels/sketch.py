@@ -1,0 +1,133 @@
+"""The head sketch: two random projections of each sequence's gradient of the head's weight.
+
+With g_n [V] the gradient of token n's logits and h_n [H] its hidden state, sequence s contributes
+G_s = sum_n g_n h_n^T to the gradient of the weight. R G_s S^T = sum_n (R g_n) (S h_n)^T keeps inner
+products on average, because E R^T R = I and E S^T S = I, and needs k sums over each row of g. R is
+a count sketch (Charikar, Chen, Farach-Colton 2002): word v adds to bucket v mod k with a random
+sign, so a lane of a kernel keeps its bucket. S is a dense random sign matrix over sqrt(k).
+
+Legend: N tokens, V vocabulary, H hidden size, S sequences, M rows of a chunk, k = size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import LossSpec
+from .tokens import Tokens, dead
+
+SIZES = (4, 8, 16, 32, 64)
+BLOCK = 1 << 14  # tokens whose outer products are held at once: 32 MiB at k = 16
+_WORD = 0xFFFFFFFF
+_VOCABULARY, _HIDDEN = range(2)  # streams of signs
+
+
+@dataclass(frozen=True)
+class HeadSketch:
+    """Which projections: `size` rows each, drawn from `seed`."""
+
+    size: int = 16
+    """Rows of both projections, a power of two from 4 to 64."""
+    seed: int = 0
+    """Another seed draws other projections."""
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ValueError(f"size={self.size!r}: use one of {', '.join(map(str, SIZES))}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise TypeError(f"seed={self.seed!r}: use an integer")
+
+    def vocabulary(self, width: int) -> Tensor:
+        """R as a dense float32 [size, width] matrix, for tests and readers."""
+        words = torch.arange(width)
+        dense = torch.zeros(self.size, width)
+        dense[words % self.size, words] = self.signs(width, torch.device("cpu"))
+        return dense
+
+    def hidden(self, width: int) -> Tensor:
+        """S as a dense float32 [size, width] matrix."""
+        return self.hidden_signs(width, torch.device("cpu")) * self.size**-0.5
+
+    def signs(self, width: int, device: torch.device) -> Tensor:
+        """float32 [width] of +-1: the one entry of each column of R."""
+        return _signs(width, self.seed, _VOCABULARY, device)
+
+    def hidden_signs(self, width: int, device: torch.device) -> Tensor:
+        """float32 [size, width] of +-1: S without its factor."""
+        return _signs(self.size * width, self.seed, _HIDDEN, device).view(self.size, width)
+
+
+class RowSketch(NamedTuple):
+    """What a row kernel needs to sketch the gradient that it writes."""
+
+    signs: Tensor  # float32 [V]
+    buckets: Tensor  # [M, k], zeros: row m gets R g_m
+
+
+class Sides(NamedTuple):
+    """Both factors of each token's term; 0 where the token has no gradient."""
+
+    vocabulary: Tensor  # [N, k]: R g_n
+    hidden: Tensor  # [N, k]: S h_n
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count: int, seed: int, stream: int, device: torch.device) -> Tensor:
+    """float32 [count] of +-1, from a 32-bit hash of the place, the seed and the stream.
+
+    Made once on the CPU, so that every device has the same.
+    """
+    key = _mixed(torch.tensor([(2 * seed + stream) & _WORD]))
+    bits = _mixed(torch.arange(count) ^ key) >> 31
+    return (1 - 2 * bits).to(torch.float32).to(device)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A 32-bit integer hash ("lowbias32", C. Wellons) of int64 values in [0, 2^32)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _WORD
+    return x ^ (x >> 16)
+
+
+def row_buckets(grad: Tensor, sketch: RowSketch) -> None:
+    """sketch.buckets = R g of each row of grad [..., V], in plain PyTorch: the definition."""
+    signed = grad.flatten(0, -2).to(sketch.buckets.dtype) * sketch.signs.to(sketch.buckets.dtype)
+    size = sketch.buckets.shape[1]
+    signed = torch.nn.functional.pad(signed, (0, -signed.shape[1] % size))
+    sketch.buckets.copy_(signed.unflatten(1, (-1, size)).sum(1))
+
+
+def per_sequence(sides: Sides, tokens: Tokens, spec: LossSpec, unit: Tensor | None) -> Tensor:
+    """[S, k, k]: R G_s S^T for each sequence's part in its own term.
+
+    sides: made with the gradients of sum(tokens.scale * loss) / unit; the weight of the term, mu or
+        1 - mu, is divided out. nan where that is 0, so that no kernel saw the rows.
+    """
+    size = sides.vocabulary.shape[1]
+    scaled = sides.hidden * size**-0.5
+    sums = _outer_sums(sides.vocabulary, scaled, tokens.offsets)
+    mu = torch.as_tensor(tokens.mu, dtype=sums.dtype, device=sums.device)
+    share = torch.where(tokens.is_demo, mu, 1 - mu)
+    factor = torch.where(share == 0, 0, (1 if unit is None else unit) / share)
+    learns = ~dead(tokens._replace(scale=tokens.weight), spec)
+    hidden = (share == 0) & (tokens.per_sequence(learns.to(sums.dtype)) > 0)
+    found = (sums * factor[:, None]).masked_fill(hidden[:, None], torch.nan)
+    return found.view(-1, size, size).to(sides.vocabulary.dtype)
+
+
+def _outer_sums(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """float64 [S, k k]: the sum of a_n b_n^T over each sequence, in a fixed order."""
+    total = torch.zeros(
+        len(offsets) - 1, a.shape[1] * b.shape[1], dtype=torch.float64, device=a.device
+    )
+    for start in range(0, len(a), BLOCK):
+        stop = min(start + BLOCK, len(a))
+        outer = a[start:stop, :, None].double() * b[start:stop, None, :].double()
+        inside = offsets.clamp(start, stop) - start
+        total += torch.segment_reduce(outer.flatten(1), "sum", offsets=inside, axis=0, initial=0)
+    return total
