@@ -1,4 +1,4 @@
-"""The command line: `gac train | eval | study | report | methods | demo` and more, see `gac --help`.
+"""The command line: `gac train | eval | study | report | methods | demo` and others: `gac --help`.
 
 Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
 0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says

@@ -304,7 +304,7 @@ def test_sft_budgets_end_after_their_epochs(task, tmp_path):
     fields = {"examples": 10, "epochs": 3}
     method = {"name": "sft-best", **fields}
     trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, steps=100))
-    assert len(trainer.feed.demos) == 10 and trainer.feed.steps == 3 * 10 // 4
+    assert len(trainer.feed.demos[0]) == 10 and trainer.feed.steps == 3 * 10 // 4
     method = METHODS["sft-light"]().sampling(8)
     assert (method.limit_demos, method.epochs) == (1000, 1)
 
