@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from gac.config import save
+
 from .tiny import tiny_config, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]

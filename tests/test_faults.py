@@ -23,12 +23,7 @@ from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
 
 from . import ranks
-from .tiny import digit_reward, metrics, tiny_config, write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+from .tiny import digit_reward, metrics, tiny_config
 
 
 def overflowing(completion, example):

@@ -15,17 +15,12 @@ import torch
 
 from gac.config import save
 
-from .tiny import metrics, tiny_config, write_tiny
+from .tiny import metrics, tiny_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def start(launcher: list[str], *arguments: str) -> subprocess.Popen[str]:

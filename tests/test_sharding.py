@@ -19,14 +19,9 @@ from gac.training.trainer import Trainer, train
 
 from . import ranks
 from .test_distributed import FSDP, config, fixed_responses, whole
-from .tiny import tiny_config, write_tiny
+from .tiny import tiny_config
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 class Traffic(TorchDispatchMode):
