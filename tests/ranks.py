@@ -74,14 +74,15 @@ def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]
     The end of the block kills what is left of them, and prints what they printed.
     """
     start_server()
+    task = pickle.dumps((work, args))  # plain, for torch's own way shares the tensors' memory
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     started: list[Rank] = []
     with tempfile.NamedTemporaryFile("r", errors="replace") as printed:
         try:
             for rank in range(ranks):
                 here, there = CONTEXT.Pipe(duplex=False)
-                told = (work, args, rank, ranks, store.port, there, printed.name)
-                process = CONTEXT.Process(target=_child, args=told)
+                told = (rank, ranks, store.port, there, printed.name)
+                process = CONTEXT.Process(target=_child, args=(task, *told))
                 process.start()
                 there.close()
                 started.append(Rank(f"rank {rank} of {work.__name__}", process, here))
@@ -102,6 +103,14 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
         if isinstance(result, Failed):
             raise AssertionError(result.trace) from result.error
     return results
+
+
+def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
+    """The message with which `work(*args)` fails on each rank."""
+    with job(work, *args, ranks=ranks) as started:
+        results = [one.result() for one in started]
+    assert all(isinstance(result, Failed) for result in results), results
+    return [str(result.error) for result in results]
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> None:
@@ -128,10 +137,7 @@ def start_server() -> None:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _child(
-    work: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int,
-    pipe: Connection, printed: str,
-) -> None:  # fmt: skip
+def _child(task: bytes, rank: int, ranks: int, port: int, pipe: Connection, printed: str) -> None:
     output = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -148,10 +154,10 @@ def _child(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
     try:
+        work, args = pickle.loads(task)
         result = work(*args)
     except BaseException as error:  # an interrupt, too, is a result here
         result = Failed(error)
-    # plain pickle: the one of torch's queues shares memory that ends with this process
     pipe.send_bytes(pickle.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
