@@ -18,7 +18,6 @@ import pickle
 import random
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -111,15 +110,6 @@ def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
         results = [one.result() for one in started]
     assert all(isinstance(result, Failed) for result in results), results
     return [str(result.error) for result in results]
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> None:
-    """Look again and again whether `condition` holds; `what` names it in the error."""
-    end = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {timeout} s for {what}")
-        time.sleep(0.01)
 
 
 def start_server() -> None:
