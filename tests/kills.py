@@ -15,6 +15,8 @@ from typing import Any
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
 
+from .tiny import digit_reward
+
 
 def count_calls(config: TrainConfig) -> int:
     """Train; the calls and returns of functions in it, of every thread."""
@@ -54,6 +56,15 @@ def at_byte(config: TrainConfig, size: int) -> Path:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
     return train(config)
+
+
+def reward(completion: str, example: Any) -> float:
+    """The tiny task's; rank 1 of a job's first attempt dies once the path KILL_AT is there."""
+    if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        path = os.environ.get("KILL_AT")
+        if path and Path(path).exists():
+            _die()
+    return digit_reward(completion, example)
 
 
 def _profile(hook: Callable[..., Any] | None) -> None:
