@@ -13,7 +13,7 @@ from gac.training.trainer import train
 from . import kills, ranks
 from .tiny import metrics, tiny_config
 
-RUN = {"steps": 12, "checkpoint_every": 2, "monitor_kl_every": 3}
+RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
 
 def alone(work, *args):
@@ -70,7 +70,7 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, whole):
 )  # fmt: skip
 def test_a_kill_changes_nothing_with(task, tmp_path, whole, changes):
     """What else could carry state across steps: old log-probs, dropout masks, the data position."""
-    changes = {**RUN, "steps": 8, **changes}
+    changes = {**RUN, **changes}
     folder = with_dropout(task, tmp_path / "task") if changes.pop("dropout", None) else task
     straight = alone(train, tiny_config(folder, tmp_path / "a", **changes))
     assert metrics(straight)[1]["grad_norm"] != whole[0][1]["grad_norm"]  # it is another run
