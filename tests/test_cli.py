@@ -61,6 +61,7 @@ def test_help_and_wrong_usage_wait_for_no_large_package(arguments):
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+        timeout=120,
     )  # fmt: skip
     assert "usage: gac" in done.stdout + done.stderr
     loaded = set(done.stderr.splitlines()[-1].split())

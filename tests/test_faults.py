@@ -195,10 +195,13 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, timeout=60).returncode
+    ):
         pytest.skip("mounting a small tmpfs needs root")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", str(disk)], check=True, timeout=60)
 
 
 def fill(disk: Path, leave: int) -> Path:
