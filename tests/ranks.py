@@ -28,7 +28,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-DEADLINE = 120.0  # seconds for what a process does in a test
+DEADLINE = 240.0  # seconds for what a process does in a test
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch.distributed.checkpoint", "gac.training.trainer", "tests.tiny"]
 
@@ -53,6 +53,9 @@ class Rank:
         try:
             return pickle.loads(self._pipe.recv_bytes())
         except EOFError:
+            self.process.join(DEADLINE)
+            if self.process.exitcode >= 0:
+                raise RuntimeError(f"{self.name} ended with no result, by itself") from None
             return None
 
     def kill(self) -> bool:

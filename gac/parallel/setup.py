@@ -152,9 +152,10 @@ def leave() -> None:
     on its way out ("terminate called without an active exception"). Referring to it are the meshes,
     which the caches of DTensor keep for ever, and the trainer: its owner lets go of it first.
     """
+    if not dist.is_initialized():
+        return
     gc.collect()  # a model and its hooks are in circles; the destructor of DDP needs the group
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     while _meshes:
         getattr(_meshes.pop(), "_pg_registry", {}).clear()
     gc.collect()
@@ -167,6 +168,7 @@ def _leave_at_exit() -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     leave()
+    gc.collect()  # what only those frames referred to, where the group was left before
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
