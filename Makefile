@@ -5,7 +5,8 @@ STAMP := .venv/.done
 # Threads that spin while they wait for work make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: release-check setup ext demo test test-gpu bench bench-gpu kernel-report lint types check study clean
+.PHONY: setup ext demo test release-check endings-check test-gpu bench bench-gpu kernel-report lint \
+  types check study clean
 
 setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
 
@@ -26,10 +27,15 @@ demo: setup  ## train a tiny model by four methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not release"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile
 
 release-check: setup  ## build sdist and wheel, install them in a fresh environment, train there
 	$(BIN)/python -m pytest -m release tests/test_packages.py
+
+endings-check: setup  ## the kill tests ten times, then how 100 jobs end (half an hour)
+	for i in 1 2 3 4 5 6 7 8 9 10; do \
+	  $(BIN)/python -m pytest -q tests/test_ranks.py tests/test_resume.py || exit 1; done
+	$(BIN)/python -m tests.exit_codes --runs 100
 
 test-gpu:  ## the tests that need a GPU, with the python at hand
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py

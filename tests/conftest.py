@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy
@@ -26,12 +27,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    if "tests.ranks" in sys.modules:  # its server is ready by the time a test asks for it
+        sys.modules["tests.ranks"].start_server()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same numbers, alone or in the suite."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model, a tokenizer and data for a run of milliseconds; nobody changes it."""
+    from .tiny import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

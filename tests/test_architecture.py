@@ -50,7 +50,7 @@ LIMIT = 400
 def tracked(*suffixes: str) -> list[Path]:
     found = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     if found.returncode:
         pytest.skip("not a git checkout")

@@ -18,12 +18,7 @@ from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
 from gac.training.trainer import Trainer, train
 
-from .tiny import metrics, tiny_config, write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+from .tiny import metrics, tiny_config
 
 
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, errors on one line, exit codes, a report."""
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from gac import cli
 from gac.config import load
 from gac.methods import METHODS
 from gac.train_config import TrainConfig
+
+from .waiting import wait_until
 
 ROOT = Path(cli.__file__).parents[1]
 
@@ -66,6 +69,7 @@ def test_help_and_wrong_usage_wait_for_no_large_package(arguments):
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+        timeout=120,
     )  # fmt: skip
     assert "usage: gac" in done.stdout + done.stderr
     loaded = set(done.stderr.splitlines()[-1].split())
@@ -158,16 +162,24 @@ def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
     code = "import signal, sys; from gac.cli import main; import gac.train_config\n"
     # a shell starts its background jobs, and so their children, with this signal ignored
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    code += "sys.exit(main(sys.argv[1:]))"
+    held = []
+
+    def waits_in_it():
+        try:
+            held.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # nobody reads it yet
+        return bool(held)
+
     with subprocess.Popen(
         [sys.executable, "-c", code, "train", str(pipe)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        assert process.stdout.readline() == "ready\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)  # it is waiting in the pipe by now
+        wait_until(waits_in_it, "the command to open its configuration")
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
+    os.close(held[0])
     assert process.returncode == cli.INTERRUPTED
     assert error == "gac: interrupted; the same command goes on from there\n"

@@ -32,7 +32,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     path = tmp_path_factory.mktemp("cuda") / "emulated.so"
     command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-o", str(path), str(SOURCES / "emulate.cpp")]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=300)
     library = ctypes.CDLL(str(path))
     library.gac_cuda_rows.restype = ctypes.c_char_p
     return library

@@ -309,8 +309,9 @@ def test_order_is_the_same_in_another_process_with_another_hash_seed():
     code = "from gac.data.order import Order; print(Order(30, seed=7).take(45))"
     environment = {**os.environ, "PYTHONHASHSEED": "99"}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True,
+        timeout=120,
+    )  # fmt: skip
     assert json.loads(run.stdout) == Order(30, seed=7).take(45)
 
 

@@ -16,15 +16,10 @@ from gac.rollouts import sampling
 from gac.training.trainer import Trainer
 
 from . import ranks
-from .tiny import digit_reward, tiny_config, write_tiny
+from .tiny import digit_reward, tiny_config
 
 pytestmark = pytest.mark.dist
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def fixed_responses(model, tokenizer, prompts, *, samples, **_):

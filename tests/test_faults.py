@@ -23,12 +23,7 @@ from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
 
 from . import ranks
-from .tiny import digit_reward, metrics, tiny_config, write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+from .tiny import digit_reward, metrics, tiny_config
 
 
 def overflowing(completion, example):
@@ -231,10 +226,13 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, timeout=60).returncode
+    ):
         pytest.skip("mounting a small tmpfs needs root")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", str(disk)], check=True, timeout=60)
 
 
 def fill(disk: Path, leave: int) -> Path:
@@ -300,9 +298,8 @@ def frozen(config):
 
 def test_hanging_rank_ends_the_job_within_its_timeout(task, tmp_path):
     config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
-    (zero, pipe), (one, _) = ranks.start(frozen, config, ranks=2)
-    failed = ranks.collect(pipe, timeout=60)
-    assert ranks.kill(one)
-    zero.join()
+    with ranks.job(frozen, config, ranks=2) as (zero, one):
+        failed = zero.result()
+        assert one.kill()  # it would stand still for ever
     assert "rank 1 is gone" in str(failed.error) and "the job goes on from" in str(failed.error)
     assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000002"

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gac.rewards.grading_pool import GradingPool
+
+from .waiting import wait_until
 
 HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # one integer power in C
 
@@ -31,13 +32,6 @@ def workers_of(parent):
     return found
 
 
-def wait_until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/status").read_text().split("State:\t")[1][0] != "Z"
@@ -45,12 +39,18 @@ def alive(pid):
         return False
 
 
+def cpu_ticks(pid):
+    """CPU time of a process, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
+
+
 FORK_SCRIPT = """
 import os
 from gac.rewards.grading_pool import GradingPool
 pool = GradingPool(timeout=4.0, workers=1)
 print(pool.grade([("7", "7")]), flush=True)
-child = os.fork()
+with pool._lock:  # as if another thread graded: the child has no such thread
+    child = os.fork()
 print(pool.grade([("7", "8")]), flush=True)  # the parent's worker must not answer the child
 if child:
     os.waitpid(child, 0)
@@ -75,6 +75,28 @@ def test_workers_start_when_needed_and_end_with_close():
     assert set(workers_of(os.getpid())) == before
     assert pool.grade([("7", "8")]) == ["wrong"]  # opens again
     pool.close()
+
+
+HOLDING_SCRIPT = """
+import os, signal, time
+from gac.rewards import grading_pool
+grading_pool._GOODBYE = 100.0
+pool = grading_pool.GradingPool(timeout=4.0, workers=2)
+print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
+child = os.fork()
+if child == 0:
+    signal.pause()  # holds the workers' pipes open
+started = time.monotonic()
+pool.close()
+print(time.monotonic() - started < 50, flush=True)
+os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_fork_that_holds_the_pipes_does_not_keep_the_workers():
+    command = [sys.executable, "-W", "ignore", "-c", HOLDING_SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
 
 
 def test_a_worker_that_is_killed_while_idle_is_replaced():
@@ -107,16 +129,16 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
 
 
 ORPHAN_SCRIPT = """
-import os, sys, time
+import os, signal, sys
 from gac.rewards.grading_pool import GradingPool
 pool = GradingPool(timeout=4.0, workers=2)
 print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
 forked = os.fork() if sys.argv[1] == "fork" else 0
 if sys.argv[1] == "fork" and forked == 0:
-    time.sleep(60)  # holds the workers' pipes open after the parent's death
+    signal.pause()  # holds the workers' pipes open after the parent's death
 print(forked, flush=True)
 pool.grade([("7", sys.argv[2])] if sys.argv[2] else [("7", "7")])
-time.sleep(60)
+signal.pause()
 """
 
 
@@ -137,10 +159,13 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
         forked = int(parent.stdout.readline())
         workers = workers_of(parent.pid)
         assert len(workers) == 2
-        time.sleep(0.3)
+        if completion:
+            before = sum(map(cpu_ticks, workers))
+            busy = lambda: sum(map(cpu_ticks, workers)) > before + 10  # noqa: E731 - one line
+            wait_until(busy, "a worker inside a check")
         parent.kill()
-        parent.wait()
-        assert wait_until(lambda: not any(alive(worker) for worker in workers))
+        parent.wait(60)
+        wait_until(lambda: not any(alive(worker) for worker in workers), "the workers' end")
     finally:
         if forked:
             os.kill(forked, signal.SIGKILL)

@@ -66,7 +66,7 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Compiling needs a process in which Triton does not interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500
     )
 
 

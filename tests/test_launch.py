@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,29 +12,41 @@ from pathlib import Path
 import pytest
 import torch
 
+from gac import cli
 from gac.config import save
 
-from .tiny import metrics, tiny_config, write_tiny
+from .tiny import metrics, tiny_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+ACCELERATE = [
+    sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
+    "--multi_gpu", "--main_process_port", "0", "--module", "gac.cli",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+def torchrun(*options: str) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options, "-m", "gac.cli",
+    ]  # fmt: skip
 
 
-def start(launcher: list[str], *arguments: str) -> subprocess.Popen[str]:
+def finish(launcher: list[str], config: Path, **variables: str) -> tuple[int, str]:
+    """Exit code and output of `gac train` under a launcher."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost",
+        **variables,
     }  # fmt: skip
-    return subprocess.Popen(
-        [*launcher, *arguments], env=environment, cwd=ROOT, text=True,
+    job = subprocess.Popen(
+        [*launcher, "train", str(config)], env=environment, cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    try:
+        output = job.communicate(timeout=180)[0]
+    finally:
+        job.terminate()  # a launcher ends its ranks
+    return job.returncode, output
 
 
 def written(task, tmp_path, name, **changes) -> Path:
@@ -44,59 +55,32 @@ def written(task, tmp_path, name, **changes) -> Path:
     return tmp_path / f"{name}.yaml"
 
 
-def worker_of_rank(job: subprocess.Popen[str], rank: int) -> int:
-    """Process id of a rank, among the launcher's children."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    for pid in children:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            return int(pid)
-    raise AssertionError(f"no rank {rank} among {children}")
-
-
-def wait_for(path: Path, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.01)
-
-
 def test_torchrun_restarts_after_a_killed_rank_and_repeats_nothing(task, tmp_path):
-    settings = {"steps": 16, "checkpoint_every": 2}
+    settings = {"steps": 8, "checkpoint_every": 2, "reward": "tests.kills:reward"}
     straight, killed = (written(task, tmp_path, name, **settings) for name in "ab")
-    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    run = ["-m", "gac.cli", "train"]
-    job = start(TORCHRUN, *port, *run, str(straight))
-    assert job.wait(180) == 0, job.communicate()[0]
-    job = start(TORCHRUN, *port, "--max-restarts", "1", *run, str(killed))
-    wait_for(tmp_path / "b" / "checkpoints" / "step-00000004", job)
-    os.kill(worker_of_rank(job, 1), signal.SIGKILL)
-    output = job.communicate(timeout=180)[0]
-    assert job.returncode == 0, output
+    code, output = finish(torchrun(), straight)
+    assert code == 0, output
+    kill_at = tmp_path / "b" / "checkpoints" / "step-00000004"
+    code, output = finish(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
+    assert code == 0, output
     assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
     assert "resumed from" in output
 
 
 def test_without_restarts_the_job_ends_and_names_the_rank(task, tmp_path):
-    made = written(task, tmp_path, "run", steps=2000, eval={})
-    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    job = start(TORCHRUN, *port, "-m", "gac.cli", "train", str(made))
-    wait_for(tmp_path / "run" / "checkpoints" / "step-00000004", job)
-    os.kill(worker_of_rank(job, 1), signal.SIGKILL)
+    made = written(task, tmp_path, "run", steps=2000, eval={}, reward="tests.kills:reward")
     started = time.monotonic()
-    output = job.communicate(timeout=120)[0]
-    assert job.returncode != 0 and time.monotonic() - started < 60  # within parallel.timeout
+    kill_at = tmp_path / "run" / "checkpoints" / "step-00000004"
+    code, output = finish(torchrun(), made, KILL_AT=str(kill_at))
+    assert code != 0 and (time.monotonic() - started) < 60  # within parallel.timeout
     assert (
         "(local_rank: 1)" in output or "local_rank: 1 (pid" in output or "rank 1 is gone" in output
     )
 
 
-def test_accelerate_launch_export_and_replay(task, tmp_path):
-    made = written(task, tmp_path, "run", steps=2)
-    script = ["--multi_gpu", "--main_process_port", "0", "--module", "gac.cli"]
-    job = start(ACCELERATE, *script, "train", str(made))
-    output = job.communicate(timeout=180)[0]
-    assert job.returncode == 0, output
+def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
+    code, output = finish(ACCELERATE, written(task, tmp_path, "run", steps=2))
+    assert code == 0, output
     record = json.loads(
         (tmp_path / "run" / "checkpoints" / "step-00000002" / "progress.json").read_text()
     )
@@ -104,13 +88,10 @@ def test_accelerate_launch_export_and_replay(task, tmp_path):
     files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp"} <= files  # each wrote its shards
 
-    gac = [sys.executable, "-m", "gac.cli"]
-    job = start(gac, "export", str(tmp_path / "run"), str(tmp_path / "plain"))
-    assert job.wait(120) == 0, job.communicate()[0]
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == cli.OK
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    job = start(gac, "replay", str(tmp_path / "run"))
-    output = job.communicate(timeout=120)[0]
-    assert job.returncode == 2 and "holds no kept step: give a folder of RUN/replay" in output
+    assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
+    assert "holds no kept step: give a folder of RUN/replay" in capsys.readouterr().err

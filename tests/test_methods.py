@@ -19,7 +19,7 @@ from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tools.methods_table import PAGE, RESULTS, needs, page
 
-from .tiny import metrics, tiny_config, write_tiny
+from .tiny import metrics, tiny_config
 
 ROOT = Path(__file__).parents[1]
 # What each method needs of the trainer. A method that is not listed fails the suite.
@@ -67,11 +67,6 @@ SHORT = {
     **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
     "oracle": {"update_every": 2, "gradient_parts": 2},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def config_of(name: str, task, out, **changes) -> TrainConfig:

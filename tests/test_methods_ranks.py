@@ -6,7 +6,6 @@ import pytest
 
 from . import ranks
 from .test_distributed import FSDP, assert_same, config, five_steps
-from .tiny import write_tiny
 
 pytestmark = pytest.mark.dist
 STEPS = 2
@@ -22,11 +21,6 @@ METHODS = {
     "trapo": {"sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},  # rows that are half demonstration
     "famo": {},  # forwards after the update
 }
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])

@@ -42,12 +42,7 @@ from .published import (
     policy_gradient,
     surrogate,
 )
-from .tiny import tiny_config, write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+from .tiny import tiny_config
 
 
 def test_every_method_has_golden_values():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import socket
 import statistics
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from gac_kernels import LossOutput, Signals, TokenMoments, fused_gac_loss
+
+from . import ranks
 
 V = 13
 LENGTHS = (5, 3, 7, 0, 2, 6, 4, 1, 5, 3, 6, 2)
@@ -179,27 +179,18 @@ PARTS = {
 }
 
 
-def _rank(rank: int, ranks: int, port: int, results: mp.SimpleQueue) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
-    merged = moments(PARTS[ranks][rank]).all_reduce()
-    results.put((rank, tuple(merged.signals(0.2)), merged.totals[:2].tolist()))
-    torch.distributed.destroy_process_group()
+def merged(parts: list[list[int]]) -> tuple[Signals, list[float]]:
+    """What a rank knows after it has exchanged the statistics of its part."""
+    torch.distributed.init_process_group("gloo")
+    found = moments(parts[torch.distributed.get_rank()]).all_reduce()
+    return found.signals(0.2), found.totals[:2].tolist()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_agree_with_one_process(ranks: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, port, results), nprocs=ranks)
-    found = [results.get() for _ in range(ranks)]
-    whole = moments(slice(None))
-    for _, signals, counts in found:
-        assert_same(Signals(*signals), whole.signals(0.2))
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_agree_with_one_process(count: int) -> None:
+    found, whole = ranks.run(merged, PARTS[count], ranks=count), moments(slice(None))
+    for signals, counts in found:
+        assert_same(signals, whole.signals(0.2))
         assert counts == whole.totals[:2].tolist()
-    assert len({signals for _, signals, _ in found}) == 1  # bit for bit on every rank
+    assert len({tuple(signals) for signals, _ in found}) == 1  # bit for bit on every rank

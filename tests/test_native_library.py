@@ -55,6 +55,7 @@ def capability(name: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"GAC_CPU_CAPABILITY": name, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
+        timeout=120,
     )
 
 

@@ -5,65 +5,57 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 
 import pytest
 
 from gac.training.trainer import train
 
-from . import ranks
-from .tiny import metrics, tiny_config, write_tiny
+from . import kills, ranks
+from .tiny import metrics, tiny_config
 
-RUN = {"steps": 12, "checkpoint_every": 2, "monitor_kl_every": 3}
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
+RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
 
-def finish(config):
+def alone(work, *args):
     """In a process of one thread, as all of them: sums over threads round differently."""
-    return ranks.run(train, config, ranks=1)[0]
+    return ranks.run(work, *args, ranks=1)[0]
 
 
 @pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
+    """The metrics of a run that nothing interrupts, and the number of calls in it."""
     out = tmp_path_factory.mktemp("whole")
-    started = time.perf_counter()
-    finish(tiny_config(task, out, **RUN))
-    return metrics(out), time.perf_counter() - started
+    calls = alone(kills.count_calls, tiny_config(task, out, **RUN))
+    return metrics(out), calls
 
 
 def test_twenty_kills_at_random_moments_change_nothing(task, tmp_path, whole):
-    rng, config, kills = random.Random(0), tiny_config(task, tmp_path, **RUN), 0
-    while kills < 20:
-        ((process, _),) = ranks.start(train, config)
+    rng, config, kills_left = random.Random(0), tiny_config(task, tmp_path, **RUN), 20
+    while kills_left:
         # early kills hit the set-up; finished runs start over, so that every kill hits something
-        if ranks.kill(process, after=rng.uniform(0, whole[1])):
-            kills += 1
+        if alone(kills.at_call, config, rng.randrange(whole[1])) is None:
+            kills_left -= 1
         else:
             assert metrics(tmp_path) == whole[0]
             (tmp_path / "metrics.jsonl").unlink()
-            for path in sorted((tmp_path / "checkpoints").rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-    finish(config)
+            shutil.rmtree(tmp_path / "checkpoints")
+    alone(train, config)
     assert metrics(tmp_path) == whole[0]
 
 
 def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, whole):
     config = tiny_config(task, tmp_path, **RUN)
-    for step in (2, 6):
-        aside = tmp_path / "checkpoints" / f".writing-{step:08d}"
-        ((process, _),) = ranks.start(train, config)
-        deadline = time.monotonic() + 60
-        while not (aside / "__0_0.distcp").exists():
-            assert process.is_alive() and time.monotonic() < deadline
-            time.sleep(0.0002)
-        assert ranks.kill(process)
-        if not (tmp_path / "checkpoints" / f"step-{step:08d}").exists():
-            assert aside.exists()  # the half-written one is left, and is in nobody's way
-    finish(config)
+    checkpoints = tmp_path / "checkpoints"
+    aside, final = checkpoints / ".writing-00000002", checkpoints / "step-00000002"
+    for file in ("__0_0.distcp", ".metadata.tmp", "progress.json"):
+        assert alone(kills.at_event, config, "open", f"{aside.name}/{file}") is None
+        assert aside.exists() and not (aside / file).exists() and not final.exists()
+    assert alone(kills.at_event, config, "os.rename", final.name) is None
+    assert (aside / "progress.json").exists() and not final.exists()
+    size = (aside / "__0_0.distcp").stat().st_size // 2
+    assert alone(kills.at_byte, config, size) is None
+    assert (aside / "__0_0.distcp").stat().st_size == size and not final.exists()
+    alone(train, config)  # the half-written one is in nobody's way
     assert metrics(tmp_path) == whole[0]
 
 
@@ -78,16 +70,14 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, whole):
 )  # fmt: skip
 def test_a_kill_changes_nothing_with(task, tmp_path, whole, changes):
     """What else could carry state across steps: old log-probs, dropout masks, the data position."""
-    changes = {**RUN, "steps": 8, **changes}
+    changes = {**RUN, **changes}
     folder = with_dropout(task, tmp_path / "task") if changes.pop("dropout", None) else task
-    straight = finish(tiny_config(folder, tmp_path / "a", **changes))
+    straight = alone(train, tiny_config(folder, tmp_path / "a", **changes))
     assert metrics(straight)[1]["grad_norm"] != whole[0][1]["grad_norm"]  # it is another run
     config = tiny_config(folder, tmp_path / "b", **changes)
-    ((process, _),) = ranks.start(train, config)
-    while not (tmp_path / "b" / "checkpoints" / "step-00000004").exists() and process.is_alive():
-        time.sleep(0.001)
-    ranks.kill(process)
-    finish(config)
+    assert alone(kills.at_event, config, "os.rename", "step-00000006") is None
+    assert len(metrics(tmp_path / "b")) == 6
+    alone(train, config)
     assert metrics(tmp_path / "b") == metrics(straight)
 
 
@@ -104,12 +94,8 @@ def test_one_rank_killed_the_job_resumes_as_if_never(task, tmp_path):
         tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 20}) for name in "ab"
     )
     ranks.run(train, straight, ranks=2)
-    jobs = ranks.start(train, cut, ranks=2)
-    while not (tmp_path / "b" / "checkpoints" / "step-00000004").exists():
-        time.sleep(0.001)
-    assert ranks.kill(jobs[1][0])
-    survivor = ranks.collect(jobs[0][1], timeout=60)
-    jobs[0][0].join()
-    assert "rank 1 is gone" in str(survivor.error)
+    with ranks.job(kills.at_event, cut, "open", "-00000006/__1_0.distcp", "1", ranks=2) as both:
+        survivor, killed = (one.result() for one in both)
+    assert killed is None and "rank 1 is gone" in str(survivor.error)
     ranks.run(train, cut, ranks=2)
     assert metrics(tmp_path / "b") == metrics(tmp_path / "a")

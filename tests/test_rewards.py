@@ -131,7 +131,7 @@ def test_math_works_in_any_thread_and_in_several_at_once(math_reward):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
     assert results == {i: [float(j == i) for j in range(20)] for i in range(4)}
 
 

@@ -19,14 +19,9 @@ from gac.training.trainer import Trainer, train
 
 from . import ranks
 from .test_distributed import FSDP, config, fixed_responses, whole
-from .tiny import tiny_config, write_tiny
+from .tiny import tiny_config
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 class Traffic(TorchDispatchMode):
@@ -152,29 +147,21 @@ def test_accelerates_own_flag_is_refused(monkeypatch):
 
 def test_replicas_must_divide_the_ranks(task, tmp_path):
     made = config(task, tmp_path, parallel={**FSDP, "replicas": 2})
-    (_, pipe), *rest = ranks.start(Trainer, made, ranks=3)
-    failed = ranks.collect(pipe)
-    assert "parallel.replicas=2: use a divisor of 3 ranks" in str(failed.error)
-    for process, _ in rest:
-        process.join()
+    for message in ranks.errors(Trainer, made, ranks=3):
+        assert "parallel.replicas=2: use a divisor of 3 ranks" in message
 
 
 def test_indivisible_batches_name_the_key(task, tmp_path):
-    (_, pipe), (other, _) = ranks.start(Trainer, config(task, tmp_path, demo_batch=3), ranks=2)
-    assert "demo_batch=3: use a multiple of the 2 processes" in str(ranks.collect(pipe).error)
-    other.join()
+    for message in ranks.errors(Trainer, config(task, tmp_path, demo_batch=3), ranks=2):
+        assert "demo_batch=3: use a multiple of the 2 processes" in message
+
+
+def prepare_without_layers():
+    accelerator = make_accelerator(ParallelConfig(), "no", (), ".")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    return setup.prepare(model, accelerator, ParallelConfig(mode="fsdp"), "no")
 
 
 def test_unknown_layers_are_refused():
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 2)
-
-    def attempt():
-        accelerator = make_accelerator(ParallelConfig(), "no", (), ".")
-        return setup.prepare(Plain(), accelerator, ParallelConfig(mode="fsdp"), "no")
-
-    (_, pipe), (other, _) = ranks.start(attempt, ranks=2)
-    assert "Plain could not be sharded" in str(ranks.collect(pipe).error)
-    other.join()
+    for message in ranks.errors(prepare_without_layers, ranks=2):
+        assert "Sequential could not be sharded" in message

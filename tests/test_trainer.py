@@ -18,18 +18,13 @@ from gac.rollouts.generation import generate
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
 
-from .tiny import metrics, tiny_config, write_tiny
+from .tiny import metrics, tiny_config
 
 CONTRACT = {
     "step", "mu", "mu_star", "prior", "alpha", "kl", "sft_variance", "rl_variance", "disagreement",
     "rollout_loss", "demo_loss", "reward_mean", "entropy", "clip_fraction", "response_length",
     "grad_norm", "tokens", "seconds",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:

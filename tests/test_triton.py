@@ -294,7 +294,8 @@ print(tensor.sum().item())
 """
     if DEVICE == "cuda":
         pytest.skip("maps host memory")
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, capture_output=True, timeout=120)
     assert run.stdout.strip() == b"0.0", run.stderr.decode()
 
 
@@ -334,6 +335,6 @@ print(triton.unavailable(torch.device("cpu"), torch.float32))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
     )
     assert "TRITON_INTERPRET" in run.stdout, run.stderr

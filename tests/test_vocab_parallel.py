@@ -43,6 +43,7 @@ def gradients(loss, hidden, weight, bias, **rest):
 
 def spread(data, settings):
     """What this rank gets of the head, and what it computes."""
+    torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     start, stop = shard_bounds(V, count, rank)
     own = {**data, "weight": data["weight"][start:stop]}
@@ -56,16 +57,6 @@ def whole(data, **settings):
              for k, x in data.items()}  # fmt: skip
     numbers, signals, grads = gradients(fused_linear_gac_loss, **exact, **settings)
     return [x.float() for x in numbers], signals, [g.float() for g in grads]
-
-
-def joined(work):
-    """`work(...)` inside a process group."""
-
-    def inside(*args):
-        torch.distributed.init_process_group("gloo")
-        return work(*args)
-
-    return inside
 
 
 CASES = {
@@ -83,7 +74,7 @@ CASES = {
 def test_spread_head_equals_whole_head(count, case):
     data, settings = batch(), CASES[case]
     numbers, signals, (d_hidden, d_weight, d_bias) = whole(data, **settings)
-    found = ranks.run(joined(spread), data, settings, ranks=count)
+    found = ranks.run(spread, data, settings, ranks=count)
     for rank in found:
         for x, y in zip(numbers, rank[0], strict=True):
             torch.testing.assert_close(y, x, rtol=1e-5, atol=2e-5)
@@ -98,7 +89,7 @@ def test_spread_head_equals_whole_head(count, case):
 def test_bfloat16_head():
     data = batch(torch.bfloat16, bias=False)
     numbers, _, (d_hidden, d_weight) = gradients(fused_linear_gac_loss, **data)
-    found = ranks.run(joined(spread), data, {}, ranks=2)
+    found = ranks.run(spread, data, {}, ranks=2)
     torch.testing.assert_close(found[0][0][0], numbers[0], rtol=1e-5, atol=1e-6)
     # each rank rounds its part of the sum once
     torch.testing.assert_close(found[1][2][0], d_hidden, rtol=0.02, atol=1e-3)
@@ -113,21 +104,20 @@ def test_masked_words_and_broken_rows():
     data["bias"][V - 20 :] = -torch.inf  # all of one rank's words, and some of its neighbour's
     data["targets"].clamp_(max=V - 21)
     numbers, _, grads = whole(data)
-    for rank in ranks.run(joined(spread), data, {}, ranks=3):
+    for rank in ranks.run(spread, data, {}, ranks=3):
         torch.testing.assert_close(rank[0][0], numbers[0], rtol=2e-6, atol=2e-6)
         assert all(g.isfinite().all() for g in rank[2])
         torch.testing.assert_close(rank[2][0], grads[0], rtol=1e-5, atol=1e-6)
     data["hidden"][0, 0, 0] = torch.inf
-    for rank in ranks.run(joined(spread), data, {}, ranks=2):
+    for rank in ranks.run(spread, data, {}, ranks=2):
         assert rank[0][0].isnan()
 
 
 def test_a_target_of_no_rank_is_refused():
     data = batch()
     data["targets"][0, 0] = V
-    (_, pipe), (other, _) = ranks.start(joined(spread), data, {}, ranks=2)
-    assert f"targets[0, 0] = {V}: use a token in" in str(ranks.collect(pipe).error)
-    other.join()
+    for message in ranks.errors(spread, data, {}, ranks=2):
+        assert f"targets[0, 0] = {V}: use a token in" in message
 
 
 def test_every_word_has_one_owner():

@@ -170,10 +170,13 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
             process.wait()
 
 
+_libc = ctypes.CDLL(None)  # opened here: after a fork, another thread's lock may be held for ever
+
+
 def die_with_parent() -> None:
     """Ask Linux to stop this process when its parent dies, so that a rerun finds no one at work."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        _libc.prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
 
 def _finished(config: TrainConfig) -> bool:

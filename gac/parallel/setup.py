@@ -8,8 +8,12 @@ loss inside the model's forward finds the head's weight, gathered once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
+import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ from .collectives import largest
 
 MODES = ("ddp", "fsdp")
 _held: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
+_meshes: list[DeviceMesh] = []
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def _join(timeout: float) -> None:
         store=dist.PrefixStore(f"gac/attempt-{attempt}", store), rank=rank, world_size=ranks,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
+    atexit.register(_leave_at_exit)
 
 
 def prepare(
@@ -141,9 +147,30 @@ def shard(
 
 
 def leave() -> None:
-    """Say goodbye to the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the process group, if there is one, and end its threads; nothing may use it after.
+
+    A group that is destroyed lives on, with its threads, while anything refers to it. Such a thread
+    may free the tensors of the last collective late, and aborts the process if Python is by then
+    on its way out ("terminate called without an active exception"). Referring to it are the meshes,
+    which the caches of DTensor keep for ever, and the trainer: its owner lets go of it first.
+    """
+    if not dist.is_initialized():
+        return
+    gc.collect()  # a model and its hooks are in circles; the destructor of DDP needs the group
+    dist.destroy_process_group()
+    while _meshes:
+        getattr(_meshes.pop(), "_pg_registry", {}).clear()
+    gc.collect()
+
+
+def _leave_at_exit() -> None:
+    """However the program ends: an error that ended it refers to the trainer by its traceback."""
+    error = getattr(sys, "last_value", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    leave()
+    gc.collect()  # what only those frames referred to, where the group was left before
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -201,9 +228,12 @@ def full(value: Tensor) -> float:
 def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
     ranks, device = accelerator.num_processes, accelerator.device.type
     if config.replicas == 1:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    shape = (config.replicas, ranks // config.replicas)
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    else:
+        shape = (config.replicas, ranks // config.replicas)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    _meshes.append(mesh)
+    return mesh
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:

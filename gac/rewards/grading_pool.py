@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ Pair = tuple[str, str]
 
 _SCRIPT = Path(__file__).with_name("grading_worker.py")
 _CUT_OFF = {-signal.SIGPROF, -signal.SIGALRM}
+_GOODBYE = 5.0  # seconds for a worker to end by itself
+_pools: weakref.WeakSet[GradingPool] = weakref.WeakSet()
 
 
 class GradingPool:
@@ -46,6 +49,7 @@ class GradingPool:
         self._owner: int | None = None  # the process that made the threads and workers below
         self._threads: ThreadPoolExecutor
         self._idle: queue.LifoQueue[_Worker]
+        _pools.add(self)
 
     def grade(self, pairs: Sequence[Pair]) -> list[str]:
         """One verdict per pair: "right", "wrong", "bad gold", "timeout" or "crash".
@@ -112,15 +116,20 @@ class _Worker:
         return "timeout" if self.stop() in _CUT_OFF else "crash"
 
     def stop(self) -> int | None:
-        """Close its stdin, wait for its end, return its exit status (None if it never ran)."""
+        """End it; its exit status (None if it never ran)."""
         process, self._process = self._process, None
         if process is None:
             return None
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # a dead worker never read the question
+            process.stdin.write("\n")  # the end of file may not come: a fork holds the pipe, too
             process.stdin.close()
         process.stdout.close()
-        return process.wait()
+        try:
+            return process.wait(_GOODBYE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
         # -P keeps this folder off the import path; a session of its own keeps Ctrl-C away.
@@ -143,6 +152,15 @@ class _Worker:
                 f"try: {sys.executable} -c 'import math_verify'"
             )
         return process
+
+
+def _unlock() -> None:
+    """A fork has the locks of its parent, and not the threads that would release them."""
+    for pool in _pools:
+        pool._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def _default_workers() -> int:

@@ -24,7 +24,10 @@ WALL_PER_CPU_SECOND = 20.0  # a busy machine must not change a score, so CPU tim
 
 
 def main(timeout: float, parent: int) -> None:
-    """Serve until stdin ends or the process `parent` is gone; `timeout` is in CPU seconds."""
+    """Serve until an empty line, the end of stdin or that of the process `parent`.
+
+    timeout: CPU seconds per check.
+    """
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
@@ -41,7 +44,7 @@ def main(timeout: float, parent: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     while _request_waits(parent):
         line = sys.stdin.buffer.readline()
-        if not line:
+        if not line.strip():
             return
         signal.setitimer(signal.ITIMER_PROF, timeout)
         signal.setitimer(signal.ITIMER_REAL, timeout * WALL_PER_CPU_SECOND)

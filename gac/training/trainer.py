@@ -52,9 +52,10 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
 
     Returns the run directory. Raises KeyboardInterrupt after saving when it is interrupted.
     """
-    out = Trainer(config, resume).run()
-    setup.leave()  # after the trainer is gone: DDP's destructor needs the process group
-    return out
+    try:
+        return Trainer(config, resume).run()
+    finally:
+        setup.leave()
 
 
 class Trainer:

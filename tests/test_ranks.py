@@ -1,0 +1,99 @@
+"""The processes of the tests are fresh; those of a run end their threads before Python ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
+
+from gac.training.trainer import Trainer
+
+from . import ranks
+from .tiny import digit_reward, tiny_config
+
+
+def origin():
+    """Of this process: its parent, that one's threads, and whether tqdm's lock came with it."""
+    parent = os.getppid()
+    threads = list(Path(f"/proc/{parent}/task").iterdir())
+    return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
+
+
+def test_children_are_forks_of_a_process_without_threads_and_locks():
+    list(tqdm(range(3), disable=False))  # from here on this process has tqdm's lock
+    assert TqdmDefaultWriteLock.mp_lock is not None
+    ((parent, threads, locked),) = ranks.run(origin, ranks=1)
+    assert parent != os.getpid() and threads == 1 and not locked
+    assert "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()  # it has imported before
+
+
+def test_a_wait_says_what_it_waited_for_and_leaves_no_process():
+    with (
+        pytest.raises(TimeoutError, match="rank 0 of pause gave no result within 0.1 s"),
+        ranks.job(signal.pause, ranks=1) as (one,),
+    ):
+        one.result(timeout=0.1)
+    assert one.process.exitcode == -signal.SIGKILL
+
+
+def gloo_threads():
+    """Names of the threads here that belong to a process group."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def in_use_and_at_exit(config):
+    """Those threads while the run goes on, and when Python has done what it does before it ends."""
+    in_use = []
+
+    def attempt():
+        trainer = Trainer(config)
+        in_use.extend(gloo_threads())
+        trainer.run()
+
+    try:
+        attempt()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        sys.last_value = error  # as Python does with an error that nobody caught
+        ended_by = type(error).__name__
+    else:
+        ended_by = None
+    atexit._run_exitfuncs()
+    return ended_by, in_use, gloo_threads()
+
+
+def infinite(completion, example):
+    return 1e300 * digit_reward(completion, example)
+
+
+def interrupted(completion, example):
+    signal.raise_signal(signal.SIGINT)
+    return digit_reward(completion, example)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("reward", "end"),
+    [("tests.tiny:digit_reward", None), ("tests.test_ranks:infinite", "RunError"),
+     ("tests.test_ranks:interrupted", "KeyboardInterrupt")],
+    ids=["done", "error", "interrupt"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel", [{}, {"mode": "fsdp"}, {"mode": "fsdp", "replicas": 2}], ids=["ddp", "fsdp", "hsdp"]
+)
+def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel, reward, end):
+    """One that does may free the last collective's tensors while Python ends, which aborts it."""
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    config = tiny_config(
+        task, tmp_path, steps=2, parallel=parallel, reward=reward, rollouts=rollouts,
+        guards={"patience": 2}, eval={},
+    )  # fmt: skip
+    for ended_by, in_use, at_exit in ranks.run(in_use_and_at_exit, config, ranks=2):
+        assert ended_by == end
+        assert "pt_gloo_runloop" in in_use and at_exit == []
