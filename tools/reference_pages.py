@@ -46,7 +46,7 @@ def configuration_page() -> str:
         "into a mapping: `optim.lr`. Each line has the key, its type and its default.\n",
         f"## gac train\n\n{_block(describe(TrainConfig))}",
         f"## gac eval\n\n{_block(describe(EvalConfig))}",
-        "## Methods\n\n`method: {name: NAME, key: value}`, or `--set method=NAME method.key=value`.\n",
+        "## Methods\n\n`method: {name: NAME, key: value}`, or `--set method=NAME method.key=1`.\n",
     ]
     for name, method in METHODS.items():
         keys = describe(method, "method")
