@@ -1,0 +1,44 @@
+"""How Sphinx builds the site: `make docs`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+project, author, language = "GAC", "The GAC authors", "en"
+copyright = "The GAC authors, Apache 2.0"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
+html_theme = "furo"
+html_title = "GAC"
+html_static_path: list[str] = []
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", None),
+    "torch": ("https://docs.pytorch.org/docs/stable", None),
+    "transformers": ("https://huggingface.co/docs/transformers/main/en", None),
+}
+# without a network the inventories are absent and their links become plain text; nothing else may
+suppress_warnings = ["config.cache", "intersphinx.external"]
+
+
+def generate(app: object) -> None:
+    """Pages that the program itself writes: the command line and every configuration key."""
+    subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
+
+
+def setup(app) -> None:
+    app.connect("builder-inited", generate)

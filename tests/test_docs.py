@@ -1,0 +1,89 @@
+"""Every code block and command of the documentation runs, or says why not."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gac import cli
+
+from .tiny import write_tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+WRITTEN = {DOCS / "reference" / name for name in ("cli.md", "configuration.md")}
+PAGES = [p for p in sorted(DOCS.rglob("*.md")) if p not in WRITTEN and "_build" not in p.parts]
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+    reason: str | None
+
+
+def blocks(page: Path, *kinds: str) -> list[Block]:
+    found = [Block(m["kind"], m["text"], m["reason"]) for m in FENCE.finditer(page.read_text())]
+    return [b for b in found if b.kind in kinds]
+
+
+def with_code(*kinds: str) -> list[Path]:
+    return [page for page in PAGES if any(not b.reason for b in blocks(page, *kinds))]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", with_code("python"), ids=name)
+def test_python_runs_as_written(page):
+    """The blocks of a page follow each other in one session."""
+    names: dict[str, object] = {"__name__": "docs"}
+    for block in blocks(page, "python"):
+        if block.reason:
+            continue
+        if block.text.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(block.text, names, name(page), None, 0)
+            result = doctest.DocTestRunner().run(test, clear_globs=False)
+            assert result.failed == 0, page
+            names |= test.globs
+        else:
+            exec(compile(block.text, name(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", with_code("sh"), ids=name)
+def test_commands_run_as_written(page, tmp_path, monkeypatch):
+    """In a folder with a tiny model and rows under the names that the pages use."""
+    monkeypatch.chdir(write_tiny(tmp_path))
+    Path("init").rename("model")
+    save_weights(Path("model"))
+    Path("eval.jsonl").rename("test.jsonl")
+    for block in blocks(page, "yaml"):
+        first = block.text.splitlines()[0]
+        if match := re.fullmatch(r"# (\S+\.yaml)", first):
+            Path(match[1]).write_text(block.text)
+    for block in blocks(page, "sh"):
+        for line in [] if block.reason else block.text.replace("\\\n", " ").splitlines():
+            words = line.split("#")[0].replace("'", "").split()
+            assert words[0] == "gac", f"{line!r}: say why it does not run here"
+            assert cli.main(words[1:]) == cli.OK, line
+
+
+def save_weights(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
+        path = (page.parent / target).resolve()
+        assert path.exists() or path in WRITTEN, f"{name(page)} links to {target}"
