@@ -73,6 +73,7 @@ struct Room {
       f.rank = static_cast<int>(i) / kThreads;
       f.thread = static_cast<int>(i) % kThreads;
       f.over = false;
+      f.ready = nullptr;
       getcontext(&f.context);
       f.context.uc_stack.ss_sp = stacks.get() + i * kStackBytes;
       f.context.uc_stack.ss_size = kStackBytes;
@@ -93,6 +94,7 @@ struct Room {
 // Lands some of what is under way, at least one if nothing else moves; whether any was left.
 bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random) {
   if (landings.empty()) return false;
+  if (!stuck && random() % 2) return true;
   std::shuffle(landings.begin(), landings.end(), random);
   for (size_t lands = random() % (landings.size() + 1) + (stuck ? 1 : 0);
        lands > 0 && !landings.empty(); --lands) {
@@ -102,8 +104,21 @@ bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random)
   return true;
 }
 
+// Some blocks fall behind the others for a while; whether any is behind.
+bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
+  bool any = false;
+  for (Block& block : blocks) {
+    if (block.asleep > 0)
+      --block.asleep;
+    else if (random() % 32 == 0)
+      block.asleep = random() % 64;
+    any |= block.asleep > 0;
+  }
+  return any;
+}
+
 // Runs the clusters in a random order, as many at a time as there are rooms. Resumes every fiber
-// once per round, in a random order over all clusters.
+// that can go on once per round, in a random order over all clusters.
 void emulate(const Arguments& a) {
   Machine& m = machine();
   std::mt19937 random(seed);
@@ -116,24 +131,27 @@ void emulate(const Arguments& a) {
   std::vector<Room> rooms(std::min(m.clusters, resident));
   for (;;) {
     std::vector<Fiber*> order;
+    bool flying = false, alive = false;
     for (Room& room : rooms) {
       if (!room.cluster && !waiting.empty()) {
         room.place(a, waiting.back());
         waiting.pop_back();
       }
+      if (room.cluster) flying |= delay_some(room.cluster->blocks, random);
+      alive |= room.cluster != nullptr;
       for (Fiber& fiber : room.fibers)
-        if (!fiber.over) order.push_back(&fiber);
+        if (!fiber.over && fiber.cluster->blocks[fiber.rank].asleep == 0) order.push_back(&fiber);
     }
-    if (order.empty()) return;
+    if (!alive) return;
     const int64_t before = m.progress;
     std::shuffle(order.begin(), order.end(), random);
     for (Fiber* fiber : order) {
+      if (fiber->ready && !fiber->ready(fiber->waited)) continue;
       m.current = fiber;
       swapcontext(&m.scheduler, &fiber->context);
       if (failure) std::rethrow_exception(failure);
     }
     const bool stuck = m.progress == before;
-    bool flying = false;
     for (Room& room : rooms)
       if (room.cluster) flying |= land_some(room.cluster->landings, stuck, random);
     if (stuck && !flying) fail("deadlock: every thread waits for another");

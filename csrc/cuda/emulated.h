@@ -58,6 +58,7 @@ struct Warp {
 };
 
 struct Block {
+  int asleep = 0;  // rounds in which none of its threads runs
   std::vector<Word> memory;
   std::vector<Warp> warps;
   Meeting meeting;
@@ -76,6 +77,8 @@ struct Fiber {
   Cluster* cluster;
   int rank, thread;
   bool over;
+  bool (*ready)(void*);  // what it waits for, null for nothing
+  void* waited;
 };
 
 // What all fibers see; `current` is the one that runs.
@@ -90,9 +93,15 @@ struct Machine {
 
   void yield() { swapcontext(&current->context, &scheduler); }
 
+  // The scheduler asks on behalf of the thread: it is resumed once, when it can go on.
   template <class Ready>
   void until(Ready ready) {
-    while (!ready()) yield();
+    if (!ready()) {
+      current->waited = &ready;
+      current->ready = [](void* waited) { return (*static_cast<Ready*>(waited))(); };
+      yield();
+      current->ready = nullptr;
+    }
     ++progress;
   }
 
