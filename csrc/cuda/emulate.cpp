@@ -45,7 +45,6 @@ void enter(uint32_t high, uint32_t low) {
     failure = std::current_exception();
   }
   m.current->over = true;
-  ++m.progress;
   m.yield();
 }
 
@@ -111,7 +110,7 @@ bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
     if (block.asleep > 0)
       --block.asleep;
     else if (random() % 32 == 0)
-      block.asleep = random() % 64;
+      block.asleep = 1 << random() % 9;
     any |= block.asleep > 0;
   }
   return any;
@@ -143,15 +142,15 @@ void emulate(const Arguments& a) {
         if (!fiber.over && fiber.cluster->blocks[fiber.rank].asleep == 0) order.push_back(&fiber);
     }
     if (!alive) return;
-    const int64_t before = m.progress;
+    bool stuck = true;
     std::shuffle(order.begin(), order.end(), random);
     for (Fiber* fiber : order) {
       if (fiber->ready && !fiber->ready(fiber->waited)) continue;
+      stuck = false;
       m.current = fiber;
       swapcontext(&m.scheduler, &fiber->context);
       if (failure) std::rethrow_exception(failure);
     }
-    const bool stuck = m.progress == before;
     for (Room& room : rooms)
       if (room.cluster) flying |= land_some(room.cluster->landings, stuck, random);
     if (stuck && !flying) fail("deadlock: every thread waits for another");

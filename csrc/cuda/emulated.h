@@ -84,7 +84,7 @@ struct Fiber {
 // What all fibers see; `current` is the one that runs.
 struct Machine {
   int threads = 0;
-  int64_t clusters = 0, progress = 0;
+  int64_t clusters = 0;
   ucontext_t scheduler;
   Fiber* current = nullptr;
 
@@ -96,13 +96,11 @@ struct Machine {
   // The scheduler asks on behalf of the thread: it is resumed once, when it can go on.
   template <class Ready>
   void until(Ready ready) {
-    if (!ready()) {
-      current->waited = &ready;
-      current->ready = [](void* waited) { return (*static_cast<Ready*>(waited))(); };
-      yield();
-      current->ready = nullptr;
-    }
-    ++progress;
+    if (ready()) return;
+    current->waited = &ready;
+    current->ready = [](void* waited) { return (*static_cast<Ready*>(waited))(); };
+    yield();
+    current->ready = nullptr;
   }
 
   void meet(Meeting& meeting, int parties) {
@@ -110,7 +108,6 @@ struct Machine {
     if (++meeting.arrived == parties) {
       meeting.arrived = 0;
       ++meeting.generation;
-      ++progress;
     }
     until([&] { return meeting.generation != mine; });
   }
@@ -119,14 +116,12 @@ struct Machine {
     if (b.pending > 0 || b.bytes != 0) return;
     b.pending = b.arrivals;
     b.parity ^= 1;
-    ++progress;
   }
 
   void land(Landing& l) {
     std::memcpy(l.to, l.from ? l.from : reinterpret_cast<const char*>(&l.sent), l.bytes);
     l.barrier->bytes -= static_cast<int32_t>(l.bytes);
     advance(*l.barrier);
-    ++progress;
   }
 };
 
