@@ -69,6 +69,11 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
         )  # fmt: skip
 
 
+def title(kernel: Compiled) -> str:
+    """Such as "row_kernel float32 to bfloat16"."""
+    return f"{kernel.kernel} {' to '.join(str(t).removeprefix('torch.') for t in kernel.dtypes)}"
+
+
 def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
     """Kernel and types of a mangled name such as _ZN...10row_kernelIf13__nv_bfloat16EEvT_..."""
     found = re.search(r"\d(row_kernel|scale_kernel)I(\w+?)EE?v", symbol)

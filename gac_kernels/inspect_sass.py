@@ -16,7 +16,7 @@ from typing import NamedTuple
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-_FEWEST = 4  # exponentials in a block that passes over logits; where sums are merged there are two
+_FEWEST = 4  # logits that a loop takes at a time, or a multiple: other exponentials scale sums
 _MOST = 64  # logits that one turn of a loop may take
 
 
@@ -42,7 +42,7 @@ class Passes(NamedTuple):
 def passes(sass: str) -> Passes:
     """Of a row kernel: the pass that only reads, and the pass that stores.
 
-    A loop with a heavier and a lighter form (with and without an entropy bonus) counts as the lighter.
+    Of a loop's heavier and lighter forms (with and without an entropy bonus) the lighter counts.
     """
     blocks = control_flow(sass)
     starts = [i for i, block in enumerate(blocks) if block.powers]
@@ -109,7 +109,7 @@ def _block(
     powers = sum(name == "MUFU.EX2" and not predicate for predicate, name, _ in run)
     return Block(
         instructions=sum(name != "NOP" for name in names),
-        powers=powers if powers >= _FEWEST else 0,
+        powers=powers - powers % _FEWEST,
         stores=sum(name.startswith("STG") for name in names),
         next=tuple(following),
     )

@@ -73,7 +73,7 @@ def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("vocab", [152064, 50257])
 def test_gradient_over_the_logits_is_the_same(vocab: int) -> None:
-    """Neighbouring rows of 50257 words share words of 16 bytes, and are written at the same time."""
+    """Neighbouring rows of 50257 words share words of 16 bytes, and are written together."""
     batch = make_batch(rows=32, width=16, vocab=vocab, dtype=torch.bfloat16)
     _, apart = evaluate(batch, backend="native")
     copy = dict(batch, logits=batch["logits"].clone())

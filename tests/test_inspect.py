@@ -108,7 +108,7 @@ LOOPS = """
 
 
 def test_passes_are_the_cheapest_loops() -> None:
-    """What a branch skips is not counted, and an exponential that a predicate guards is no logit."""
+    """What a branch skips is not counted; an exponential that a predicate guards is no logit."""
     from gac_kernels.inspect_sass import passes
 
     assert passes(LOOPS) == (9 / 4, 6 / 4)
