@@ -1,10 +1,10 @@
 """The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
 Each part is a list of steps. A step is a process with a time limit; whatever becomes of it, the
-next one follows. What it prints goes to bench/results/first-run/, what it measures to bench/results/,
-and both are copied into the folder that the environment names OUT after every step. It needs torch,
-triton, transformers, pytest and nvcc; peers are benched where their wheels lie in bench/wheels/ (or
-in the folder that GAC_WHEELS names):
+next one follows. What it prints goes to bench/results/first-run/, what it measures to
+bench/results/, and after every step both are copied into the folder that the environment names OUT.
+It needs torch, triton, transformers, pytest and nvcc; peers are benched where their wheels lie in
+bench/wheels/ (or in the folder that GAC_WHEELS names):
 
     python3 -m pip download --no-deps -d bench/wheels -r requirements/peers.txt
 """
@@ -98,14 +98,14 @@ PARTS: dict[int, tuple[Step, ...]] = {
     ),
     4: (
         Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("linear, 7B", 240, 110, LINEAR, "-k", "Qwen2.5-7B"),
+        guarded("linear, 7B", 240, 150, LINEAR, "-k", "Qwen2.5-7B"),
         guarded("linear, the others", 230, 90, LINEAR, "-k", "not Qwen2.5-7B"),
     ),
     5: (
         Step("build", 120, python("gac_kernels.build_cuda")),
         guarded("tests of csrc", 110, 90, "tests/test_cuda_gpu.py"),
         guarded("given logits, 7B", 120, 90, "bench/bench_gpu_logits.py", "-k", "7B or splits"),
-        guarded("linear, 7B", 220, 110, LINEAR, "-k", "Qwen2.5-7B"),
+        guarded("linear, 7B", 220, 150, LINEAR, "-k", "Qwen2.5-7B"),
         Step("tables", 20, python("bench.table")),
     ),
 }  # fmt: skip

@@ -50,7 +50,9 @@ class Kernel(NamedTuple):
     provider: str | None  # of the benchmark that times it
 
 
-SUMS, GRADIENT = 8, 4  # FLOPs of a logit in the two passes: see docs/kernels.md
+# FLOPs of a logit in the two passes: largest, multiply-add, exponential, sum, floor, multiply-add;
+# multiply-add, exponential, product
+SUMS, GRADIENT = 8, 4
 GIVEN = (
     Kernel("Triton", "stats", "stats_kernel V=151936 bfloat16", 2, SUMS,
            "ours, Triton, forward only"),
@@ -150,10 +152,11 @@ def linear(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:
     rows = document["rows"] if document else []
+    issue = f"{H200.instructions / 1e12:.1f} T/s of threads"
     source = (
         f"Runs: {document['device']}, {document['date']}."
         if document
-        else f"Runs: {NOT_MEASURED}; `python3 -m bench.first_run --part 3` and `--part 4` make them."
+        else f"Runs: {NOT_MEASURED}; `python3 -m bench.first_run` makes them in parts 3 and 4."
     )
     return f"""# Roofline
 
@@ -168,11 +171,11 @@ are counts; instructions are those of a thread per logit in the machine code for
 |---|---|---|
 | memory | 4.8 TB/s | NVIDIA H200 data sheet |
 | products in bfloat16 | 989 TFLOP/s | the same: 1979 with sparsity, half without |
-| instructions | {H200.instructions / 1e12:.1f} T/s of threads | NVIDIA H100 white paper, see below |
+| instructions | {issue} | NVIDIA H100 white paper, see below |
 
-The last is 132 multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the clock at which 4096 FLOPs
-of each multiprocessor make 989 TFLOP/s. Columns with "if" take 4.3 TB/s and 790 TFLOP/s instead: assumptions about what a run reaches, not
-measured here.
+The last is 132 multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the clock at which 4096
+FLOPs of each multiprocessor make 989 TFLOP/s. Columns with "if" take 4.3 TB/s and 790 TFLOP/s
+instead: assumptions about what a run reaches, not measured here.
 
 ## Given logits, bfloat16
 

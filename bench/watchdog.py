@@ -66,9 +66,8 @@ def pytest_sessionfinish() -> None:
 
 def device_is_lost() -> bool:
     """Whether the GPU refuses all further work of this process."""
-    import torch
-
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
     try:
         torch.cuda.synchronize()

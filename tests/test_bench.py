@@ -90,7 +90,10 @@ def test_a_wrong_gradient_of_given_logits_is_left_out(monkeypatch: pytest.Monkey
 def test_splits_that_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 rows of 152064 words fit eight blocks of fourteen tiles, not of nine."""
     chosen = []
-    run = lambda: chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, holds=True))  # noqa: E731
+
+    def run() -> None:
+        chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, holds=True))
+
     halves = bench_gpu_logits.splits(run, 152064, torch.bfloat16)
     assert "8 blocks x 9 tiles" in halves and "2 blocks x 28 tiles" in halves
     floats = bench_gpu_logits.splits(run, 152064, torch.float32)

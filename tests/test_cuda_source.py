@@ -203,6 +203,29 @@ def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
     torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
 
 
+def test_logits_around_where_they_become_steep(kernels: ctypes.CDLL, clusters) -> None:
+    """Exponents are told in another way from log2(e) x = 65536 on, perhaps in a part of a row."""
+    clusters(2, 3)
+    base = torch.tensor([4e4, 45425.0, 45427.0, -45426.0, 1e6, 45426.0])
+    logits = base[:, None] + torch.randn(6, 9001)
+    logits[5] += torch.linspace(-3, 3, 9001)  # from below to above
+    logits[4, ::2] = 3.0
+    targets = torch.tensor([9000, 1, 2, 8999, 5, 4400])
+    d_logps, d_entropy = torch.randn(6), torch.randn(6)
+    whole = logits.double().log_softmax(-1)  # from the maximum: the reference starts from x itself
+    true_entropy = -(whole.exp() * whole).sum(-1)
+    true_lse = logits[:, 0].double() - whole[:, 0]
+    logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
+    true_logps = whole.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logps.double(), true_logps, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-6, atol=2e-6)
+    out, exact = torch.empty(1, 6, 9001), torch.empty(1, 6, 9001, dtype=torch.float64)
+    wide = [x.double() for x in (true_lse, true_entropy, d_logps, d_entropy)]
+    reference.row_grads(logits[None].double(), targets, *wide, 1.0, exact)
+    cuda.row_grads(logits[None], targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
+
+
 def test_rows_without_a_loss_are_never_read(kernels: ctypes.CDLL, clusters) -> None:
     clusters(2, 2)
     logits = torch.randn(2, 3, 2000)

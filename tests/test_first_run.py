@@ -83,7 +83,7 @@ def test_tests_that_hang_or_end_their_process_are_passed_over(tmp_path: Path) ->
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     code = f"""
 from bench import watchdog
-found = watchdog.run(["-q", {str(file)!r}, "--rootdir", {str(tmp_path)!r}], limit=4, seconds=120)
+found = watchdog.run(["-q", {str(file)!r}, "--rootdir", {str(tmp_path)!r}], limit=5, seconds=120)
 print([[name.split("::")[1] for name in part] for part in found[:4]], found.not_begun)
 """
     done = subprocess.run(
