@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import fused_gac_loss
-from gac_kernels.backends import native
+from gac_kernels.backends import cpu
 
 from .record import Record
 
@@ -69,7 +69,7 @@ def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[s
 
 
 def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
-    if reason := native.unavailable(torch.device("cpu"), torch.float32):
+    if reason := cpu.unavailable(torch.device("cpu"), torch.float32):
         pytest.skip(f"native backend: {reason}")
     logits, *batch = make_batch()
 
@@ -101,10 +101,10 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
     benchmark.extra_info |= {
         "shape": f"[{N}, {V}] float32",
         "threads": torch.get_num_threads(),
-        "capability": native.capability(),
+        "capability": cpu.capability(),
         "page faults avoided": mapped_memory,
     }
-    print(f"\n[{N}, {V}] float32, {torch.get_num_threads()} threads, {native.capability()}")
+    print(f"\n[{N}, {V}] float32, {torch.get_num_threads()} threads, {cpu.capability()}")
     for name, seconds in best.items():
         ratio = best["eager"] / seconds
         print(f"{name:16} {seconds * 1e3:8.1f} ms   eager / it {ratio:5.2f}")

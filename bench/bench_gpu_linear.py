@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gac_kernels import lanes, linear_token_logprobs, reference
+from gac_kernels import linear_token_logprobs, reference
 
 from .batches import HEADS, Batch, Head, linear_batch
 from .linear_losses import (
@@ -32,7 +32,7 @@ LOGP_TARGET = 2e-4
 GRADIENT_LIMIT = 2**-7  # relative, where eager PyTorch does not run
 EAGER_LIMIT = 60e9  # bytes that eager PyTorch may take before it is left out
 GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows dead", "ours, forward only"
-BESIDE, CSRC = "ours, two chunks in flight", "ours, rows by csrc"
+CSRC = "ours, rows by csrc"
 TARGETS = {  # of what ours costs, relative to another
     GEMMS: ("at most", 1.08),
     "per token": ("at most", 1 / 1.3),
@@ -74,15 +74,6 @@ def forward_only(batch: Batch) -> None:
         ours(batch)
 
 
-def beside(batch: Batch, device: torch.device) -> None:
-    """A step with the row kernels on a stream of their own: the default, where this wins."""
-    before, lanes.IN_FLIGHT[device.type] = lanes.IN_FLIGHT[device.type], 2
-    try:
-        step(ours, batch)
-    finally:
-        lanes.IN_FLIGHT[device.type] = before
-
-
 def compare(
     record: Record,
     device: torch.device,
@@ -116,7 +107,6 @@ def compare(
     if "ours" in steps:
         # no demonstration has a gradient
         steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))
-        steps[BESIDE] = lambda: beside(batch, device)
         steps[FORWARD] = lambda: forward_only(batch)
     timings = interleave(runnable(steps, failed), device, seconds)
     flops = 6 * tokens * head.hidden * head.vocab
@@ -148,16 +138,15 @@ def gradients_mib(name: str, batch: Batch) -> float:
 
 def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
     print(f"\n{title}")
-    if not {"ours", GEMMS, HALF, BESIDE} <= best.keys():
+    if not {"ours", GEMMS, HALF} <= best.keys():
         print(f"nothing to compare: only {', '.join(best)} ran")
         return
     mine = best["ours"]
     for name, ms in best.items():
         print(f"{name:40} {ms:9.3f} ms   it / ours {ms / mine:5.2f}")
     print(f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half dead / all live "
-          f"{best[HALF] / mine:.3f} (target 0.72), two chunks in flight / GEMMs "
-          f"{best[BESIDE] / best[GEMMS]:.3f}")  # fmt: skip
-    for name in best.keys() - {GEMMS, HALF, BESIDE, CSRC, FORWARD, "ours", "eager"}:
+          f"{best[HALF] / mine:.3f} (target 0.72)")  # fmt: skip
+    for name in best.keys() - {GEMMS, HALF, CSRC, FORWARD, "ours", "eager"}:
         kind = "scalar" if name in scalar else "per token"
         print(f"ours / {name}: {mine / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
 

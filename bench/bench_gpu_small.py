@@ -12,6 +12,7 @@ import torch
 
 from gac import ControllerConfig, GuidedController
 from gac_kernels import backends, fused_linear_gac_loss
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import TokenTerms
 
 from .batches import HEADS, Batch, linear_batch
@@ -88,10 +89,9 @@ def test_cuda_graph(backend: str, record: Record) -> None:
 
 def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
     """REPEATS times the sums over all tokens: one of them is too short to time alone."""
-    triton = backends.load("triton")
-    tokens = triton.plan(
-        batch.targets, batch.advantages, batch.is_demo, batch.mu, None, None, None, SPEC, None, None
-    )
+    triton = backends.load("triton", DEVICE)
+    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, batch.mu)
+    tokens = triton.plan(inputs, SPEC)
     terms = TokenTerms(*(-torch.rand(batch.tokens, device=DEVICE) for _ in TokenTerms._fields))
     triton.reduce(tokens, terms, moments)  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from gac_kernels import LossSpec, backends
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import plan
 
 from .timing import Step
@@ -38,7 +39,7 @@ def row_case(
     targets = torch.randint(vocab, shape, device=device, generator=g)
     advantages = torch.randn(shape[0], device=device, generator=g)
     demo = torch.arange(shape[0], device=device) % 2 == 1
-    tokens = plan(targets, advantages, demo, 0.5, None, None, None, LossSpec(), None, None)
+    tokens = plan(BatchInputs(targets, advantages, demo, 0.5), LossSpec())
     if overwrite:
         out = logits.view(out_dtype)[..., :vocab]
     else:
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
     run = row_case(
-        backends.load(chosen.backend), chosen.rows, chosen.vocab, DTYPES[chosen.dtype],
+        backends.load(chosen.backend, device), chosen.rows, chosen.vocab, DTYPES[chosen.dtype],
         DTYPES[chosen.out], device, chosen.overwrite,
     )  # fmt: skip
     for _ in range(3):

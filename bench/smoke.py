@@ -21,7 +21,7 @@ LOGITS = ((152064, torch.bfloat16), (32000, torch.bfloat16), (50257, torch.float
 @functools.cache
 def problem(backend: str, device: str, seconds: float = 180) -> str | None:
     """Why `backend` is of no use on `device`, or None."""
-    if reason := backends.load(backend).unavailable(torch.device(device), torch.float32):
+    if reason := backends.unavailable(backend, torch.device(device), torch.float32):
         return reason
     command = [sys.executable, "-m", "bench.smoke", backend, device]
     root = Path(__file__).parents[1]

@@ -1,6 +1,12 @@
 """One fused operation for hybrid SFT + RL losses, on several backends."""
 
-from .api import fused_gac_loss, fused_linear_gac_loss, linear_token_logprobs, token_logprobs
+from .api import (
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    loss_from_logprobs,
+    token_logprobs,
+)
 from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
 
 __all__ = [
@@ -12,5 +18,6 @@ __all__ = [
     "fused_gac_loss",
     "fused_linear_gac_loss",
     "linear_token_logprobs",
+    "loss_from_logprobs",
     "token_logprobs",
 ]

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops, reference
-from .autograd import FusedLinearLoss, FusedLoss, LinearLogprobs, TokenLogprobs, loss_output
+from .autograd import (
+    FusedLinearLoss,
+    FusedLoss,
+    LinearLogprobs,
+    LossTask,
+    TokenLogprobs,
+    loss_output,
+)
+from .backends import reference as row_functions
 from .contract import LossOutput, LossSpec
+from .inputs import BatchInputs
 from .linear import Needs
+from .projection import GemmOptions
 
 
 def fused_gac_loss(
@@ -55,34 +65,24 @@ def fused_gac_loss(
     Source: the paper's equations 1 to 9; arXiv 2402.03300 (GRPO), 2508.11408 (CHORD).
     """
     checks.rows("logits", logits, targets)
-    checks.batch(
-        logits, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-        rollout_norm, demo_norm,
-    )  # fmt: skip
+    inputs = BatchInputs(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+    )
+    checks.batch(logits, inputs, spec)
     if torch.compiler.is_compiling():
-        return ops.fused_loss(
-            logits, None, None, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens,
-            rollout_norm, demo_norm, spec=spec, moments=moments, backend=backend,
-            compute=logits.dtype,
-        )  # fmt: skip
+        options = GemmOptions(logits.dtype)
+        return ops.fused_loss((logits, None, None), inputs, spec, moments, backend, options)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1], cu_seqlens)
-    if chosen.__name__.endswith(".reference"):
-        return reference.fused_gac_loss(
-            logits, targets, advantages, is_demo, mu=mu, old_logps=old_logps, ref_logps=ref_logps,
-            cu_seqlens=cu_seqlens, spec=spec, rollout_norm=rollout_norm, demo_norm=demo_norm,
-            moments=moments,
-        )  # fmt: skip
+    if chosen is row_functions:
+        return reference.fused_gac_loss(logits, **inputs._asdict(), spec=spec, moments=moments)
     with torch.no_grad():
-        tokens = chosen.plan(
-            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-            rollout_norm, demo_norm,
-        )  # fmt: skip
+        tokens = chosen.plan(inputs, spec)
     rows = logits if logits.dim() == 3 else logits[None]
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
         out = rows.detach() if overwrite and _apart(rows) else torch.empty_like(rows)
-    flat = FusedLoss.apply(rows, tokens, spec, chosen, moments, out)
+    flat = FusedLoss.apply(rows, LossTask(tokens, spec, chosen, moments), out)
     return loss_output(flat, targets.shape)
 
 
@@ -112,10 +112,11 @@ def token_logprobs(
     checks.rows("logits", logits, targets)
     checks.temperature(temperature)
     if torch.compiler.is_compiling():
-        return ops.token_logprobs(logits, None, None, targets, temperature, backend, logits.dtype)
+        options = GemmOptions(logits.dtype)
+        return ops.token_logprobs((logits, None, None), targets, temperature, backend, options)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1])
-    if chosen.__name__.endswith(".reference"):
+    if chosen is row_functions:
         return reference.token_logprobs(logits, targets, temperature=temperature)
     rows = logits if logits.dim() == 3 else logits[None]
     logps, entropy = TokenLogprobs.apply(rows, targets.reshape(-1), temperature, chosen)
@@ -154,35 +155,25 @@ def fused_linear_gac_loss(
         weight: [V, H], hidden's dtype (any under autocast).
         bias: [V], or None.
         overwrite: accepted as in `fused_gac_loss`; there are no logits to overwrite.
-        chunk_bytes: memory for the logits in flight; None = 128 MiB on a CPU, 960 MiB on a GPU.
+        chunk_bytes: memory for what is in flight; None = 128 MiB on a CPU, 1000 MiB on a GPU.
 
     The other arguments, the result and the errors are those of `fused_gac_loss`.
     """
-    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
-    checks.batch(
-        hidden, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-        rollout_norm, demo_norm,
-    )  # fmt: skip
+    options = check_head(hidden, weight, targets, bias, chunk_bytes)
+    inputs = BatchInputs(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+    )
+    checks.batch(hidden, inputs, spec)
     if torch.compiler.is_compiling():
-        return ops.fused_loss(
-            hidden, weight, bias, targets, advantages, is_demo, mu, old_logps, ref_logps,
-            cu_seqlens, rollout_norm, demo_norm, spec=spec, moments=moments, backend=backend,
-            compute=compute, chunk_bytes=chunk_bytes,
-        )  # fmt: skip
-    exact = reference.arithmetic(compute)
+        return ops.fused_loss((hidden, weight, bias), inputs, spec, moments, backend, options)
+    exact = reference.arithmetic(options.compute)
     chosen = backends.choose(backend, hidden.device, exact)
     checks.values(targets, weight.shape[0], cu_seqlens)
     with torch.no_grad():
-        tokens = chosen.plan(
-            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-            rollout_norm, demo_norm, exact,
-        )  # fmt: skip
-    learning = torch.is_grad_enabled()
-    needs = Needs(*(x is not None and x.requires_grad and learning for x in (hidden, weight, bias)))
-    flat = FusedLinearLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, tokens, spec, chosen, moments, needs,
-        compute, chunk_bytes,
-    )  # fmt: skip
+        tokens = chosen.plan(inputs, spec, exact)
+    task, needs = LossTask(tokens, spec, chosen, moments), Needs.of(hidden, weight, bias)
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
     return loss_output(flat, targets.shape)
 
 
@@ -209,28 +200,68 @@ def linear_token_logprobs(
 
     Returns (logps, entropy), float32, like targets; entropy in nats.
     """
-    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
+    options = check_head(hidden, weight, targets, bias, chunk_bytes)
     checks.temperature(temperature)
     if torch.compiler.is_compiling():
-        return ops.token_logprobs(
-            hidden, weight, bias, targets, temperature, backend, compute, chunk_bytes
-        )
-    chosen = backends.choose(backend, hidden.device, reference.arithmetic(compute))
+        return ops.token_logprobs((hidden, weight, bias), targets, temperature, backend, options)
+    chosen = backends.choose(backend, hidden.device, reference.arithmetic(options.compute))
     checks.values(targets, weight.shape[0])
     logps, entropy = LinearLogprobs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature,
-        chosen, compute, chunk_bytes,
-    )  # fmt: skip
+        hidden.reshape(-1, hidden.shape[-1]),
+        *(weight, bias, targets.reshape(-1)),
+        *(temperature, chosen, options),
+    )
     return logps.view(targets.shape), entropy.view(targets.shape)
 
 
-def _check_head(
+def loss_from_logprobs(
+    logps: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    is_demo: Tensor,
+    *,
+    mu: float | Tensor = 0.5,
+    entropy: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
+    rollout_norm: float | Tensor | None = None,
+    demo_norm: float | Tensor | None = None,
+    moments: bool = True,
+) -> LossOutput:
+    """`fused_gac_loss` for a caller who has log-probabilities; differentiable in them.
+
+    Args:
+        logps: [B, T] or packed [N]: log-probability of each target under the policy at
+            `spec.temperature`, which is not applied again; any float dtype, computed in float32
+            or better. Not read where targets are -100.
+        targets: int64, like logps; only whether they are -100 is read.
+        entropy: like logps: entropy of each distribution, nats; None = unknown, which is an error
+            if `spec.entropy_coef` is not 0, and nan in the output where there is a loss.
+
+    The other arguments, the result and the errors are those of `fused_gac_loss`.
+    """
+    checks.logprobs(logps, entropy, targets)
+    inputs = BatchInputs(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+    )
+    checks.batch(logps, inputs, spec)
+    if spec.entropy_coef != 0 and entropy is None:
+        raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} needs it")
+    if not torch.compiler.is_compiling():  # the compiler traces no Python that reads values
+        checks.values(targets, None, cu_seqlens)
+    return reference.loss_from_logprobs(logps, entropy, inputs, spec, moments)
+
+
+def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
-) -> torch.dtype:
-    """Check the linear inputs; the dtype of their product: autocast's, else hidden's."""
+) -> GemmOptions:
+    """Check the linear inputs; they are multiplied in autocast's dtype, else in hidden's."""
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
-    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+    compute = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+    return GemmOptions(compute, chunk_bytes)

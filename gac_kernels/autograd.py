@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .tokens import Summary, Tokens, TokenTerms, in_units
+from .linear import Needs
+from .projection import GemmOptions, Projection
+from .tokens import Tokens, TokenTerms, in_units
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
@@ -30,6 +32,15 @@ def refuse_double_backward(grad_enabled: bool) -> None:
         )
 
 
+class LossTask(NamedTuple):
+    """What the loss functions compute, beside the inputs that they are differentiable in."""
+
+    tokens: Tokens
+    spec: LossSpec
+    backend: Any  # a module of `backends`, or an object with the same functions
+    moments: bool
+
+
 class FusedLoss(Function):
     """logits [B, T, V] -> the scalars of `tokens.Summary`, logps, entropy and three moments."""
 
@@ -37,28 +48,25 @@ class FusedLoss(Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        tokens: Tokens,
-        spec: LossSpec,
-        backend: ModuleType,
-        moments: bool,
-        out: Tensor | None,
+        task: LossTask,
+        out: Tensor | None,  # takes the gradient; None: not wanted
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(tokens, logits.dtype)
-        terms = backend.row_loss(logits, shares, spec, out)
+        ctx.unit, shares = in_units(task.tokens, logits.dtype)
+        terms = task.backend.row_loss(logits, shares, task.spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # whoever saved the logits must notice
             ctx.save_for_backward(out)
-            ctx.backend = backend
-        return _outputs(ctx, backend.reduce(tokens, terms, moments), terms)
+            ctx.backend = task.backend
+        return _outputs(ctx, task, terms)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
-            return (None,) * 6
+            return None, None, None
         (grad,) = _scaled(ctx, d_loss)
-        return (grad, None, None, None, None, None)
+        return grad, None, None
 
 
 class TokenLogprobs(Function):
@@ -78,10 +86,8 @@ class TokenLogprobs(Function):
         refuse_double_backward(torch.is_grad_enabled())
         logits, targets, lse, entropy = ctx.saved_tensors
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        ctx.backend.row_grads(
-            logits, targets, lse, entropy, d_logps.contiguous(), d_entropy.contiguous(),
-            ctx.temperature, out,
-        )  # fmt: skip
+        upstream = d_logps.contiguous(), d_entropy.contiguous()
+        ctx.backend.row_grads(logits, targets, lse, entropy, *upstream, ctx.temperature, out)
         return out, None, None, None
 
 
@@ -94,30 +100,28 @@ class FusedLinearLoss(Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: Tokens,
-        spec: LossSpec,
-        backend: ModuleType,
-        moments: bool,
-        needs: linear.Needs,
-        compute: torch.dtype,
-        chunk_bytes: int | None,
+        task: LossTask,
+        needs: Needs,
+        options: GemmOptions,
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(tokens, compute)
+        ctx.unit, shares = in_units(task.tokens, options.compute)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = linear.Head(weight, bias, compute, chunk_bytes)
-            terms, sums = linear.fused_loss(hidden, head, shares, spec, backend, needs)
-        ctx.backend = backend
+            projection = Projection(weight, bias, options)
+            terms, sums = linear.fused_loss(
+                hidden, projection, shares, task.spec, task.backend, needs
+            )
+        ctx.backend = task.backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # with a unit they are rounded once it is multiplied back
         ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
-        return _outputs(ctx, backend.reduce(tokens, terms, moments), terms)
+        return _outputs(ctx, task, terms)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
-            return (None,) * 10
-        return (*_cast(_scaled(ctx, d_loss), ctx.dtypes), *(None,) * 7)
+            return (None,) * 6
+        return (*_cast(_scaled(ctx, d_loss), ctx.dtypes), None, None, None)
 
 
 class LinearLogprobs(Function):
@@ -132,40 +136,38 @@ class LinearLogprobs(Function):
         targets: Tensor,
         temperature: float,
         backend: ModuleType,
-        compute: torch.dtype,
-        chunk_bytes: int | None,
+        options: GemmOptions,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
-            head = linear.Head(weight, bias, compute, chunk_bytes)
-            logps, entropy, lse = linear.token_stats(hidden, head, targets, temperature, backend)
+            projection = Projection(weight, bias, options)
+            stats = linear.token_stats(hidden, projection, targets, temperature, backend)
+        logps, entropy, lse = stats
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.settings = temperature, backend, compute, chunk_bytes
+        ctx.settings = temperature, backend, options
         return logps, entropy
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        temperature, backend, compute, chunk_bytes = ctx.settings
+        temperature, backend, options = ctx.settings
+        needs = Needs(*ctx.needs_input_grad[:3])
         stats = torch.stack([lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)])
         with torch.autocast(hidden.device.type, enabled=False):
-            head = linear.Head(weight, bias, compute, chunk_bytes)
+            projection = Projection(weight, bias, options)
             grads = linear.token_grads(
-                hidden, head, targets, stats, temperature, backend,
-                linear.Needs(*ctx.needs_input_grad[:3]),
-            )  # fmt: skip
+                hidden, projection, targets, stats, temperature, backend, needs
+            )
         dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
-        return (*_cast(grads, dtypes), *(None,) * 5)
+        return (*_cast(grads, dtypes), *(None,) * 4)
 
 
-def _outputs(ctx: Any, summary: Summary, terms: TokenTerms) -> tuple[Tensor | None, ...]:
+def _outputs(ctx: Any, task: LossTask, terms: TokenTerms) -> tuple[Tensor | None, ...]:
     """The flat outputs of a loss function; all but the first are constants to autograd."""
-    *scalars, statistics = summary
-    flat = (
-        (statistics.rollouts, statistics.demo_nll, statistics.totals)
-        if statistics
-        else (None, None, None)
-    )
+    *scalars, statistics = task.backend.reduce(task.tokens, terms, task.moments)
+    flat = (None,) * 3
+    if statistics is not None:
+        flat = statistics.rollouts, statistics.demo_nll, statistics.totals
     detached = [x for x in (*scalars[1:], terms.logps, terms.entropy, *flat) if x is not None]
     ctx.mark_non_differentiable(*detached)
     ctx.set_materialize_grads(False)
@@ -194,8 +196,6 @@ def _cast(
 
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
     """What `FusedLoss` returned, in the shapes of the contract."""
-    loss, rollout_loss, demo_loss, kl, clip_fraction, logps, entropy, *sums = flat
-    return LossOutput(
-        loss, rollout_loss, demo_loss, kl, clip_fraction, logps.view(shape), entropy.view(shape),
-        None if sums[0] is None else TokenMoments(*sums),
-    )  # fmt: skip
+    *scalars, logps, entropy, rollouts, demo_nll, totals = flat
+    moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
+    return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .contract import IGNORE, LossSpec
+from .inputs import BatchInputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,6 +37,18 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
         raise TypeError(f"targets has dtype {targets.dtype}: use int64")
     shape("targets", targets, value.shape[:-1])
     same_device("targets", targets, value)
+
+
+def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
+    """Log-probabilities [B, T] or [N] and their entropies must be float tensors like targets."""
+    tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets has dtype {targets.dtype}: use int64")
+    if targets.dim() not in (1, 2):
+        raise ValueError(f"targets has shape {tuple(targets.shape)}: use [B, T] or packed [N]")
+    per_token("logps", logps, targets)
+    if entropy is not None:
+        per_token("entropy", entropy, targets)
 
 
 def tensor(name: str, value: object) -> None:
@@ -81,60 +94,60 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
         shape("bias", bias, (weight.shape[0],))
 
 
-def batch(
-    like: Tensor,
-    targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
-    mu: float | Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: LossSpec,
-    rollout_norm: float | Tensor | None,
-    demo_norm: float | Tensor | None,
-) -> None:
+def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     """Everything about a batch whose check needs no value from an accelerator."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
-    if targets.dim() == 1:
-        if cu_seqlens is None:
-            raise ValueError("cu_seqlens is None: the packed layout needs it")
-        tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: use int32")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: expected [S + 1]")
-        same_device("cu_seqlens", cu_seqlens, like, cpu=True)
-        sequences = cu_seqlens.numel() - 1
-    else:
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens is given: only the packed layout, logits [N, V], takes it")
-        sequences = targets.shape[0]
+    sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
+    tokens = tuple(inputs.targets.shape)
+    advantages, is_demo = inputs.advantages, inputs.is_demo
     tensor("advantages", advantages)
     if not advantages.is_floating_point():
         raise TypeError(f"advantages has dtype {advantages.dtype}: use a float dtype")
-    shape("advantages", advantages, (sequences,), tuple(targets.shape))
+    shape("advantages", advantages, (sequences,), tokens)
     same_device("advantages", advantages, like, cpu=True)
     tensor("is_demo", is_demo)
     if is_demo.dtype != torch.bool:
         raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
     shape("is_demo", is_demo, (sequences,))
     same_device("is_demo", is_demo, like, cpu=True)
-    for name, value in (("old_logps", old_logps), ("ref_logps", ref_logps)):
-        if value is None:
-            continue
-        tensor(name, value)
-        if not value.is_floating_point():
-            raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
-        shape(name, value, tuple(targets.shape))
-        same_device(name, value, like)
-    if spec.kl_coef != 0 and ref_logps is None:
+    for name in ("old_logps", "ref_logps"):
+        value = getattr(inputs, name)
+        if value is not None:
+            per_token(name, value, inputs.targets)
+    if spec.kl_coef != 0 and inputs.ref_logps is None:
         raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} needs it")
-    scalar("mu", mu, like, 0, 1)
-    for name, norm in (("rollout_norm", rollout_norm), ("demo_norm", demo_norm)):
+    scalar("mu", inputs.mu, like, 0, 1)
+    for name in ("rollout_norm", "demo_norm"):
+        norm = getattr(inputs, name)
         if norm is not None:
             scalar(name, norm, like, 0, math.inf)
+
+
+def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of sequences, once the layout is known to be padded or packed."""
+    if targets.dim() != 1:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens is given: only the packed layout, logits [N, V], takes it")
+        return targets.shape[0]
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens is None: the packed layout needs it")
+    tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: use int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: expected [S + 1]")
+    same_device("cu_seqlens", cu_seqlens, like, cpu=True)
+    return cu_seqlens.numel() - 1
+
+
+def per_token(name: str, value: Tensor, targets: Tensor) -> None:
+    """`value` must be a float tensor like targets."""
+    tensor(name, value)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
+    shape(name, value, tuple(targets.shape))
+    same_device(name, value, targets)
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
@@ -156,7 +169,7 @@ def temperature(value: float) -> None:
         raise ValueError(f"temperature={value!r}: use a finite number > 0")
 
 
-def values(targets: Tensor, vocabulary: int, cu_seqlens: Tensor | None = None) -> None:
+def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = None) -> None:
     """Checks that read values: always on the CPU; on an accelerator under GAC_CHECK=1 only."""
     checked = os.environ.get("GAC_CHECK") == "1"
     if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or checked):
@@ -170,12 +183,13 @@ def values(targets: Tensor, vocabulary: int, cu_seqlens: Tensor | None = None) -
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
     if targets.numel() and (targets.device.type == "cpu" or checked):
         low, high = (x.item() for x in targets.aminmax())
-        if low >= 0 and high < vocabulary:  # one pass where every token has a loss
+        beyond = high + 1 if vocabulary is None else vocabulary
+        if low >= 0 and high < beyond:  # one pass where every token has a loss
             return
-        bad = ((targets < 0) | (targets >= vocabulary)) & (targets != IGNORE)
+        bad = ((targets < 0) | (targets >= beyond)) & (targets != IGNORE)
         if bad.any():
             where = bad.nonzero()[0].tolist()
             raise ValueError(
                 f"targets{where} = {targets[tuple(where)].item()}: use a token in "
-                f"[0, {vocabulary}), or {IGNORE} for no loss"
+                f"[0, {'V' if vocabulary is None else vocabulary}), or {IGNORE} for no loss"
             )

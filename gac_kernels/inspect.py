@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .contract import DemoWeight, LossSpec
+from .inputs import BatchInputs
 from .inspect_sass import passes
 from .tokens import Tokens, TokenTerms, plan
 
@@ -58,7 +59,7 @@ class Report(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """A kernel launch as the library makes it; `launch` is a `backends.triton_launch.Launch`."""
+    """A kernel launch as the library makes it; `launch` is a `backends.triton.launch.Launch`."""
 
     name: str
     launch: Any
@@ -85,21 +86,20 @@ _SPECS = {
 
 def triton_configurations() -> Iterator[Configuration]:
     """Every Triton kernel in every tiling, and each option of the loss once."""
-    from .backends import triton_launch
+    from .backends.triton.grads import grads_launch
+    from .backends.triton.scale import scale_launch
+    from .backends.triton.stats import stats_launch
 
     for vocab, dtype in _ROWS:
         logits = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
         tokens = _meta_tokens(ref=False)
         row = logits.new_empty(8, dtype=torch.float32)
         name = f"V={vocab} {str(dtype).removeprefix('torch.')}"
+        yield Configuration(name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8)))
         yield Configuration(
-            name, triton_launch.stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8))
+            name, grads_launch(logits, tokens.targets, row, row, row, row, 1.0, logits)
         )
-        yield Configuration(
-            name,
-            triton_launch.grads_launch(logits, tokens.targets, row, row, row, row, 1.0, logits),
-        )
-        yield Configuration(name, triton_launch.scale_launch(logits, row[0], 1))
+        yield Configuration(name, scale_launch(logits, row[0], 1))
         yield _loss_configuration(name, "default", logits, logits, tokens)
     logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
     yield _loss_configuration("no gradient", "default", logits, None, _meta_tokens(ref=False))
@@ -115,28 +115,31 @@ def triton_configurations() -> Iterator[Configuration]:
 def _loss_configuration(
     name: str, spec: str, logits: torch.Tensor, out: torch.Tensor | None, tokens: Tokens
 ) -> Configuration:
-    from .backends import triton_launch
+    from .backends.triton.loss import loss_launch
 
     terms = torch.empty(5, 8, device="meta")
-    launch = triton_launch.loss_launch(logits, tokens, _SPECS[spec], out, terms)
+    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms)
     return Configuration(f"{name}, {spec}", launch)
 
 
-def _meta_tokens(ref: bool) -> Tokens:
-    """A batch of 2 x 4 tokens without storage."""
-    targets = torch.zeros(2, 4, dtype=torch.int64)
+def _inputs(ref: bool) -> BatchInputs:
+    """A batch of 2 x 4 tokens."""
+    targets, is_demo = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([False, True])
     logps = torch.zeros(2, 4)
-    tokens = plan(
-        targets, torch.zeros(2), torch.tensor([False, True]), 0.5, logps, logps if ref else None,
-        None, LossSpec(), None, None,
-    )  # fmt: skip
+    return BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
+
+
+def _meta_tokens(ref: bool) -> Tokens:
+    """The same without storage."""
+    tokens = plan(_inputs(ref), LossSpec())
     move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
     return Tokens(*(move(x) for x in tokens))
 
 
 def batch_configurations() -> Iterator[Configuration]:
     """The kernels of size N and S around the rows, with everything that they may be given."""
-    from .backends import triton_batch_launch as batch
+    from .backends.triton.plan import lengths_launch, tokens_launch
+    from .backends.triton.reduce import merge_launch, sequence_launch
     from .contract import TokenMoments
 
     spec = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
@@ -147,11 +150,14 @@ def batch_configurations() -> Iterator[Configuration]:
         (floats[0, 0], torch.empty(3, dtype=torch.int32, device="meta"), "packed, mu a tensor"),
     ):
         tokens = _meta_tokens(ref=True)._replace(mu=mu)
+        inputs = BatchInputs(
+            tokens.targets, floats[0], tokens.is_demo, mu, floats[0], floats[0], demo_norm=3
+        )
         launches = (
-            batch.lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4),
-            batch.tokens_launch(tokens, floats, floats[0], floats[0], floats[0], spec, None, 3, 1),
-            batch.sequence_launch(tokens, TokenTerms(*floats), sums, TokenMoments(*sums[:3])),
-            batch.merge_launch(tokens, sums, floats[0], floats[0], TokenMoments(*sums[:3])),
+            lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4),
+            tokens_launch(tokens, floats, inputs, spec, 1),
+            sequence_launch(tokens, TokenTerms(*floats), sums, TokenMoments(*sums[:3])),
+            merge_launch(tokens, sums, floats[0], floats[0], TokenMoments(*sums[:3])),
         )
         yield from (Configuration(name, launch) for launch in launches)
 

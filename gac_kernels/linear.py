@@ -1,29 +1,27 @@
 """The chunked head: hidden x weight -> token terms and gradients, never the whole [N, V].
 
-Tokens are taken a chunk at a time: logits of the chunk (one GEMM), the backend's row function, and,
-for rows that carry a gradient, the two GEMMs of the backward. Rows without a loss enter no GEMM.
-Legend: N tokens, V vocabulary, H hidden size, M rows of one chunk.
+Tokens are taken a chunk at a time (see `projection`): logits of a block of it (one GEMM), the
+backend's row function, and, for rows that carry a gradient, the two GEMMs of the backward. Rows
+without a loss enter no GEMM. Legend: N tokens, V vocabulary, H hidden size, M rows at a time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import projection
 from .contract import IGNORE, LossSpec
-from .lanes import Lane
-from .reference import arithmetic
+from .projection import Projection, spans
 from .tokens import Tokens, TokenTerms, dead
 
-# Bytes of the logits of the chunks in flight. Every chunk reads and writes the [V, H] weight
-# gradient once more, so they are as large as the memory target allows: 1 GiB in all on a GPU.
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 960 << 20}
-ALIGN = 128  # rows of a GEMM tile
+# From so many elements on, a weight gradient has more GEMM tiles than a GPU has multiprocessors, so
+# that no element is summed in parts: rounding its float32 sum, once, is all that happens to it.
+WHOLE_SUMS = 1 << 24
 
 
 class Needs(NamedTuple):
@@ -33,140 +31,68 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
 
+    @classmethod
+    def of(cls, *inputs: Tensor | None) -> Needs:
+        """Those that require one, while gradients are enabled."""
+        learning = torch.is_grad_enabled()
+        return cls(*(x is not None and x.requires_grad and learning for x in inputs))
 
-class Gradients(NamedTuple):
-    """Gradients in the inputs' dtypes; None where none is wanted."""
+
+class InputGradients(NamedTuple):
+    """None where none is wanted; hidden in its dtype, the others summed in float32 or better."""
 
     hidden: Tensor | None  # [N, H]
-    weight: Tensor | None  # [V, H]
+    weight: Tensor | None  # [V, H]; in the weight's dtype where one sum made it
     bias: Tensor | None  # [V]
 
 
-class Chunk(NamedTuple):
-    """M tokens between their GEMMs."""
-
-    where: Tensor  # int64 [M]: which tokens
-    rows: Tensor  # [M, H], a GEMM operand
-    logits: Tensor  # [M, V]
-    inputs: Any  # per token, for the row kernel
-
-
-class Head:
-    """weight [V, H] and bias [V] as GEMM operands, and the buffers that all chunks share.
-
-    Operands are rounded to `compute`, as autocast would. CUDA multiplies them in that dtype into
-    float32; the CPU has no such GEMM and multiplies float32 copies (of the whole weight, once).
-    """
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, compute: torch.dtype, chunk_bytes: int | None
-    ) -> None:
-        self.compute, self.exact = compute, arithmetic(compute)
-        self.product = operand_dtype(weight.device, compute)
-        self.weight = self.operand(weight)
-        self.bias = None if bias is None else bias.to(compute).to(self.exact)
-        self.lane = Lane(weight.device)
-        budget = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        rows = budget // (self.exact.itemsize * weight.shape[0] * self.lane.depth)
-        self.rows = max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
-        self._logits: list[Tensor | None] = [None] * self.lane.depth
-
-    @property
-    def rounds(self) -> bool:
-        """The gradient of the logits is rounded to the operands' dtype for its GEMMs."""
-        return self.product != self.exact
-
-    def operand(self, x: Tensor) -> Tensor:
-        return x.to(self.compute).to(self.product)
-
-    def spans(self, start: int, stop: int) -> Iterator[slice]:
-        """Slices of [start, stop) of at most `rows`, equal but for a tile, the longest first.
-
-        Whole tiles of a GEMM, since one that is filled in part costs as much; the last is the rest.
-        """
-        tile = ALIGN if self.rows >= ALIGN else 1
-        for left in range(math.ceil((stop - start) / self.rows), 0, -1):
-            size = min(math.ceil((stop - start) / (left * tile)) * tile, stop - start)
-            yield slice(start, start + size)
-            start += size
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """[M, H] -> [M, V] in float32 or better, in a buffer for as many calls as chunks fly."""
-        size = (len(rows), self.weight.shape[0])
-        buffer = self._logits.pop(0)
-        if buffer is None or len(buffer) < len(rows):
-            buffer = None  # freed first: the old and the new one are beyond the budget together
-            buffer = torch.empty(size, dtype=self.exact, device=rows.device)
-        self._logits.append(buffer)
-        out = buffer[: len(rows)]
-        multiply(rows, self.weight.T, out)
-        return out if self.bias is None else out.add_(self.bias)
-
-    def gradient_buffer(self, logits: Tensor) -> Tensor:
-        """[M, V] in the logits' own storage: the first half of each row where it is half as wide.
-
-        So a chunk takes 4 bytes per logit, not 6, and is half as long again.
-        """
-        return logits.view(self.product)[:, : logits.shape[1]] if self.rounds else logits
-
-    def release(self) -> None:
-        """Give the logits' memory back."""
-        self._logits = [None] * self.lane.depth
-
-
 class Accumulator:
-    """Sums the gradients of hidden, weight and bias over chunks; weight and bias in float32."""
+    """Sums the gradients of hidden, weight and bias over chunks."""
 
-    def __init__(self, head: Head, hidden: Tensor, needs: Needs) -> None:
-        self.head, self.needs, self.chunks = head, needs, 0
-        weight = head.weight
+    def __init__(self, head: Projection, hidden: Tensor, needs: Needs) -> None:
+        self.head, self.needs = head, needs
         self.hidden = torch.zeros(
             hidden.shape if needs.hidden else (0,), dtype=hidden.dtype, device=hidden.device
         )
-        self.weight = torch.empty(
-            weight.shape if needs.weight else (0,), dtype=head.exact, device=weight.device
-        )
-        self.bias = torch.zeros(weight.shape[0], dtype=head.exact, device=weight.device)
+        self.weight: Tensor | None = None  # made by the first chunk
+        words = head.weight.shape[0] if needs.bias else 0
+        self.bias = torch.zeros(words, dtype=head.exact, device=hidden.device)
 
-    def add(self, grad: Tensor, rows: Tensor, index: Tensor) -> None:
-        """grad [M, V] of the logits, their inputs rows [M, H], and the tokens [M] they are of."""
+    def add(self, grad: Tensor, rows: Tensor, index: Tensor, alone: bool) -> None:
+        """grad [M, V] of the logits, their inputs rows [M, H], and the tokens [M] they are of.
+
+        alone: no other chunk follows or went before.
+        """
         if self.needs.hidden:
-            back = grad @ self.head.weight
+            back = self.head.back(grad)
             self.hidden.index_copy_(0, index, back.to(self.hidden.dtype))
         if self.needs.weight:
-            multiply(grad.T, rows, self.weight, accumulate=self.chunks > 0)
+            first = self.weight is None
+            if self.weight is None:
+                self.weight = self._weight(alone)
+            projection.multiply(grad.T, rows, self.weight, accumulate=not first)
         if self.needs.bias:
             self.bias += grad.sum(0, dtype=self.head.exact)
-        self.chunks += 1
 
-    def finish(self) -> Gradients:
-        """The sums, unrounded: [N, H] in hidden's dtype, the other two in float32 or better."""
+    def _weight(self, alone: bool) -> Tensor:
+        """[V, H] in float32 or better; of a single sum in the weight's own dtype, if a GEMM has it.
+
+        float16 is kept for later: its gradients still lack a factor (`tokens.in_units`).
+        """
+        head, dtype = self.head, self.head.exact
+        if alone and head.product == head.given != torch.float16:
+            dtype = head.given if head.weight.numel() >= WHOLE_SUMS else dtype
+        return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
+
+    def finish(self) -> InputGradients:
         self.head.release()  # rounding the sums takes memory of its own
-        if self.chunks == 0:
-            self.weight.zero_()
-        return Gradients(
+        if self.needs.weight and self.weight is None:
+            self.weight = self._weight(alone=False).zero_()
+        return InputGradients(
             self.hidden if self.needs.hidden else None,
-            self.weight if self.needs.weight else None,
+            self.weight,
             self.bias if self.needs.bias else None,
         )
-
-
-def operand_dtype(device: torch.device, compute: torch.dtype) -> torch.dtype:
-    """What the GEMMs read: only CUDA multiplies half precision into float32."""
-    return compute if device.type == "cuda" else arithmetic(compute)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; summed and kept in out's dtype."""
-    if a.dtype == out.dtype:
-        if accumulate:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif accumulate:
-        torch.addmm(out, a, b, out.dtype, out=out)
-    else:
-        torch.mm(a, b, out.dtype, out=out)
 
 
 def capturing(device: torch.device) -> bool:
@@ -177,114 +103,119 @@ def capturing(device: torch.device) -> bool:
 def split(live: Tensor, learns: Tensor) -> tuple[Tensor, int, int]:
     """Order the tokens [gradient rows | forward-only rows | rows without a loss].
 
-    Returns (order [N], gradient rows, rows with a loss); one host synchronisation on a GPU.
+    Returns (order [N], gradient rows, rows with a loss). The one host synchronisation on a GPU:
+    whatever can be launched before it should be, or the device would wait for it afterwards.
     """
     if capturing(live.device):
         return torch.arange(len(live), device=live.device), len(live), len(live)
     rank = 2 - live.to(torch.int8) - learns.to(torch.int8)
+    order = rank.argsort(stable=True)
     gradient, alive = torch.stack([learns.sum(), live.sum()]).tolist()
-    return rank.argsort(stable=True), gradient, alive
+    return order, gradient, alive
+
+
+def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Projection) -> Tensor:
+    """Rows of hidden as a GEMM operand [M, H]."""
+    rows = head.operand(hidden.index_select(0, index))
+    if capturing(hidden.device):  # 0 * nan of a row without a loss would reach weight.grad
+        rows = rows.masked_fill(~live[index, None], 0)
+    return rows
+
+
+def run(
+    hidden: Tensor,
+    head: Projection,
+    order: Tensor,  # int64: the tokens to take
+    live: Tensor,  # bool [N]
+    kernel: Callable[[Tensor, Tensor], None],  # (tokens [M], logits [1, M, V])
+) -> None:
+    """The logits of every block, for a row function that only reads them."""
+    for span in spans(0, len(order), head.block):
+        index = order[span]
+        kernel(index, head.logits(gather(hidden, index, live, head))[None])
+
+
+def learn(
+    hidden: Tensor,
+    order: Tensor,
+    live: Tensor,
+    kernel: Callable[[Tensor, Tensor, Tensor], None],  # (tokens [M], logits, gradient [1, M, V])
+    sums: Accumulator,
+) -> None:
+    """As `run`; the row function writes the gradient of its logits, which is added to `sums`."""
+    head, alone = sums.head, len(order) <= sums.head.chunk
+    for span in spans(0, len(order), head.chunk):
+        index = order[span]
+        rows, grad = gather(hidden, index, live, head), head.gradient(len(index))
+        for block in spans(0, len(index), head.block):
+            logits = head.logits(rows[block], grad[block])
+            kernel(index[block], logits[None], grad[block][None])
+        sums.add(grad, rows, index, alone)
 
 
 def fused_loss(
     hidden: Tensor,  # [N, H]
-    head: Head,
+    head: Projection,
     tokens: Tokens,
     spec: LossSpec,
     backend: ModuleType,
     needs: Needs,
-) -> tuple[TokenTerms, Gradients]:
+) -> tuple[TokenTerms, InputGradients]:
     """Token terms [N], and the gradients of sum(tokens.scale * loss): 6 N H V FLOPs.
 
     Rows whose gradient is known to be 0 take the forward GEMM only.
     """
     learns = ~dead(tokens, spec) if any(needs) else torch.zeros_like(tokens.live)
+    found = hidden.new_zeros(len(TokenTerms._fields), len(hidden), dtype=head.exact)
+    sums = Accumulator(head, hidden, needs)
     order, gradient, alive = split(tokens.live, learns)
     if not any(needs):
         gradient = 0
-    found = torch.zeros(
-        len(TokenTerms._fields), len(hidden), dtype=head.exact, device=hidden.device
-    )
-    sums = Accumulator(head, hidden, needs)
 
-    def multiply(span: slice) -> Chunk:
-        index = order[span]
-        chunk = tokens.select(index)
-        rows = gather(hidden, index, chunk.live, head)
-        return Chunk(index, rows, head.logits(rows), chunk)
+    def kernel(index: Tensor, logits: Tensor, out: Tensor | None = None) -> None:
+        terms = backend.row_loss(logits, tokens.select(index), spec, out)
+        found.index_copy_(1, index, torch.stack(terms))
 
-    def forward(chunk: Chunk, out: Tensor | None = None) -> None:
-        terms = backend.row_loss(chunk.logits[None], chunk.inputs, spec, out)
-        found.index_copy_(1, chunk.where, torch.stack(terms))
-
-    def learn(chunk: Chunk) -> None:
-        forward(chunk, head.gradient_buffer(chunk.logits)[None])
-
-    def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
-
-    head.lane.each(head.spans(0, gradient), multiply, learn, add)
-    head.lane.each(head.spans(gradient, alive), multiply, forward)
+    learn(hidden, order[:gradient], tokens.live, kernel, sums)
+    run(hidden, head, order[gradient:alive], tokens.live, kernel)
     return TokenTerms(*found), sums.finish()
 
 
-def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Head) -> Tensor:
-    """Rows of hidden as a GEMM operand [M, H]."""
-    rows = head.operand(hidden.index_select(0, index))
-    if capturing(hidden.device):  # 0 * nan of a row without a loss would reach weight.grad
-        rows = rows.masked_fill(~live[:, None], 0)
-    return rows
-
-
 def token_stats(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, backend: ModuleType
+    hidden: Tensor, head: Projection, targets: Tensor, temperature: float, backend: ModuleType
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logps, entropy and lse, [N] each: 2 N H V FLOPs."""
     live = targets != IGNORE
+    found = hidden.new_zeros(3, len(hidden), dtype=head.exact)
     order, _, alive = split(live, torch.zeros_like(live))
-    found = torch.zeros(3, len(hidden), dtype=head.exact, device=hidden.device)
 
-    def multiply(span: slice) -> Chunk:
-        index = order[span]
-        rows = gather(hidden, index, live[index], head)
-        return Chunk(index, rows, head.logits(rows), targets[index])
+    def kernel(index: Tensor, logits: Tensor) -> None:
+        stats = backend.row_stats(logits, targets[index], temperature)
+        found.index_copy_(1, index, torch.stack(stats))
 
-    def forward(chunk: Chunk) -> None:
-        stats = backend.row_stats(chunk.logits[None], chunk.inputs, temperature)
-        found.index_copy_(1, chunk.where, torch.stack(stats))
-
-    head.lane.each(head.spans(0, alive), multiply, forward)
+    run(hidden, head, order[:alive], live, kernel)
     logps, entropy, lse = found.unbind()
     return logps, entropy, lse
 
 
 def token_grads(
     hidden: Tensor,
-    head: Head,
+    head: Projection,
     targets: Tensor,
     stats: Tensor,  # [4, N]: lse, entropy, and the upstream gradients of logps and entropy
     temperature: float,
     backend: ModuleType,
     needs: Needs,
-) -> Gradients:
+) -> InputGradients:
     """Gradients from recomputed logits, 6 N H V FLOPs; rows with no upstream gradient are left."""
     live = targets != IGNORE
     learns = live & (stats[2:] != 0).any(0)
-    order, gradient, _ = split(live, learns)
     sums = Accumulator(head, hidden, needs)
+    order, gradient, _ = split(live, learns)
 
-    def multiply(span: slice) -> Chunk:
-        index = order[span]
-        rows = gather(hidden, index, live[index], head)
-        inputs = targets[index], *stats.index_select(1, index)
-        return Chunk(index, rows, head.logits(rows), inputs)
+    def kernel(index: Tensor, logits: Tensor, out: Tensor) -> None:
+        columns = stats.index_select(1, index)
+        backend.row_grads(logits, targets[index], *columns, temperature, out)
 
-    def learn(chunk: Chunk) -> None:
-        out = head.gradient_buffer(chunk.logits)[None]
-        backend.row_grads(chunk.logits[None], *chunk.inputs, temperature, out)
-
-    def add(chunk: Chunk) -> None:
-        sums.add(head.gradient_buffer(chunk.logits), chunk.rows, chunk.where)
-
-    head.lane.each(head.spans(0, gradient), multiply, learn, add)
+    learn(hidden, order[:gradient], live, kernel, sums)
     return sums.finish()

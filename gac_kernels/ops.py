@@ -6,8 +6,6 @@ Checks that read values run inside, when the compiled code runs.
 
 from __future__ import annotations
 
-import ast
-from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -17,47 +15,53 @@ from torch import Tensor
 from . import backends, checks, linear
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
+from .inputs import BatchInputs
+from .linear import Needs
+from .projection import GemmOptions, Projection
 from .reference import arithmetic
+from .scalars import decode, encode
 from .tokens import in_units
 
-_SPEC_FIELDS = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
+Operands = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weight, bias
 
 
-def encode(spec: LossSpec) -> str:
-    """A literal that `decode` reads back; f-strings, because Dynamo can trace them."""
-    texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _SPEC_FIELDS]
-    return "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
+def _tensors(inputs: BatchInputs) -> BatchInputs:
+    """Python numbers as 0-d CPU tensors: one kind of argument for the schema."""
+
+    def tensor(value: Any) -> Any:
+        if value is None or isinstance(value, Tensor):
+            return value
+        return torch.full((), value, dtype=torch.float64)
+
+    mu, norms = tensor(inputs.mu), (tensor(inputs.rollout_norm), tensor(inputs.demo_norm))
+    return inputs._replace(mu=mu, rollout_norm=norms[0], demo_norm=norms[1])
 
 
-def decode(text: str) -> LossSpec:
-    return LossSpec(**ast.literal_eval(text))
+def _numbers(inputs: BatchInputs) -> BatchInputs:
+    """The numbers back from CPU tensors, so that no accelerator waits for a copy."""
 
+    def number(x: Any) -> Any:
+        return x.item() if x is not None and x.device.type == "cpu" and x.dim() == 0 else x
 
-def number(value: float | Tensor | None) -> Tensor | None:
-    """A Python number as a 0-d CPU tensor: one kind of argument for the schema."""
-    if value is None or isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=torch.float64)
-
-
-def _value(x: Any) -> Any:
-    """The number back from a CPU tensor, so that no accelerator waits for a copy."""
-    return x.item() if x is not None and x.device.type == "cpu" and x.dim() == 0 else x
+    mu, norms = number(inputs.mu), (number(inputs.rollout_norm), number(inputs.demo_norm))
+    return inputs._replace(mu=mu, rollout_norm=norms[0], demo_norm=norms[1])
 
 
 def _padded(rows: Tensor) -> Tensor:
     return rows if rows.dim() == 3 else rows[None]
 
 
-def _chosen(
-    rows: Tensor, weight: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None, backend: str,
-    compute: torch.dtype,
-) -> ModuleType:  # fmt: skip
-    """Check the values and choose the backend; shapes and dtypes were checked when compiling."""
-    checks.values(targets, (rows.shape[-1:] if weight is None else weight.shape)[0], cu_seqlens)
+def _chosen(rows: Tensor, weight: Tensor | None, backend: str, compute: torch.dtype) -> ModuleType:
     kind = compute if weight is None else arithmetic(compute)
     return backends.choose(backend, rows.device, kind)
+
+
+def _check_values(
+    rows: Tensor, weight: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None = None
+) -> None:
+    """Shapes and dtypes were checked when compiling; these are known only now."""
+    checks.values(targets, (rows.shape[-1:] if weight is None else weight.shape)[0], cu_seqlens)
 
 
 @torch.library.custom_op(
@@ -73,44 +77,39 @@ def _chosen(
     ),
 )
 def _loss(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, advantages: Tensor,
-    is_demo: Tensor, mu: Tensor, old_logps: Tensor | None, ref_logps: Tensor | None,
-    cu_seqlens: Tensor | None, rollout_norm: Tensor | None, demo_norm: Tensor | None, spec: str,
-    backend: str, needs: list[bool], compute: torch.dtype, chunk_bytes: int | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
+) -> tuple[Tensor, ...]:
     """The outputs of the loss, and the gradients of `rows`, `weight` and `bias` / `unit`."""
-    options = decode(spec)
-    batch = (
-        targets, advantages, is_demo, _value(mu), old_logps, ref_logps, cu_seqlens, options,
-        _value(rollout_norm), _value(demo_norm),
-    )  # fmt: skip
-    chosen = _chosen(rows, weight, targets, cu_seqlens, backend, compute)
-    tokens = chosen.plan(*batch, arithmetic(compute))
-    unit, shares = in_units(tokens, compute)
+    inputs, (spec, backend, needs, *gemms) = BatchInputs(*others[:9]), others[9:]
+    inputs = _numbers(inputs)
+    options, spec = GemmOptions(*gemms), decode(spec)
+    _check_values(rows, weight, inputs.targets, inputs.cu_seqlens)
+    chosen = _chosen(rows, weight, backend, options.compute)
+    tokens = chosen.plan(inputs, spec, arithmetic(options.compute))
+    unit, shares = in_units(tokens, options.compute)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None
-        terms = chosen.row_loss(
-            _padded(rows), shares, options, None if out is None else _padded(out)
-        )
+        into = None if out is None else _padded(out)
+        terms = chosen.row_loss(_padded(rows), shares, spec, into)
         grads = [rows.new_empty(0) if out is None else out, rows.new_empty(0), rows.new_empty(0)]
     else:
+        hidden = rows.reshape(-1, rows.shape[-1])
         with torch.autocast(rows.device.type, enabled=False):
-            terms, sums = linear.fused_loss(
-                rows.reshape(-1, rows.shape[-1]), linear.Head(weight, bias, compute, chunk_bytes),
-                shares, options, chosen, linear.Needs(*needs),
-            )  # fmt: skip
-        dtypes = _gradient_dtypes(rows, weight, bias, compute)
+            projection = Projection(weight, bias, options)
+            terms, sums = linear.fused_loss(hidden, projection, shares, spec, chosen, Needs(*needs))
+        dtypes = _gradient_dtypes(rows, weight, bias, options.compute)
         grads = [
             rows.new_empty(0) if g is None or x is None else g.to(d).view(x.shape)
             for g, x, d in zip(sums, (rows, weight, bias), dtypes, strict=True)
         ]
-    *scalars, statistics = chosen.reduce(tokens, terms, moments=True)
-    assert statistics is not None
+    *scalars, moments = chosen.reduce(tokens, terms, moments=True)
+    assert moments is not None
     return (
-        torch.stack(scalars), terms.logps.clone(), terms.entropy.clone(), statistics.rollouts,
-        statistics.demo_nll, statistics.totals,
-        torch.ones((), device=rows.device) if unit is None else unit, *grads,
-    )  # fmt: skip
+        *(torch.stack(scalars), terms.logps.clone(), terms.entropy.clone()),
+        *(moments.rollouts, moments.demo_nll, moments.totals),
+        torch.ones((), device=rows.device) if unit is None else unit,
+        *grads,
+    )
 
 
 def _gradient_dtypes(
@@ -122,11 +121,9 @@ def _gradient_dtypes(
 
 
 @_loss.register_fake
-def _(
-    rows, weight, bias, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens,
-    rollout_norm, demo_norm, spec, backend, needs, compute, chunk_bytes,
-):  # fmt: skip
-    exact, tokens = arithmetic(compute), targets.numel()
+def _(rows, weight, bias, *others):
+    inputs, needs, compute = BatchInputs(*others[:9]), others[11], others[12]
+    exact, tokens, f64 = arithmetic(compute), inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = exact) -> Tensor:
         return rows.new_empty(shape, dtype=dtype)
@@ -136,11 +133,9 @@ def _(
         new(*x.shape, dtype=dtype) if need and x is not None else rows.new_empty(0)
         for x, dtype, need in zip((rows, weight, bias), dtypes, needs, strict=True)
     ]
-    f64 = torch.float64
-    return (
-        new(_SCALARS), new(tokens), new(tokens), new(7, dtype=f64),
-        new(is_demo.shape[0], dtype=f64), new(6, dtype=f64), new(dtype=torch.float32), *grads,
-    )  # fmt: skip
+    sequences = inputs.is_demo.shape[0]
+    moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
+    return new(_SCALARS), new(tokens), new(tokens), *moments, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -170,23 +165,24 @@ _loss.register_autograd(_backward_loss, setup_context=_setup_loss)
 
 
 def fused_loss(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, *batch: Any,
-    spec: LossSpec, moments: bool, backend: str, compute: torch.dtype,
-    chunk_bytes: int | None = None,
-) -> LossOutput:  # fmt: skip
-    """The compiled form of both fused losses. batch: advantages, is_demo, mu, old_logps,
-    ref_logps, cu_seqlens, rollout_norm, demo_norm."""
-    advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm = batch
-    learning = torch.is_grad_enabled()
-    needs = [x is not None and x.requires_grad and learning for x in (rows, weight, bias)]
-    scalars, logps, entropy, *sums = torch.ops.gac_kernels.loss(
-        rows, weight, bias, targets, advantages, is_demo, number(mu), old_logps, ref_logps,
-        cu_seqlens, number(rollout_norm), number(demo_norm), encode(spec), backend, needs, compute,
-        chunk_bytes,
-    )[:6]  # fmt: skip
+    operands: Operands,
+    inputs: BatchInputs,
+    spec: LossSpec,
+    moments: bool,
+    backend: str,
+    options: GemmOptions,
+) -> LossOutput:
+    """The compiled form of both fused losses."""
+    found = torch.ops.gac_kernels.loss(
+        *operands,
+        *_tensors(inputs),
+        *(encode(spec), backend, list(Needs.of(*operands)), *options[:2]),
+    )
+    scalars, logps, entropy, *sums = found[:6]
     loss, *parts = scalars.unbind()
-    flat = (loss, *(x.detach() for x in parts), logps, entropy, *(sums if moments else (None,)))
-    return loss_output(flat, targets.shape)
+    constants = (x.detach() for x in parts)
+    flat = loss, *constants, logps, entropy, *(sums if moments else (None,) * 3)
+    return loss_output(flat, inputs.targets.shape)
 
 
 @torch.library.custom_op(
@@ -199,18 +195,18 @@ def fused_loss(
     ),
 )
 def _logprobs(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, temperature: float,
-    backend: str, compute: torch.dtype, chunk_bytes: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    chosen = _chosen(rows, weight, targets, None, backend, compute)
-    flat = targets.reshape(-1)
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    temperature, backend, *gemms = settings
+    options = GemmOptions(*gemms)
+    _check_values(rows, weight, targets)
+    chosen, flat = _chosen(rows, weight, backend, options.compute), targets.reshape(-1)
     if weight is None:
         return chosen.row_stats(_padded(rows), flat, temperature)
+    hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
-        head = linear.Head(weight, bias, compute, chunk_bytes)
-        stats = linear.token_stats(
-            rows.reshape(-1, rows.shape[-1]), head, flat, temperature, chosen
-        )
+        projection = Projection(weight, bias, options)
+        stats = linear.token_stats(hidden, projection, flat, temperature, chosen)
     logps, entropy, lse = (x.clone() for x in stats)
     return logps, entropy, lse
 
@@ -231,21 +227,26 @@ def _(rows, weight, bias, targets, temperature, backend, compute, chunk_bytes):
     ),
 )
 def _logprobs_backward(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, stats: Tensor,
-    temperature: float, backend: str, compute: torch.dtype, chunk_bytes: int | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    chosen = _chosen(rows, weight, targets, None, backend, compute)
-    flat = targets.reshape(-1)
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    stats: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    temperature, backend, *gemms, needs = settings
+    options = GemmOptions(*gemms)
+    chosen, flat = _chosen(rows, weight, backend, options.compute), targets.reshape(-1)
     if weight is None:
         out = torch.empty_like(rows)
         chosen.row_grads(_padded(rows), flat, *stats, temperature, _padded(out))
         return out, rows.new_empty(0), rows.new_empty(0)
+    hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
+        projection = Projection(weight, bias, options)
         sums = linear.token_grads(
-            rows.reshape(-1, rows.shape[-1]), linear.Head(weight, bias, compute, chunk_bytes),
-            flat, stats, temperature, chosen, linear.Needs(*needs),
-        )  # fmt: skip
+            hidden, projection, flat, stats, temperature, chosen, Needs(*needs)
+        )
     d_rows, d_weight, d_bias = (
         rows.new_empty(0) if g is None or x is None else g.to(x.dtype).view(x.shape)
         for g, x in zip(sums, (rows, weight, bias), strict=True)
@@ -282,11 +283,10 @@ _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 
 
 def token_logprobs(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor,
-    temperature: float, backend: str, compute: torch.dtype, chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    operands: Operands, targets: Tensor, temperature: float, backend: str, options: GemmOptions
+) -> tuple[Tensor, Tensor]:
     """The compiled form of both log-probability functions."""
     logps, entropy, _ = torch.ops.gac_kernels.logprobs(
-        rows, weight, bias, targets, temperature, backend, compute, chunk_bytes
+        *operands, targets, temperature, backend, *options[:2]
     )
     return logps.view(targets.shape), entropy.view(targets.shape)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import DemoWeight, LossOutput, LossSpec
+from .contract import IGNORE, DemoWeight, LossOutput, LossSpec
+from .inputs import BatchInputs
 from .tokens import Tokens, TokenTerms, finish, plan
 
 
@@ -28,18 +29,28 @@ def token_logprobs(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution; 0 where there is no loss."""
-    live = (targets != -100).reshape(-1).nonzero().squeeze(1)
+    live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
     rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
-    z = rows.to(arithmetic(logits.dtype)) / temperature
-    lse = z.logsumexp(-1)
-    lse = torch.where(lse == math.inf, math.nan, lse)  # +inf logits are an error, not a sure token
-    y = targets.reshape(-1).index_select(0, live)
-    logps = z.gather(-1, y[:, None]).squeeze(-1) - lse
-    finite = z.masked_fill(z == -math.inf, 0)  # a masked word adds 0 log 0 = 0 to the entropy
-    entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
-    blank = torch.zeros(targets.numel(), dtype=z.dtype, device=z.device)
+    rows, y = rows.to(arithmetic(logits.dtype)), targets.reshape(-1).index_select(0, live)
+    logps, entropy, _ = row_statistics(rows, y, temperature)
+    blank = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
     logps, entropy = (blank.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
     return logps, entropy
+
+
+def row_statistics(
+    rows: Tensor,  # [M, V]
+    targets: Tensor,  # int64 [M], each a token
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logps, entropy and logsumexp of rows / temperature, [M] each."""
+    z = rows / temperature
+    lse = z.logsumexp(-1)
+    lse = torch.where(lse == math.inf, math.nan, lse)  # +inf logits are an error, not a sure token
+    logps = z.gather(-1, targets[:, None]).squeeze(-1) - lse
+    finite = z.masked_fill(z == -math.inf, 0)  # a masked word adds 0 log 0 = 0 to the entropy
+    entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
+    return logps, entropy, lse
 
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
@@ -97,6 +108,60 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
             return -p / q.clamp(min=spec.demo_shape)
 
 
+def token_gradients(
+    logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, wanted: bool
+) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
+    """The terms as constants and, if wanted, the gradients of sum(tokens.scale * loss) in both."""
+    with torch.enable_grad():
+        leaves = logps.detach().requires_grad_(), entropy.detach().requires_grad_()
+        terms = token_terms(*leaves, tokens, spec)
+        total = (tokens.scale * terms.loss).sum()
+    upstream = None
+    if wanted:
+        d_logps, d_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
+        upstream = d_logps, d_entropy
+    return TokenTerms(*(x.detach() for x in terms)), upstream
+
+
+def loss_from_logprobs(
+    logps: Tensor,
+    entropy: Tensor | None,
+    inputs: BatchInputs,
+    spec: LossSpec,
+    moments: bool = True,
+) -> LossOutput:
+    """See `gac_kernels.loss_from_logprobs`; no checks."""
+    dtype = arithmetic(logps.dtype)
+    tokens = plan(inputs, spec, dtype)
+
+    def flat(x: Tensor) -> Tensor:
+        """[N]; what stands where there is no loss, be it nan, reaches no result or gradient."""
+        return torch.where(tokens.live, x.reshape(-1).to(dtype), 0)
+
+    known = torch.zeros_like(logps) if entropy is None else entropy
+    terms = token_terms(flat(logps), flat(known), tokens, spec)
+    if entropy is None:
+        terms = terms._replace(entropy=torch.where(tokens.live, math.nan, terms.entropy))
+    return loss_output(tokens, terms, inputs.targets.shape, moments)
+
+
+def loss_output(
+    tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
+) -> LossOutput:
+    """Terms [N], differentiable in their `loss`, as the output for targets of `shape`."""
+    found = finish(tokens, terms, moments)
+    return LossOutput(
+        loss=found.loss,
+        rollout_loss=found.rollout_loss.detach(),
+        demo_loss=found.demo_loss.detach(),
+        kl=found.kl,
+        clip_fraction=found.clip_fraction,
+        logps=terms.logps.detach().view(shape),
+        entropy=terms.entropy.detach().view(shape),
+        moments=found.moments,
+    )
+
+
 def fused_gac_loss(
     logits: Tensor,
     targets: Tensor,
@@ -113,18 +178,13 @@ def fused_gac_loss(
     moments: bool = True,
 ) -> LossOutput:
     """See `gac_kernels.fused_gac_loss`; same arguments, no checks."""
-    dtype = arithmetic(logits.dtype)
-    tokens = plan(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-        rollout_norm, demo_norm, dtype,
-    )  # fmt: skip
+    inputs = BatchInputs(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+    )
+    tokens = plan(inputs, spec, arithmetic(logits.dtype))
     logps, entropy = token_logprobs(logits, targets, temperature=spec.temperature)
     terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
-    sums = finish(tokens, terms, moments)
-    return LossOutput(
-        sums.loss, sums.rollout_loss.detach(), sums.demo_loss.detach(), sums.kl, sums.clip_fraction,
-        logps.detach(), entropy.detach(), sums.moments,
-    )  # fmt: skip
+    return loss_output(tokens, terms, targets.shape, moments)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,8 +202,12 @@ def fused_linear_gac_loss(
 
 
 def linear_token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """See `gac_kernels.linear_token_logprobs`; holds all [N, V] logits."""
     return token_logprobs(linear_logits(hidden, weight, bias), targets, temperature=temperature)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .contract import IGNORE, DemoWeight, LossSpec, TokenMoments
+from .inputs import BatchInputs
 
 
 class Tokens(NamedTuple):
@@ -57,22 +58,11 @@ class TokenTerms(NamedTuple):
     clipped: Tensor  # 1 where the clip removed the gradient
 
 
-def plan(
-    targets: Tensor,  # int64 [B, T] or [N]
-    advantages: Tensor,  # [B], [B, T], [S] or [N]
-    is_demo: Tensor,  # bool [S]
-    mu: float | Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: LossSpec,
-    rollout_norm: float | Tensor | None,
-    demo_norm: float | Tensor | None,
-    dtype: torch.dtype = torch.float32,
-) -> Tokens:
+def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     """Flatten the batch and give each token its weight. Inputs are checked by the caller."""
+    inputs = inputs.moved()
+    targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape
-    is_demo = is_demo.to(device)
     flat = targets.reshape(-1)
     index = torch.arange(flat.numel(), device=device)
     if cu_seqlens is None:
@@ -80,7 +70,7 @@ def plan(
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
-        offsets = cu_seqlens.to(device=device, dtype=torch.int64)
+        offsets = cu_seqlens.to(torch.int64)
         sequence = torch.searchsorted(offsets[1:], index, right=True)
     spread = lambda x: x[sequence]  # noqa: E731 - one expression
 
@@ -88,30 +78,28 @@ def plan(
     ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integers: exact in any order
     lengths = ends[offsets[1:]] - ends[offsets[:-1]]
 
-    advantages = advantages.to(device=device, dtype=dtype)
+    advantages = inputs.advantages.to(dtype)
     advantages = spread(advantages) if advantages.shape == is_demo.shape else advantages.reshape(-1)
     reads = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
     zero = torch.zeros((), dtype=dtype, device=device)
     advantages = torch.where(reads, advantages, zero)
     old, ref = (
         None if x is None else torch.where(live & ~demo, x.detach().reshape(-1).to(dtype), zero)
-        for x in (old_logps, ref_logps)
+        for x in (inputs.old_logps, inputs.ref_logps)
     )
 
     sides = []
     for side, reduction, norm in (
-        (~is_demo, spec.rollout_reduction, rollout_norm),
-        (is_demo, spec.demo_reduction, demo_norm),
+        (~is_demo, spec.rollout_reduction, inputs.rollout_norm),
+        (is_demo, spec.demo_reduction, inputs.demo_norm),
     ):
         sides.append(_share(side, lengths, reduction, norm, spec.max_tokens, dtype))
     weight = torch.where(live, spread(torch.where(is_demo, sides[1], sides[0])), zero)
-    mu = mu.to(device=device, dtype=dtype) if isinstance(mu, Tensor) else mu
+    mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     share = demo.to(dtype)
     scale = weight * (share * mu + (1 - share) * (1 - mu))
-    return Tokens(
-        flat, live, demo, advantages, old, ref, weight, scale,
-        sequence, offsets, lengths, is_demo, mu,
-    )  # fmt: skip
+    per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
+    return Tokens(*per_token, offsets, lengths, is_demo, mu)
 
 
 def _share(
@@ -126,8 +114,6 @@ def _share(
     if norm is None:
         own = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
         norm = torch.where(side, own[reduction], 0).sum()
-    elif isinstance(norm, Tensor):
-        norm = norm.to(lengths.device)
     per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
     if reduction == "constant" and max_tokens is not None:
         per_sequence = max_tokens
@@ -183,11 +169,9 @@ def finish(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     loss = (1 - mu) * rollout_loss + mu * demo_loss
     totals = _totals(tokens, terms)
     kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
-    out = terms.loss.dtype
-    return Summary(
-        loss.to(out), rollout_loss.to(out), demo_loss.to(out), kl.to(out), clip_fraction.to(out),
-        _moments(tokens, terms, totals) if moments else None,
-    )  # fmt: skip
+    scalars = loss, rollout_loss, demo_loss, kl, clip_fraction
+    statistics = _moments(tokens, terms, totals) if moments else None
+    return Summary._make((*(x.to(terms.loss.dtype) for x in scalars), statistics))
 
 
 def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:

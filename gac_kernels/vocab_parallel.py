@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import backends, checks, reference
-from .api import _check_head
-from .autograd import FusedLinearLoss, loss_output
+from .api import check_head
+from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
-from .linear import CHUNK_BYTES, Needs
+from .inputs import BatchInputs
+from .linear import Needs
 from .tokens import Tokens, TokenTerms
 
 
@@ -64,30 +65,25 @@ def vocab_parallel_gac_loss(
 
     The other arguments, the errors and the numbers are those of `fused_linear_gac_loss`.
     """
-    compute = _check_head(hidden, weight, targets, bias, chunk_bytes)
-    checks.batch(
-        hidden, targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-        rollout_norm, demo_norm,
-    )  # fmt: skip
-    exact = reference.arithmetic(compute)
+    options = check_head(hidden, weight, targets, bias, chunk_bytes)
+    inputs = BatchInputs(
+        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+    )
+    checks.batch(hidden, inputs, spec)
+    exact = reference.arithmetic(options.compute)
     inner = backends.choose("auto", hidden.device, exact)
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), cu_seqlens)
     with torch.no_grad():
-        tokens = inner.plan(
-            targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec,
-            rollout_norm, demo_norm, exact,
-        )  # fmt: skip
-    learning = torch.is_grad_enabled()
-    needs = Needs(*(x is not None and x.requires_grad and learning for x in (hidden, weight, bias)))
-    # all ranks cut the tokens alike, although the last rows may be spread unevenly
-    budget = chunk_bytes or CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-    own_budget = max(budget // max(sizes), exact.itemsize) * len(weight)
+        tokens = inner.plan(inputs, spec, exact)
+    # all ranks cut the tokens alike, although the rows of the weight may be spread unevenly
+    options = options._replace(words=max(sizes))
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
     flat = FusedLinearLoss.apply(
-        SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group), weight, bias, tokens, spec,
-        rows, moments, needs, compute, own_budget,
-    )  # fmt: skip
+        SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group),
+        *(weight, bias, LossTask(tokens, spec, rows, moments)),
+        *(Needs.of(hidden, weight, bias), options),
+    )
     return loss_output(flat, targets.shape)
 
 
@@ -133,19 +129,16 @@ class ShardedRows:
         local = torch.where(here, local, 0)[:, None]
         exps, stats = self._statistics(z, local, here)
         logps, entropy, log_sum = stats
-        with torch.enable_grad():
-            leaves = logps.requires_grad_(), entropy.requires_grad_()
-            terms = reference.token_terms(*leaves, tokens, spec)
-            total = (tokens.scale * terms.loss).sum()
-        if out is not None:
-            d_logps, d_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
+        terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
+        if out is not None and upstream is not None:
+            d_logps, d_entropy = upstream
             p = exps.mul_((-log_sum).exp()[:, None])
             log_p = (p.log()).masked_fill_(p == 0, 0)
-            grad = p * (-d_logps - d_entropy * entropy.detach())[:, None]
+            grad = p * (-d_logps - d_entropy * entropy)[:, None]
             grad -= p * log_p * d_entropy[:, None]
             grad.scatter_add_(1, local, (d_logps * here)[:, None])
             out[0].copy_(grad / spec.temperature)
-        return TokenTerms(*(x.detach() for x in terms))
+        return terms
 
     def _statistics(
         self, z: Tensor, local: Tensor, here: Tensor

@@ -133,7 +133,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CA
 
 def available(name: str, dtype: torch.dtype = torch.float32) -> str:
     """The backend's name; skips the test with the backend's own reason where it cannot run."""
-    if reason := backends.load(name).unavailable(torch.device("cpu"), dtype):
+    if reason := backends.unavailable(name, torch.device("cpu"), dtype):
         pytest.skip(f"{name}: {reason}")
     return name
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gac_kernels.backends import reference
 from gac_kernels.contract import LossSpec
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import Tokens, plan
 
 SOURCES = Path(__file__).parent.parent / "csrc"
@@ -58,7 +59,6 @@ def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
     targets[:, 1] = -100
     logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
     old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
-    return plan(
-        targets, torch.randn(2, rows), torch.tensor([False, True]), 0.4,
-        None if on_policy else old, None if spec.kl_coef == 0 else ref, None, spec, None, None,
-    )  # fmt: skip
+    old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
+    is_demo = torch.tensor([False, True])
+    return plan(BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref), spec)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
-from gac_kernels.backends import native
+from gac_kernels.backends import cpu
 
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
-if reason := native.unavailable(CPU, torch.float32):
+if reason := cpu.unavailable(CPU, torch.float32):
     pytest.skip(f"native backend: {reason}", allow_module_level=True)
 
 

@@ -15,46 +15,40 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import Summary, Tokens, TokenTerms, finish, plan
 
 from .cases import Case, available, build, each_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 KERNELS = ("native", "triton")
-PLANNED = (
-    "targets", "advantages", "is_demo", "mu", "old_logps", "ref_logps", "cu_seqlens", "spec",
-    "rollout_norm", "demo_norm",
-)  # fmt: skip
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences meet several blocks of the Triton kernels, as real ones do."""
-    if backends.load("triton").unavailable(torch.device("cpu"), torch.float32) is None:
-        from gac_kernels.backends import triton_batch_launch
+    if backends.unavailable("triton", CPU, torch.float32) is None:
+        from gac_kernels.backends.triton import launch
 
-        monkeypatch.setattr(triton_batch_launch, "BLOCK", 16)
+        monkeypatch.setattr(launch, "BLOCK", 16)
 
 
 class Given(NamedTuple):
-    """The arguments of `plan`, in its order."""
+    """The arguments of `plan`."""
 
-    targets: Tensor
-    advantages: Tensor
-    is_demo: Tensor
-    mu: float | Tensor = 0.4
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    inputs: BatchInputs
     spec: LossSpec = LossSpec()
-    rollout_norm: float | Tensor | None = None
-    demo_norm: float | Tensor | None = None
+
+    def change(self, **fields: Any) -> Given:
+        return self._replace(inputs=self.inputs._replace(**fields))
 
 
 def of_case(case: Case) -> Given:
     batch = build(case)
-    keywords = {k: v for k, v in batch.keywords.items() if k in PLANNED}
-    return Given(batch.targets, batch.advantages, batch.is_demo, **keywords)
+    keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
+    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
+    return Given(inputs, case.spec)
 
 
 def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
@@ -78,7 +72,7 @@ def close(name: str, ours: Tensor, theirs: Tensor, scale: float = 1.0) -> None:
 
 
 def check_plan(name: str, given: Given) -> Tokens:
-    ours, theirs = backends.load(name).plan(*given), plan(*given)
+    ours, theirs = backends.load(name, CPU).plan(*given), plan(*given)
     for field in Tokens._fields:
         mine, definition = getattr(ours, field), getattr(theirs, field)
         if field in ("weight", "scale"):
@@ -98,9 +92,9 @@ def flat(summary: Summary) -> dict[str, Tensor]:
 
 def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
     """Equal to `finish`, and to itself bit for bit."""
-    ours = backends.load(name).reduce(tokens, terms, moments)
+    ours = backends.load(name, CPU).reduce(tokens, terms, moments)
     theirs = finish(tokens, terms, moments)
-    again = flat(backends.load(name).reduce(tokens, terms, moments))
+    again = flat(backends.load(name, CPU).reduce(tokens, terms, moments))
     assert flat(ours).keys() == flat(theirs).keys()
     for field, definition in flat(theirs).items():
         close(field, flat(ours)[field], definition)
@@ -121,15 +115,16 @@ def padded(*shape: int, demos: tuple[int, ...]) -> Given:
     g = torch.Generator().manual_seed(2)
     targets = torch.randint(9, shape, generator=g)
     targets[torch.rand(shape, generator=g) < 0.3] = -100
-    return Given(targets, torch.randn(shape[0], generator=g), torch.tensor(demos) > 0)
+    advantages = torch.randn(shape[0], generator=g)
+    return Given(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
 
 
 def packed(lengths: list[int]) -> Given:
     ends = torch.tensor(lengths).cumsum(0)
     given = padded(1, sum(lengths), demos=(0,))
     g = torch.Generator().manual_seed(3)
-    return given._replace(
-        targets=given.targets[0],
+    return given.change(
+        targets=given.inputs.targets[0],
         advantages=torch.randn(len(lengths), generator=g),
         is_demo=torch.arange(len(lengths)) % 3 == 1,
         cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
@@ -140,40 +135,40 @@ SMALL = padded(4, 6, demos=(0, 1, 0, 1))
 GIVEN: dict[str, Callable[[], Given]] = {
     "no rollouts: their signals are nan": lambda: padded(2, 5, demos=(1, 1)),
     "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
-    "nothing has a loss: every norm is 0": lambda: SMALL._replace(
+    "nothing has a loss: every norm is 0": lambda: SMALL.change(
         targets=torch.full((4, 6), -100)
     ),
     "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
     "packed without tokens": lambda: packed([0, 0]),
-    "one token": lambda: padded(1, 1, demos=(0,))._replace(targets=torch.tensor([[3]])),
+    "one token": lambda: padded(1, 1, demos=(0,)).change(targets=torch.tensor([[3]])),
     "empty sequences at both ends and side by side": lambda: packed([0, 3, 0, 0, 4, 0]),
     "sequences of several blocks": lambda: packed([50, 2, 33]),
     "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
     "more sequences than a block": lambda: packed([1, 2, 0] * 7),
-    "mu where it lives": lambda: SMALL._replace(mu=torch.tensor(0.3)),
-    "norms from outside": lambda: SMALL._replace(rollout_norm=7, demo_norm=11.0),
-    "norms as tensors": lambda: SMALL._replace(
+    "mu where it lives": lambda: SMALL.change(mu=torch.tensor(0.3)),
+    "norms from outside": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
+    "norms as tensors": lambda: SMALL.change(
         rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)
     ),
-    "a norm of 0 weighs nothing": lambda: SMALL._replace(rollout_norm=0.0),
-    "constant norms from outside": lambda: SMALL._replace(
-        spec=LossSpec(rollout_reduction="constant", max_tokens=9), rollout_norm=5
-    ),
-    "other float types": lambda: SMALL._replace(
-        advantages=SMALL.advantages.double(), old_logps=torch.randn(4, 6).bfloat16(),
+    "a norm of 0 weighs nothing": lambda: SMALL.change(rollout_norm=0.0),
+    "constant norms from outside": lambda: SMALL.change(
+        rollout_norm=5
+    )._replace(spec=LossSpec(rollout_reduction="constant", max_tokens=9)),
+    "other float types": lambda: SMALL.change(
+        advantages=SMALL.inputs.advantages.double(), old_logps=torch.randn(4, 6).bfloat16(),
         ref_logps=torch.randn(4, 6).double(),
     ),
-    "strided inputs": lambda: SMALL._replace(
-        targets=SMALL.targets.repeat(1, 2)[:, ::2].contiguous().T.contiguous().T,
+    "strided inputs": lambda: SMALL.change(
+        targets=SMALL.inputs.targets.repeat(1, 2)[:, ::2].contiguous().T.contiguous().T,
         old_logps=torch.randn(6, 4).T, advantages=torch.randn(8)[::2],
         is_demo=torch.tensor([0, 1] * 4).bool()[::2],
     ),
-    "advantages of demonstrations under SHAPED": lambda: SMALL._replace(
-        advantages=torch.randn(4, 6), spec=LossSpec(demo_weight=DemoWeight.SHAPED)
-    ),
-    "nan where there is no loss": lambda: SMALL._replace(
-        advantages=torch.where(SMALL.targets == -100, math.nan, torch.randn(4, 6)),
-        old_logps=torch.where(SMALL.targets == -100, math.nan, torch.randn(4, 6)),
+    "advantages of demonstrations under SHAPED": lambda: SMALL.change(
+        advantages=torch.randn(4, 6)
+    )._replace(spec=LossSpec(demo_weight=DemoWeight.SHAPED)),
+    "nan where there is no loss": lambda: SMALL.change(
+        advantages=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
+        old_logps=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
     ),
 }  # fmt: skip
 
@@ -199,7 +194,7 @@ def test_a_broken_token_is_seen_where_the_definition_sees_it(name: str, sequence
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_centred_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -> None:
-    given = SMALL._replace(advantages=1e4 + 1e-2 * torch.randn(4, 6))
+    given = SMALL.change(advantages=1e4 + 1e-2 * torch.randn(4, 6))
     tokens = plan(*given)
     summary = check_reduce(available(name), tokens, terms_of(tokens, given.spec))
     ours, exact = (x.moments.rollouts[4] for x in (summary, finish(tokens, terms_of(
@@ -229,12 +224,42 @@ def test_the_loss_may_change_in_place(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_inputs_on_the_cpu(pinned: bool) -> None:
+    """Pageable or pinned, they are copied without a synchronisation; what is pinned can be
+    recorded, and a replay reads its new values."""
+    cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3), demo_norm=torch.tensor(9.0)).inputs
+    if pinned:
+        cpu = BatchInputs(*(x.pin_memory() if isinstance(x, Tensor) else x for x in cpu))
+    inputs = cpu._replace(targets=cpu.targets.cuda())
+    triton, spec = backends.load("triton", torch.device("cuda")), LossSpec()
+    expected = triton.plan(
+        BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)), spec
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = triton.plan(inputs, spec)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for x, y in zip(tokens, expected, strict=True):
+        assert x is y is None or torch.equal(x, y)
+    if pinned:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = triton.plan(inputs, spec)
+        inputs.advantages.mul_(2)
+        graph.replay()
+        assert torch.equal(tokens.advantages, 2 * expected.advantages)
+
+
+@pytest.mark.gpu
 def test_recorded_in_a_cuda_graph() -> None:
     """Nothing waits for the device; a replay on new numbers gives theirs, bit for bit."""
-    cuda = [x.cuda() if isinstance(x, Tensor) else x for x in packed([3, 0, 1300, 7])]
-    given = Given(*cuda)._replace(mu=torch.tensor(0.3, device="cuda"))
-    triton = backends.load("triton")
-    logps = torch.zeros(len(given.targets), device="cuda")
+    cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3)).inputs
+    given = Given(BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)))
+    targets = given.inputs.targets
+    triton = backends.load("triton", torch.device("cuda"))
+    logps = torch.zeros(len(targets), device="cuda")
 
     def run() -> tuple[Tokens, Summary]:
         tokens = triton.plan(*given)
@@ -244,8 +269,8 @@ def test_recorded_in_a_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tokens, summary = run()
-    given.targets[1] = -100
-    logps.copy_(torch.where(given.targets == -100, 0.0, -torch.rand_like(logps)))
+    targets[1] = -100
+    logps.copy_(torch.where(targets == -100, 0.0, -torch.rand_like(logps)))
     graph.replay()
     expected = plan(*given)
     for field in ("live", "lengths", "offsets", "sequence", "advantages"):

@@ -131,7 +131,7 @@ def test_a_backend_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the child's: it has no GPU then
     assert smoke.problem("reference", "cpu") is None
     assert "after 0.1 s" in smoke.problem("reference", "cpu", seconds=0.1)
-    loaded = smoke.backends.load("triton")
+    loaded = smoke.backends.load("triton", torch.device("cpu"))
     monkeypatch.setattr(loaded, "unavailable", lambda *_: None)
     assert "no device 'cpu'" in smoke.problem("triton", "cpu")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.smoke import problem
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
-from gac_kernels.backends import cuda, native
+from gac_kernels.backends import cuda
 
 from .triton_cases import DEVICE, FIELDS, error, evaluate, make_batch, scale_of
 
@@ -24,7 +24,7 @@ EVERYTHING = LossSpec(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.5, temperature
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Builds the library on first use; skips, with the reason, on other GPUs."""
-    if reason := native.unavailable(torch.device("cuda"), torch.float32):
+    if reason := cuda.unavailable(torch.device("cuda"), torch.float32):
         pytest.skip(f"native backend: {reason}")
     if reason := problem("native", "cuda"):  # before it can hang or harm this process
         pytest.fail(f"native backend: {reason}")

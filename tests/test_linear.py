@@ -93,31 +93,6 @@ def test_half(dtype: torch.dtype, backend: str) -> None:
     compare(BY_NAME["k2"], dtype, backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["reference", "native"])
-def test_half_operands_of_an_accelerator(
-    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients of the logits are rounded into a second buffer; only the GEMM itself is emulated,
-    because the CPU has none that multiplies half precision into float32."""
-
-    def multiply(a, b, out, accumulate=False):
-        assert a.dtype == b.dtype == dtype and out.dtype == torch.float32
-        product = a.float() @ b.float()
-        out.add_(product) if accumulate else out.copy_(product)
-
-    monkeypatch.setattr(linear, "operand_dtype", lambda device, compute: compute)
-    monkeypatch.setattr(linear, "multiply", multiply)
-    available(backend)
-    batch = build(BY_NAME["k2"], dtype)
-    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
-    same, d_same = run(reference.fused_linear_gac_loss, batch)
-    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=6 * 3 * 101)
-    check_outputs(out, same, truth)
-    # as in any half-precision backward, the gradient of the logits is rounded once for its GEMMs
-    check_grads(LEAVES, d_ours, d_same, d_truth, unit=torch.finfo(dtype).eps)
-
-
 def test_float64_is_the_reference_itself() -> None:
     batch = build(BY_NAME["k3"], torch.float64)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch)
@@ -232,18 +207,6 @@ def test_memory_is_flat_in_tokens(call: str) -> None:
             out.sum().backward()
         largest.append(work.largest)
     assert largest == [64 * 503, 64 * 503]
-
-
-def test_chunks_fill_the_budget_evenly() -> None:
-    weight = torch.empty(1000, 8)
-    head = linear.Head(weight, None, torch.float32, chunk_bytes=1_100_000)
-    assert head.rows == 256  # 275 rows fit: down to a multiple of the GEMM tile
-    assert [*head.spans(10, 530)] == [slice(10, 266), slice(266, 522), slice(522, 530)]
-    assert [*head.spans(10, 10)] == []
-    large = linear.Head(weight, None, torch.float32, chunk_bytes=1536 * 4000)
-    sizes = [span.stop - span.start for span in large.spans(0, 8192)]
-    assert sizes == [1408, 1408, 1408, 1408, 1280, 1280]  # 64 tiles in six chunks
-    assert linear.Head(weight, None, torch.float32, chunk_bytes=1).rows == 1
 
 
 @pytest.mark.parametrize("name", ["defaults", "entropy"])

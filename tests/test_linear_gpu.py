@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.smoke import problem
-from gac_kernels import LossSpec, fused_linear_gac_loss, lanes, reference
+from gac_kernels import LossSpec, fused_linear_gac_loss, reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -79,23 +79,21 @@ def test_extra_memory_is_bounded() -> None:
     assert peak - summed <= 2**30, f"{(peak - summed) / 2**20:.0f} MiB"
 
 
-def test_two_chunks_in_flight_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty times over: a race between the two streams would not show every time."""
-    batch = make(4096, 512, 50257, torch.bfloat16)
-    rows = 256 * 50257 * 4
-    alone, d_alone = run(fused_linear_gac_loss, batch, chunk_bytes=rows)
-    monkeypatch.setitem(lanes.IN_FLIGHT, "cuda", 2)
-    for _ in range(20):
-        out, grads = run(fused_linear_gac_loss, batch, chunk_bytes=2 * rows)
-        assert torch.equal(out.logps, alone.logps) and torch.equal(out.entropy, alone.entropy)
-        assert all(torch.equal(x, y) for x, y in zip(grads, d_alone, strict=True))
+def test_a_lone_sum_is_rounded_once() -> None:
+    """One chunk's weight gradient goes straight into bfloat16, and loses nothing by it."""
+    batch = make(1024, 512, 50257, torch.bfloat16)
+    _, alone = run(fused_linear_gac_loss, batch)
+    _, parts = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 256 * 2) * 50257)
+    _, truth = run(reference.fused_linear_gac_loss, batch, torch.float64)
+    assert relative(alone[1], truth[1]) <= 1.05 * relative(parts[1], truth[1])
 
 
-def test_two_chunks_in_flight_record_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stream joins the capture and leaves it."""
-    monkeypatch.setitem(lanes.IN_FLIGHT, "cuda", 2)
+def test_records_in_a_cuda_graph() -> None:
+    """With several blocks in several chunks, and the small inputs on the CPU, pinned."""
     batch = make(2048, 512, 50257, torch.bfloat16)
     batch["hidden"].requires_grad_()
+    for name in ("advantages", "is_demo"):
+        batch[name] = batch[name].cpu().pin_memory()
     rest = {n: x for n, x in batch.items() if n not in ("hidden", "weight")}
 
     def step() -> tuple[Tensor, Tensor]:

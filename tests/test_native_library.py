@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from gac_kernels import token_logprobs
-from gac_kernels.backends import native
+from gac_kernels.backends import cpu
 
 from .native_cases import CPU, batch
 
 PROGRAM = """
 import torch
 from gac_kernels import fused_gac_loss, token_logprobs
-from gac_kernels.backends import native
-print(native.unavailable(torch.device("cpu"), torch.float32) or native.capability())
+from gac_kernels.backends import cpu
+print(cpu.unavailable(torch.device("cpu"), torch.float32) or cpu.capability())
 tiny = torch.tensor([1e-40])
 assert (tiny * 0.5).item() > 0, "loading the library turned flush-to-zero on"
 generator = torch.Generator().manual_seed(0)
@@ -76,8 +76,8 @@ def test_unknown_instruction_set_is_refused() -> None:
 
 
 def test_unavailable_says_why() -> None:
-    assert "float64" in native.unavailable(CPU, torch.float64)
-    assert "not on meta" in native.unavailable(torch.device("meta"), torch.float32)
+    assert "float64" in cpu.unavailable(CPU, torch.float64)
+    assert "not on meta" in cpu.unavailable(torch.device("meta"), torch.float32)
     with pytest.raises(RuntimeError, match="backend='native' cannot run here: .*float64"):
         token_logprobs(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1).long(), backend="native")
 
@@ -134,7 +134,7 @@ def test_operators_refuse_what_they_cannot_read() -> None:
 
 
 def test_missing_or_foreign_library_is_a_reason(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_native.so")
-    assert "not built; reinstall with GAC_EXT=1" in native._load.__wrapped__()
-    native.LIBRARY.write_bytes(b"not a library")
-    assert "does not load, rebuild it" in native._load.__wrapped__()
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "_native.so")
+    assert "not built; reinstall with GAC_EXT=1" in cpu._load.__wrapped__()
+    cpu.LIBRARY.write_bytes(b"not a library")
+    assert "does not load, rebuild it" in cpu._load.__wrapped__()

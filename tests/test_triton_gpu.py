@@ -149,7 +149,7 @@ def test_another_device_than_the_current_one() -> None:
 
 def test_new_batch_sizes_compile_nothing() -> None:
     """Rows, row length and temperature are run-time values: only the first call compiles."""
-    from gac_kernels.backends.triton_rows import loss_kernel
+    from gac_kernels.backends.triton.loss import loss_kernel
 
     def compiled() -> int:
         return sum(len(cache[0]) for cache in loss_kernel.device_caches.values())

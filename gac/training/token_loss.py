@@ -17,7 +17,9 @@ from gac.data.rows import Batch
 from gac.model import Head
 from gac.pair import Pair
 from gac_kernels import LossOutput, LossSpec
-from gac_kernels.tokens import Tokens, TokenTerms, finish, plan
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.reference import loss_output
+from gac_kernels.tokens import Tokens, TokenTerms, plan
 
 
 class TokenView(NamedTuple):
@@ -69,20 +71,19 @@ def own_loss(
 ) -> LossOutput:  # fmt: skip
     """`Head.loss` with `token_loss(TokenView) -> [N]` as the loss of a token."""
     targets = batch.targets
-    tokens = plan(targets, batch.advantages, batch.is_demo, mu, old_logps, ref_logps, None, spec,
-                  norms.rollout, norms.demo)  # fmt: skip
+    inputs = BatchInputs(
+        *(targets, batch.advantages, batch.is_demo, mu, old_logps, ref_logps),
+        rollout_norm=norms.rollout,
+        demo_norm=norms.demo,
+    )
+    tokens = plan(inputs, spec)
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
     view = TokenView(logps, entropy.detach(), tokens, spec, head, reference)
     loss = torch.where(tokens.live, token_loss(view), 0)
     gap = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
     kl = torch.where(tokens.live & ~tokens.demo, gap.exp() - gap - 1, 0)
     terms = TokenTerms(logps, entropy.detach(), loss, kl, torch.zeros_like(kl))
-    found = finish(tokens, terms, moments=True)
-    return LossOutput(
-        found.loss, found.rollout_loss.detach(), found.demo_loss.detach(), found.kl,
-        found.clip_fraction, logps.detach().view(targets.shape),
-        entropy.detach().view(targets.shape), found.moments,
-    )  # fmt: skip
+    return loss_output(tokens, terms, targets.shape)
 
 
 def _chunk_kl(

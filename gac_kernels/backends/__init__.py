@@ -2,8 +2,7 @@
 
 `unavailable(device, dtype) -> str | None`
     Why it cannot run there, in words; None when it can.
-`plan(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, spec, rollout_norm,
-      demo_norm, dtype) -> Tokens`
+`plan(inputs, spec, dtype) -> Tokens`
     One row of numbers per token: `tokens.plan`, which defines it, in few launches.
 `reduce(tokens, terms, moments) -> Summary`
     The sums over all tokens in float64: `tokens.finish`, which defines it, in few launches.
@@ -20,14 +19,13 @@
 
 `plan` and `reduce` make constants: they run under no_grad and never wait for a device.
 `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last dimension;
-`out` may be the logits' own storage and may have another float dtype than the logits. Rows whose
-target is -100 are never read and get an all-zero gradient, as does a row with zero coefficients.
+`out` may have another float dtype than the logits, or be their own storage. Rows whose target is
+-100 are never read and get an all-zero gradient, as does a row with zero coefficients.
 A row kernel never uses atomics and sums in a fixed order, so results repeat bit for bit.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from types import ModuleType
 
@@ -38,12 +36,18 @@ NAMES = ("reference", "triton", "native")
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 
-@functools.cache
-def load(name: str) -> ModuleType:
-    """The module of a backend, imported on first use."""
+def load(name: str, device: torch.device) -> ModuleType:
+    """The module of a backend, imported on first use; "native" is one for each kind of device."""
     if name not in NAMES:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
+    if name == "native":
+        name = "cuda" if device.type == "cuda" else "cpu"
     return importlib.import_module(f".{name}", __name__)
+
+
+def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run on `device` for inputs of `dtype`; None when it can."""
+    return load(name, device).unavailable(device, dtype)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
@@ -52,12 +56,10 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     Raises ValueError for an unknown name, RuntimeError for one that cannot run here.
     """
     if name != "auto":
-        backend = load(name)
-        if reason := backend.unavailable(device, dtype):
+        if reason := unavailable(name, device, dtype):
             raise RuntimeError(f"backend={name!r} cannot run here: {reason}")
-        return backend
+        return load(name, device)
     for candidate in _PREFERRED.get(device.type, ("reference",)):
-        backend = load(candidate)
-        if backend.unavailable(device, dtype) is None:
-            return backend
+        if unavailable(candidate, device, dtype) is None:
+            return load(candidate, device)
     raise AssertionError("the reference backend runs everywhere")

@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import KL_ESTIMATORS, DemoWeight, LossSpec
-from ..tokens import Tokens, TokenTerms
+from ..contract import LossSpec
+from ..inputs import BatchInputs
+from ..scalars import DTYPES, token_scalars
+from ..tokens import Summary, Tokens, TokenTerms
+from . import reference, triton
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # C++ knows them by position
 _CAPABILITIES = ((9, 0), (10, 0))
-_DEMO_WEIGHTS = tuple(DemoWeight)
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
@@ -93,7 +95,7 @@ def library() -> ctypes.CDLL:
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
@@ -110,6 +112,19 @@ def _problem() -> str | None:
     except (RuntimeError, OSError) as error:
         return str(error)
     return None
+
+
+def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+    return _beside(inputs.targets.device).plan(inputs, spec, dtype)
+
+
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    return _beside(tokens.live.device).reduce(tokens, terms, moments)
+
+
+def _beside(device: torch.device) -> ModuleType:
+    """Who does the work of size N around the row kernels."""
+    return reference if triton.unavailable(device, torch.float32) else triton
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,22 +154,12 @@ def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None)
         name: getattr(tokens, name)
         for name in ("targets", "demo", "advantages", "old", "ref", "scale")
     }
-    _launch(
-        _LOSS, logits, out, spec.temperature, results, columns,
-        ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
-        ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
-        dual_clip=math.inf if spec.dual_clip is None else spec.dual_clip,
-        kl_coef=spec.kl_coef,
-        kl_estimator=KL_ESTIMATORS.index(spec.kl_estimator),
-        entropy_coef=spec.entropy_coef,
-        demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
-        demo_shape=spec.demo_shape,
-    )  # fmt: skip
+    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    plain = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in _DTYPES
+    plain = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in DTYPES
     if not plain:
         tensor.mul_(factor)
         return
@@ -162,7 +167,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     _call(
         library().gac_cuda_scale, tensor.device, ctypes.c_void_p(tensor.data_ptr()),
         ctypes.c_int64(tensor.numel()), ctypes.c_void_p(factor.data_ptr()),
-        _DTYPES.index(tensor.dtype), tensor.device.index,
+        DTYPES.index(tensor.dtype), tensor.device.index,
     )  # fmt: skip
 
 
@@ -173,11 +178,13 @@ def _launch(
     temperature: float,
     results: Tensor | None,
     columns: Columns,
-    **options: Any,
+    spec: LossSpec | None = None,
 ) -> None:
     # the copies must outlive the launch, not the kernel: their memory is reused in stream order
     held = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     held |= {"logits": logits, "out": out, "results": results}
+    options = {} if spec is None else token_scalars(spec)._asdict()
+    options.pop("temperature", None)  # it goes as the two factors that the kernels multiply by
     chosen = split(logits.shape[2], logits.dtype, holds=out is not None)
     arguments = Arguments(
         **{name: None if x is None else x.data_ptr() for name, x in held.items()},
@@ -191,8 +198,8 @@ def _launch(
         slope=math.log2(math.e) / temperature,
         inverse_temperature=1 / temperature,
         task=task,
-        dtype=_DTYPES.index(logits.dtype),
-        out_dtype=0 if out is None else _DTYPES.index(out.dtype),
+        dtype=DTYPES.index(logits.dtype),
+        out_dtype=0 if out is None else DTYPES.index(out.dtype),
         cluster=chosen.cluster,
         slots=chosen.slots,
         device=logits.device.index or 0,

@@ -1,159 +1,20 @@
-"""Kernels of size N and S around the rows: the weights of the tokens, and the sums over them.
+"""The sums over all tokens, in two launches: each sequence by itself, then all of them together.
 
-One program has a sequence to itself and one last program merges them, in a fixed order, so that
-nothing is added atomically. Sums run in float64. Legend: N tokens, S sequences, T row length.
+Sums run in float64 and in a fixed order; nothing is added atomically.
+Legend: N tokens, S sequences.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-NO_LOSS = tl.constexpr(-100)
+from ...contract import TokenMoments
+from ...tokens import Summary, Tokens, TokenTerms
+from . import launch
+
 SUMS = 9  # float64 that `sequence_kernel` leaves of each sequence
-
-
-@triton.jit(
-    do_not_specialize=["T", "S"],
-    do_not_specialize_on_alignment=["targets", "cu_seqlens", "offsets", "lengths"],
-)
-def lengths_kernel(
-    targets,  # int64 [N]
-    cu_seqlens,  # int [S + 1], or None: sequences of T tokens
-    offsets,  # int64 [S + 1]: where each sequence starts and the last one ends
-    lengths,  # int64 [S]: tokens with a loss
-    T: tl.int64,
-    S,
-    BLOCK: tl.constexpr,
-):
-    s = tl.program_id(0).to(tl.int64)
-    if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + s).to(tl.int64)
-        end = tl.load(cu_seqlens + s + 1).to(tl.int64)
-    else:
-        begin = s * T
-        end = begin + T
-    count = tl.zeros([BLOCK], tl.int64)
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        count += tl.load(targets + i, mask=i < end, other=NO_LOSS) != NO_LOSS
-    tl.store(lengths + s, tl.sum(count))
-    tl.store(offsets + s, begin)
-    if s == S - 1:
-        tl.store(offsets + S, end)
-
-
-@triton.jit
-def token_weight(
-    length, lengths, is_demo, S, norm, number, max_tokens,
-    SIDE: tl.constexpr, REDUCTION: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """float32: weight of one of the `length` tokens of a sequence; 0 for an empty denominator."""
-    if norm is not None:
-        total = tl.load(norm).to(tl.float64)
-    elif OWN:
-        parts = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, S, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            tokens = tl.load(lengths + j, mask=j < S, other=0)
-            mine = (j < S) & ((tl.load(is_demo + j, mask=j < S, other=0) != 0) == SIDE)
-            if REDUCTION == "token":
-                parts += tl.where(mine, tokens, 0)
-            elif REDUCTION == "sequence":
-                parts += (mine & (tokens > 0)).to(tl.int64)
-            else:
-                parts += mine.to(tl.int64)
-        total = tl.sum(parts).to(tl.float64)
-    else:
-        total = tl.full([], 0.0, tl.float64) + number
-    if REDUCTION == "sequence":
-        total *= length.to(tl.float64)
-    elif REDUCTION == "constant":
-        total *= max_tokens
-    empty = total == 0
-    return tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total)).to(tl.float32)
-
-
-@triton.jit(
-    do_not_specialize=["S", "P"],
-    do_not_specialize_on_alignment=[
-        "targets", "advantages", "is_demo", "mu", "old", "ref", "rollout_norm", "demo_norm",
-        "offsets", "lengths", "live", "demo", "sequence", "floats",
-    ],
-)  # fmt: skip
-def tokens_kernel(
-    targets,  # int64 [N]
-    advantages,  # [S] or [N], any float
-    is_demo,  # bool [S]
-    old,  # [N], any float, or None
-    ref,  # [N], any float, or None
-    mu,  # 0-d, or None: `mu_number`
-    rollout_norm,  # 0-d, or None: `rollout_number`, or the batch's own under ROLLOUT_OWN
-    demo_norm,
-    offsets,  # int64 [S + 1]
-    lengths,  # int64 [S]
-    live,  # bool [N]
-    demo,  # bool [N]
-    sequence,  # int64 [N]
-    floats,  # float32 [5, N]: advantages, weight, scale, old, ref
-    N: tl.int64,
-    S,
-    P,  # programs that share a sequence
-    mu_number,
-    mu_rest,  # 1 - mu
-    rollout_number,
-    demo_number,
-    max_tokens,
-    PER_SEQUENCE: tl.constexpr,
-    SHAPED: tl.constexpr,
-    ROLLOUT: tl.constexpr,
-    DEMO: tl.constexpr,
-    ROLLOUT_OWN: tl.constexpr,
-    DEMO_OWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    s = (tl.program_id(0) // P).to(tl.int64)
-    part = tl.program_id(0) % P
-    begin = tl.load(offsets + s)
-    end = tl.load(offsets + s + 1)
-    length = tl.load(lengths + s)
-    d = tl.load(is_demo + s) != 0
-    if mu is not None:
-        share = tl.load(mu).to(tl.float32)
-        rest = 1.0 - share
-    else:
-        share = tl.full([], 0.0, tl.float32) + mu_number
-        rest = tl.full([], 0.0, tl.float32) + mu_rest
-    if d:
-        w = token_weight(
-            length, lengths, is_demo, S, demo_norm, demo_number, max_tokens, True, DEMO,
-            DEMO_OWN, BLOCK,
-        )  # fmt: skip
-    else:
-        w = token_weight(
-            length, lengths, is_demo, S, rollout_norm, rollout_number, max_tokens, False, ROLLOUT,
-            ROLLOUT_OWN, BLOCK,
-        )  # fmt: skip
-        share = rest
-    for start in range(begin + part * BLOCK, end, P * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < end
-        has_loss = tl.load(targets + i, mask=inside, other=NO_LOSS) != NO_LOSS
-        rollout = has_loss & (d == 0)
-        reads = has_loss if SHAPED else rollout
-        index = i * 0 + s if PER_SEQUENCE else i
-        advantage = tl.load(advantages + index, mask=reads, other=0.0).to(tl.float32)
-        weight = tl.where(has_loss, w, 0.0)
-        tl.store(live + i, has_loss, mask=inside)
-        tl.store(demo + i, inside & d, mask=inside)
-        tl.store(sequence + i, i * 0 + s, mask=inside)
-        tl.store(floats + i, advantage, mask=inside)
-        tl.store(floats + N + i, weight, mask=inside)
-        tl.store(floats + 2 * N + i, weight * share, mask=inside)
-        if old is not None:
-            value = tl.load(old + i, mask=rollout, other=0.0).to(tl.float32)
-            tl.store(floats + 3 * N + i, value, mask=inside)
-        if ref is not None:
-            value = tl.load(ref + i, mask=rollout, other=0.0).to(tl.float32)
-            tl.store(floats + 4 * N + i, value, mask=inside)
+_WARPS = 4
 
 
 @triton.jit(
@@ -336,3 +197,51 @@ def merge_kernel(
         tl.store(totals + 4, tl.sum(rollout_entropy))
         tl.store(totals + 5, tl.sum(demo_entropy))
         merge_moments(sums, lengths, is_demo, moments, S, BLOCK)
+
+
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    device, sequences = tokens.live.device, tokens.is_demo.numel()
+    new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731 - one line
+    sums = new(SUMS, sequences)
+    statistics = TokenMoments(new(7), new(sequences), new(6)) if moments else None
+    loss = torch.empty((), dtype=torch.float32, device=device)  # no view: it may change in place
+    scalars = torch.empty(4, dtype=torch.float32, device=device)
+    sequence_launch(tokens, terms, sums, statistics).run(device)
+    merge_launch(tokens, sums, loss, scalars, statistics).run(device)
+    return Summary(loss, scalars[0], scalars[1], scalars[2], scalars[3], statistics)
+
+
+def sequence_launch(
+    tokens: Tokens, terms: TokenTerms, sums: Tensor, statistics: TokenMoments | None
+) -> launch.Launch:
+    """sums float64 [SUMS, S], and the demonstrations' mean negative log-likelihoods."""
+    names = ("live", "advantages", "weight", "offsets", "lengths", "is_demo")
+    arguments = {
+        **{name: getattr(tokens, name).contiguous() for name in names},
+        **{name: x.contiguous() for name, x in terms._asdict().items()},
+        "sums": sums,
+        "demo_nll": None if statistics is None else statistics.demo_nll,
+        "S": tokens.is_demo.numel(),
+        "BLOCK": launch.BLOCK,
+    }
+    return launch.Launch(sequence_kernel, tokens.is_demo.numel(), arguments, _WARPS)
+
+
+def merge_launch(
+    tokens: Tokens, sums: Tensor, loss: Tensor, scalars: Tensor, statistics: TokenMoments | None
+) -> launch.Launch:
+    """loss 0-d, the other scalars [4], and the moments."""
+    arguments = {
+        "sums": sums,
+        "lengths": tokens.lengths.contiguous(),
+        "is_demo": tokens.is_demo.contiguous(),
+        **launch.mu_arguments(tokens.mu),
+        "mixed": loss,
+        "scalars": scalars,
+        "moments": None if statistics is None else statistics.rollouts,
+        "totals": None if statistics is None else statistics.totals,
+        "S": tokens.is_demo.numel(),
+        "HAS_REF": tokens.ref is not None,
+        "BLOCK": launch.BLOCK // 2,  # it has eight sums at once
+    }
+    return launch.Launch(merge_kernel, 1, arguments, _WARPS)

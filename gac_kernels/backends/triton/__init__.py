@@ -1,6 +1,6 @@
 """Row kernels in Triton, for CUDA; on the CPU under Triton's interpreter only.
 
-See `gac_kernels.backends` for what each function does.
+One file for each operation: the kernel, its launch, and the function of `gac_kernels.backends`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from importlib.metadata import version
 
 import torch
 
+from ...scalars import DTYPES
+
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    from .triton_batch_launch import plan, reduce
-    from .triton_launch import row_grads, row_loss, row_stats, scale_
-    from .triton_rows import loss_kernel
+    from .grads import row_grads
+    from .loss import loss_kernel, row_loss
+    from .plan import plan
+    from .reduce import reduce
+    from .scale import scale_
+    from .stats import row_stats
 
     __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

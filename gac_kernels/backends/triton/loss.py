@@ -1,0 +1,198 @@
+"""The whole loss of a row: statistics, the formulas of its token, gradient.
+
+Legend: N = B T rows, V vocabulary, L lanes, R neighbouring words of a lane.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...contract import LossSpec
+from ...scalars import token_scalars
+from ...tokens import Tokens, TokenTerms
+from . import launch
+from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
+
+MAX_LOG_RATIO = tl.constexpr(80.0)  # exp overflows at 88
+_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale")
+
+
+@triton.jit
+def kl_estimate(logp, ref, KL: tl.constexpr):
+    """The estimator and its derivative in logp."""
+    d = ref - logp
+    if KL == "k1":
+        return -d, tl.full([], 1.0, tl.float32)
+    elif KL == "k2":  # noqa: RET505 - Triton prunes constexpr branches, not code after a return
+        return d * d / 2, -d
+    else:
+        growth = tl.exp(d)
+        return growth - d - 1.0, 1.0 - growth
+
+
+@triton.jit
+def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
+    """The clipped policy term, its derivative in logp, and 1 where the clip removed that."""
+    log_ratio = logp - old
+    ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
+    bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+    free = ratio * advantage
+    bound = bounded * advantage
+    clipped = free > bound
+    loss = -tl.where(clipped, bound, free)
+    if HAS_DUAL:
+        ceiling = -dual_clip * advantage
+        beyond = (advantage < 0) & (loss > ceiling)
+        loss = tl.where(beyond, ceiling, loss)
+        clipped = clipped | beyond
+    d_logp = tl.where(clipped | (log_ratio > MAX_LOG_RATIO), 0.0, -free)
+    return loss, d_logp, tl.where(clipped, 1.0, 0.0)
+
+
+@triton.jit
+def demonstration_term(logp, advantage, shape, DEMO: tl.constexpr):
+    """The loss of a demonstration token and its derivative in logp."""
+    p = tl.exp(logp)
+    if DEMO == "shaped":
+        loss = -advantage * p / (p + shape)
+        d_logp = loss * shape / (p + shape)
+    elif DEMO == "trust":
+        loss = -p / tl.where(p < shape, shape, p)
+        d_logp = loss
+    else:
+        if DEMO == "one":
+            d_logp = tl.full([], -1.0, tl.float32)
+        elif DEMO == "p":
+            d_logp = -p
+        else:
+            d_logp = -p * (1.0 - p)
+        loss = d_logp * logp
+    return loss, d_logp
+
+
+@triton.jit(
+    do_not_specialize=["N", "T"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "terms"],
+)
+def loss_kernel(
+    logits,  # [B, T, V]
+    out,  # [B, T, V]: gradient of sum(scale * loss); None = not wanted
+    targets,  # int64 [N]
+    demo,  # bool [N]
+    advantages,  # float32 [N]
+    old,  # float32 [N], or None: the ratio is 1 and differentiable
+    ref,  # float32 [N] or None
+    scale,  # float32 [N]
+    terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
+    N,
+    T,
+    V,
+    stride_b: tl.int64,
+    stride_t: tl.int64,
+    out_stride_b: tl.int64,
+    out_stride_t: tl.int64,
+    k,
+    inverse_temperature,
+    low,
+    high,
+    dual_clip,
+    kl_coef,
+    entropy_coef,
+    demo_shape,
+    HAS_DUAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    KL: tl.constexpr,
+    DEMO: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    y = tl.load(targets + n)
+    logp = 0.0
+    entropy = 0.0
+    loss = 0.0
+    kl = 0.0
+    clipped = 0.0
+    d_logp = 0.0
+    d_entropy = 0.0
+    top = 0.0
+    bits = 0.0
+    row = row_at(logits, n, T, stride_b, stride_t)
+    if y != NO_LOSS:
+        logp, entropy, _, top, bits = row_values(row, y, V, k, out is not None, L, R, STAGES)
+        advantage = tl.load(advantages + n)
+        if tl.load(demo + n):
+            loss, d_logp = demonstration_term(logp, advantage, demo_shape, DEMO)
+        else:
+            before = logp
+            if old is not None:
+                before = tl.load(old + n)
+            loss, d_logp, clipped = policy_term(
+                logp, before, advantage, low, high, dual_clip, HAS_DUAL
+            )
+            if ref is not None:
+                kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
+                loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
+                d_logp += tl.where(kl_coef == 0, 0.0, kl_coef * d_kl)
+            if HAS_ENTROPY:
+                loss -= entropy_coef * entropy
+                d_entropy = -entropy_coef
+    tl.store(terms + n, logp)
+    tl.store(terms + N + n, entropy)
+    tl.store(terms + 2 * N + n, loss)
+    tl.store(terms + 3 * N + n, kl)
+    tl.store(terms + 4 * N + n, clipped)
+    if out is not None:
+        tl.debug_barrier()  # `out` may be the row, of which a slower warp still wants its target
+        weight = tl.load(scale + n)
+        d_logp *= weight
+        d_entropy *= weight
+        into = row_at(out, n, T, out_stride_b, out_stride_t)
+        if (d_logp != 0) | (d_entropy != 0):
+            write_gradient(
+                row, into, y, V, top, bits, k, d_logp * inverse_temperature,
+                d_entropy * inverse_temperature, entropy, HAS_ENTROPY, L * R, STAGES,
+            )  # fmt: skip
+        else:
+            write_zeros(into, V, L * R)
+
+
+def loss_launch(
+    logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None, terms: Tensor
+) -> launch.Launch:
+    """terms float32 [5, N] in the order of TokenTerms, and `out` = gradient of the logits."""
+    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
+    arguments = {
+        "logits": logits,
+        "out": out,
+        **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
+        "terms": terms,
+        "N": tokens.targets.numel(),
+        "out_stride_b": 0,
+        "out_stride_t": 0,
+        **launch.geometry(logits, out),
+        "k": launch.bits(spec.temperature),
+        "inverse_temperature": 1 / spec.temperature,
+        "low": scalars.ratio_low,
+        "high": scalars.ratio_high,
+        "dual_clip": scalars.dual_clip,
+        "kl_coef": scalars.kl_coef,
+        "entropy_coef": scalars.entropy_coef,
+        "demo_shape": scalars.demo_shape,
+        "HAS_DUAL": spec.dual_clip is not None,
+        "HAS_ENTROPY": spec.entropy_coef != 0,
+        "KL": spec.kl_estimator,
+        "DEMO": spec.demo_weight.value,
+        "L": tile.lanes,
+        "R": tile.width,
+        "STAGES": tile.stages,
+    }
+    return launch.Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
+
+
+def row_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None) -> TokenTerms:
+    terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
+    loss_launch(logits, tokens, spec, out, terms).run(logits.device)
+    return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])

@@ -1,0 +1,261 @@
+"""The weights of the tokens, in two launches: the lengths first, then everything per token.
+
+One program has a sequence to itself, or several share a long one; nothing is added atomically.
+Legend: N tokens, S sequences, T row length.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...contract import LossSpec
+from ...inputs import BatchInputs
+from ...scalars import plan_scalars
+from ...tokens import Tokens
+from .. import reference
+from . import launch
+from .softmax import NO_LOSS
+
+_WARPS = 4
+_SHARED = 16  # programs that share a long sequence of `tokens_kernel`, at most
+
+
+@triton.jit(
+    do_not_specialize=["T", "S"],
+    do_not_specialize_on_alignment=["targets", "cu_seqlens", "offsets", "lengths"],
+)
+def lengths_kernel(
+    targets,  # int64 [N]
+    cu_seqlens,  # int [S + 1], or None: sequences of T tokens
+    offsets,  # int64 [S + 1]: where each sequence starts and the last one ends
+    lengths,  # int64 [S]: tokens with a loss
+    T: tl.int64,
+    S,
+    BLOCK: tl.constexpr,
+):
+    s = tl.program_id(0).to(tl.int64)
+    if cu_seqlens is not None:
+        begin = tl.load(cu_seqlens + s).to(tl.int64)
+        end = tl.load(cu_seqlens + s + 1).to(tl.int64)
+    else:
+        begin = s * T
+        end = begin + T
+    count = tl.zeros([BLOCK], tl.int64)
+    for start in range(begin, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count += tl.load(targets + i, mask=i < end, other=NO_LOSS) != NO_LOSS
+    tl.store(lengths + s, tl.sum(count))
+    tl.store(offsets + s, begin)
+    if s == S - 1:
+        tl.store(offsets + S, end)
+
+
+@triton.jit
+def token_weight(
+    length, lengths, is_demo, S, norm, number, max_tokens,
+    SIDE: tl.constexpr, REDUCTION: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """float32: weight of one of the `length` tokens of a sequence; 0 for an empty denominator."""
+    if norm is not None:
+        total = tl.load(norm).to(tl.float64)
+    elif OWN:
+        parts = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, S, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            tokens = tl.load(lengths + j, mask=j < S, other=0)
+            mine = (j < S) & ((tl.load(is_demo + j, mask=j < S, other=0) != 0) == SIDE)
+            if REDUCTION == "token":
+                parts += tl.where(mine, tokens, 0)
+            elif REDUCTION == "sequence":
+                parts += (mine & (tokens > 0)).to(tl.int64)
+            else:
+                parts += mine.to(tl.int64)
+        total = tl.sum(parts).to(tl.float64)
+    else:
+        total = tl.full([], 0.0, tl.float64) + number
+    if REDUCTION == "sequence":
+        total *= length.to(tl.float64)
+    elif REDUCTION == "constant":
+        total *= max_tokens
+    empty = total == 0
+    return tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total)).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["S", "P"],
+    do_not_specialize_on_alignment=[
+        "targets", "advantages", "is_demo", "mu", "old", "ref", "rollout_norm", "demo_norm",
+        "offsets", "lengths", "live", "demo", "sequence", "floats",
+    ],
+)  # fmt: skip
+def tokens_kernel(
+    targets,  # int64 [N]
+    advantages,  # [S] or [N], any float
+    is_demo,  # bool [S]
+    old,  # [N], any float, or None
+    ref,  # [N], any float, or None
+    mu,  # 0-d, or None: `mu_number`
+    rollout_norm,  # 0-d, or None: `rollout_number`, or the batch's own under ROLLOUT_OWN
+    demo_norm,
+    offsets,  # int64 [S + 1]
+    lengths,  # int64 [S]
+    live,  # bool [N]
+    demo,  # bool [N]
+    sequence,  # int64 [N]
+    floats,  # float32 [5, N]: advantages, weight, scale, old, ref
+    N: tl.int64,
+    S,
+    P,  # programs that share a sequence
+    mu_number,
+    mu_rest,  # 1 - mu
+    rollout_number,
+    demo_number,
+    max_tokens,
+    PER_SEQUENCE: tl.constexpr,
+    SHAPED: tl.constexpr,
+    ROLLOUT: tl.constexpr,
+    DEMO: tl.constexpr,
+    ROLLOUT_OWN: tl.constexpr,
+    DEMO_OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    s = (tl.program_id(0) // P).to(tl.int64)
+    part = tl.program_id(0) % P
+    begin = tl.load(offsets + s)
+    end = tl.load(offsets + s + 1)
+    length = tl.load(lengths + s)
+    d = tl.load(is_demo + s) != 0
+    if mu is not None:
+        share = tl.load(mu).to(tl.float32)
+        rest = 1.0 - share
+    else:
+        share = tl.full([], 0.0, tl.float32) + mu_number
+        rest = tl.full([], 0.0, tl.float32) + mu_rest
+    if d:
+        w = token_weight(
+            length, lengths, is_demo, S, demo_norm, demo_number, max_tokens, True, DEMO,
+            DEMO_OWN, BLOCK,
+        )  # fmt: skip
+    else:
+        w = token_weight(
+            length, lengths, is_demo, S, rollout_norm, rollout_number, max_tokens, False, ROLLOUT,
+            ROLLOUT_OWN, BLOCK,
+        )  # fmt: skip
+        share = rest
+    for start in range(begin + part * BLOCK, end, P * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < end
+        has_loss = tl.load(targets + i, mask=inside, other=NO_LOSS) != NO_LOSS
+        rollout = has_loss & (d == 0)
+        reads = has_loss if SHAPED else rollout
+        index = i * 0 + s if PER_SEQUENCE else i
+        advantage = tl.load(advantages + index, mask=reads, other=0.0).to(tl.float32)
+        weight = tl.where(has_loss, w, 0.0)
+        tl.store(live + i, has_loss, mask=inside)
+        tl.store(demo + i, inside & d, mask=inside)
+        tl.store(sequence + i, i * 0 + s, mask=inside)
+        tl.store(floats + i, advantage, mask=inside)
+        tl.store(floats + N + i, weight, mask=inside)
+        tl.store(floats + 2 * N + i, weight * share, mask=inside)
+        if old is not None:
+            value = tl.load(old + i, mask=rollout, other=0.0).to(tl.float32)
+            tl.store(floats + 3 * N + i, value, mask=inside)
+        if ref is not None:
+            value = tl.load(ref + i, mask=rollout, other=0.0).to(tl.float32)
+            tl.store(floats + 4 * N + i, value, mask=inside)
+
+
+def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+    inputs = inputs.moved()
+    targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
+    device, n, sequences = targets.device, targets.numel(), inputs.is_demo.numel()
+    if n == 0:
+        return reference.plan(inputs, spec, dtype)
+    flat, is_demo = targets.reshape(-1), inputs.is_demo.contiguous()
+    offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
+    lengths = torch.empty(sequences, dtype=torch.int64, device=device)
+    flags = torch.empty(2, n, dtype=torch.bool, device=device)
+    sequence = torch.empty(n, dtype=torch.int64, device=device)
+    floats = torch.empty(5, n, dtype=torch.float32, device=device)
+    width = n if cu_seqlens is not None else targets.shape[1]
+    lengths_launch(flat, cu_seqlens, offsets, lengths, width).run(device)
+    advantages, weight, scale = floats[:3]
+    old = None if inputs.old_logps is None else floats[3]
+    ref = None if inputs.ref_logps is None else floats[4]
+    mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
+    live, demo = flags
+    per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
+    tokens = Tokens(*per_token, offsets, lengths, is_demo, mu)
+    tokens_launch(tokens, floats, inputs, spec, -(-width // launch.BLOCK)).run(device)
+    return tokens
+
+
+def lengths_launch(
+    targets: Tensor, cu_seqlens: Tensor | None, offsets: Tensor, lengths: Tensor, width: int
+) -> launch.Launch:
+    """offsets int64 [S + 1] and lengths int64 [S]; width: tokens of a padded sequence."""
+    arguments = {
+        "targets": targets.contiguous(),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "offsets": offsets,
+        "lengths": lengths,
+        "T": width,
+        "S": lengths.numel(),
+        "BLOCK": launch.BLOCK,
+    }
+    return launch.Launch(lengths_kernel, lengths.numel(), arguments, _WARPS)
+
+
+def tokens_launch(
+    tokens: Tokens,  # what is written, but for `targets`, `is_demo`, `offsets` and `lengths`
+    floats: Tensor,
+    inputs: BatchInputs,
+    spec: LossSpec,
+    blocks: int,  # of the longest sequence that there can be
+) -> launch.Launch:
+    """Everything per token."""
+    programs = min(blocks, _SHARED)
+    rollout_norm, rollout_number = _number(inputs.rollout_norm)
+    demo_norm, demo_number = _number(inputs.demo_norm)
+    scalars = plan_scalars(spec)
+    arguments = {
+        "targets": tokens.targets.contiguous(),
+        "advantages": _flat(inputs.advantages),
+        "is_demo": tokens.is_demo,
+        "old": _flat(inputs.old_logps),
+        "ref": _flat(inputs.ref_logps),
+        **launch.mu_arguments(tokens.mu),
+        "rollout_norm": rollout_norm,
+        "demo_norm": demo_norm,
+        "offsets": tokens.offsets,
+        "lengths": tokens.lengths,
+        "live": tokens.live,
+        "demo": tokens.demo,
+        "sequence": tokens.sequence,
+        "floats": floats,
+        "N": tokens.live.numel(),
+        "S": tokens.is_demo.numel(),
+        "P": programs,
+        "rollout_number": rollout_number,
+        "demo_number": demo_number,
+        "max_tokens": scalars.max_tokens,
+        "PER_SEQUENCE": inputs.advantages.shape == tokens.is_demo.shape,
+        "SHAPED": scalars.shaped,
+        "ROLLOUT": spec.rollout_reduction,
+        "DEMO": spec.demo_reduction,
+        "ROLLOUT_OWN": inputs.rollout_norm is None,
+        "DEMO_OWN": inputs.demo_norm is None,
+        "BLOCK": launch.BLOCK,
+    }
+    return launch.Launch(tokens_kernel, tokens.is_demo.numel() * programs, arguments, _WARPS)
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """[N] or [S] without gaps, any float dtype."""
+    return None if x is None else x.detach().reshape(-1).contiguous()
+
+
+def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
+    """A pointer to a number, or the number itself, as a kernel takes them."""
+    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))

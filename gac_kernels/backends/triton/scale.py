@@ -1,0 +1,63 @@
+"""Gradients times the upstream one, in place."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .softmax import row_at
+
+
+@triton.jit(do_not_specialize=["rows", "T", "V"], do_not_specialize_on_alignment=["factor"])
+def scale_kernel(
+    tensor,  # [B, T, V]
+    factor,  # 0-d
+    rows,
+    T,
+    V: tl.int64,
+    stride_b: tl.int64,
+    stride_t: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """tensor *= factor by a fixed number of programs, which all return at once when it is 1."""
+    by = tl.load(factor).to(tl.float32)
+    if by != 1:
+        per_row = tl.cdiv(V, BLOCK)
+        for tile in range(tl.program_id(0).to(tl.int64), rows * per_row, tl.num_programs(0)):
+            row = row_at(tensor, tile // per_row, T, stride_b, stride_t)
+            start = (tile % per_row) * BLOCK
+            words = start + tl.arange(0, BLOCK)
+            if start + BLOCK <= V:  # only a row's last tile pays for a mask
+                x = tl.load(row + words)
+                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype))
+            else:
+                x = tl.load(row + words, mask=words < V)
+                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype), mask=words < V)
+
+
+def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
+    """tensor *= factor, for [B, T, V] or anything contiguous."""
+    rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
+    geometry = launch.geometry(rows)
+    if rows is not tensor:
+        geometry["stride_t"] = 0  # of one row: its length must not make a kernel of its own
+    arguments = {
+        "tensor": rows,
+        "factor": factor,
+        "rows": rows.shape[0] * rows.shape[1],
+        **geometry,
+        "BLOCK": 4096,
+    }
+    return launch.Launch(scale_kernel, programs if tensor.numel() else 0, arguments, 8)
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    if not tensor.is_contiguous() and (tensor.dim() != 3 or tensor.stride(-1) != 1):
+        tensor.mul_(factor)
+        return
+    programs = 4
+    if tensor.is_cuda:
+        properties = torch.cuda.get_device_properties(tensor.device)
+        programs = 8 * properties.multi_processor_count
+    scale_launch(tensor, factor, programs).run(tensor.device)

@@ -1,0 +1,128 @@
+"""Device functions on one row of logits: its softmax, read once, and its gradient, written once.
+
+Legend: V vocabulary, L lanes, R neighbouring words of a lane. A lane keeps its own maximum and
+sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V terms
+is a tree over L short ones. Exponents are base 2: `k` = log2(e) / temperature.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-300.0)  # 2^-300 is 0 in float32: stands for -inf where 0 * inf would be nan
+NO_LOSS = tl.constexpr(-100)
+
+
+@triton.jit
+def row_at(pointer, n, T, stride_b, stride_t):
+    """Row n of a [B, T, V] tensor, in 64-bit arithmetic: n must be int64."""
+    return pointer + (n // T) * stride_b + (n % T) * stride_t
+
+
+@triton.jit
+def absorb(top, mass, moment, x, k):
+    """Add a tile x [L, R] to the lanes' maximum of x k, sum 2^d and sum d 2^d, d = x k - top.
+
+    A nan or +inf in x makes `mass` nan for good; -inf adds nothing, even before the first number.
+    """
+    peak = tl.maximum(top, tl.max(x, 1) * k)
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    shift = tl.maximum(top - anchor, FLOOR)
+    decay = tl.exp2(shift)
+    d = tl.fma(x, k, -anchor[:, None])  # one rounding, after the large terms have cancelled
+    p = tl.exp2(d)
+    moment = (moment + shift * mass) * decay + tl.sum(p * tl.maximum(d, FLOOR), 1)
+    mass = mass * decay + tl.sum(p, 1)
+    return peak, mass, moment
+
+
+@triton.jit
+def gather(top, mass, moment):
+    """The lanes' [L] sums as those of the whole row."""
+    peak = tl.max(top, 0)
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    shift = tl.maximum(top - anchor, FLOOR)
+    decay = tl.exp2(shift)
+    return peak, tl.sum(mass * decay, 0), tl.sum((moment + shift * mass) * decay, 0)
+
+
+@triton.jit
+def read_row(
+    row, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+):
+    """One read of a row: the maximum of x k, sum 2^d and sum d 2^d.
+
+    AGAIN: the row will be read a second time, so the cache should hold on to it.
+    """
+    EVICT: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    top = tl.full([L], float("-inf"), tl.float32)
+    mass = tl.zeros([L], tl.float32)
+    moment = tl.zeros([L], tl.float32)
+    words = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
+    whole = V // (L * R) * (L * R)  # only the last tile pays for a mask
+    for start in tl.range(0, whole, L * R, num_stages=STAGES):
+        x = tl.load(row + start + words, eviction_policy=EVICT)
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
+    if whole < V:
+        x = tl.load(row + whole + words, mask=whole + words < V, other=float("-inf"))
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
+    return gather(top, mass, moment)
+
+
+@triton.jit
+def row_values(
+    row, y, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+):
+    """logp of word y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus rest.
+
+    y outside [0, V) reads nothing and gives nan.
+    """
+    top, mass, moment = read_row(row, V, k, AGAIN, L, R, STAGES)
+    x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
+    bits = tl.log2(mass)
+    logp = (tl.fma(x, k, -top) - bits) * LN2
+    entropy = (bits - moment / mass) * LN2
+    return logp, entropy, (top + bits) * LN2, top, bits
+
+
+@triton.jit
+def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr):
+    """d_logp (hit - p) - d_entropy p (log p + H) for a tile x of logits."""
+    d = tl.fma(x.to(tl.float32), k, -top) - bits
+    p = tl.exp2(d)
+    gradient = tl.where(hit, d_logp, 0.0) - d_logp * p
+    if HAS_ENTROPY:
+        gradient -= d_entropy * p * (tl.maximum(d, FLOOR) * LN2 + entropy)
+    return gradient
+
+
+@triton.jit
+def write_gradient(
+    row, out, y, V, top, bits, k, d_logp, d_entropy, entropy,
+    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
+
+    Backwards, since what was read last is still in the cache. `out` may be the row itself.
+    """
+    y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
+    tiles = V // BLOCK
+    words = tiles * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + words, mask=words < V, other=0.0)
+    gradient = gradient_tile(x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY)
+    tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + words, eviction_policy="evict_first")
+        gradient = gradient_tile(
+            x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+        )
+        tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+
+
+@triton.jit
+def write_zeros(out, V, BLOCK: tl.constexpr):
+    """out [V] = 0."""
+    for start in range(0, V, BLOCK):
+        words = start + tl.arange(0, BLOCK)
+        tl.store(out + words, tl.zeros([BLOCK], out.dtype.element_ty), mask=words < V)

@@ -1,0 +1,75 @@
+"""A LossSpec as kernels and operators take it: plain numbers, in one place.
+
+None becomes the number that changes nothing, and a choice its position, by which C++ knows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+
+from .contract import KL_ESTIMATORS, REDUCTIONS, DemoWeight, LossSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of kernels; C++ knows them by position
+_DEMO_WEIGHTS = tuple(DemoWeight)
+_ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
+
+
+class TokenScalars(NamedTuple):
+    """What the formulas of one token read, in the order of the operator `gac_native::row_loss`."""
+
+    ratio_low: float
+    ratio_high: float
+    dual_clip: float
+    kl_coef: float
+    kl_estimator: int
+    entropy_coef: float
+    demo_weight: int
+    demo_shape: float
+    temperature: float
+
+
+class PlanScalars(NamedTuple):
+    """What the weights of the tokens depend on, in the order of the operator `gac_native::plan`."""
+
+    shaped: bool
+    rollout_reduction: int
+    demo_reduction: int
+    max_tokens: float
+
+
+def token_scalars(spec: LossSpec) -> TokenScalars:
+    return TokenScalars(
+        ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
+        ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
+        dual_clip=math.inf if spec.dual_clip is None else float(spec.dual_clip),
+        kl_coef=float(spec.kl_coef),
+        kl_estimator=KL_ESTIMATORS.index(spec.kl_estimator),
+        entropy_coef=float(spec.entropy_coef),
+        demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
+        demo_shape=float(spec.demo_shape),
+        temperature=float(spec.temperature),
+    )
+
+
+def plan_scalars(spec: LossSpec) -> PlanScalars:
+    return PlanScalars(
+        shaped=spec.demo_weight is DemoWeight.SHAPED,
+        rollout_reduction=REDUCTIONS.index(spec.rollout_reduction),
+        demo_reduction=REDUCTIONS.index(spec.demo_reduction),
+        max_tokens=float(spec.max_tokens or 1),
+    )
+
+
+def encode(spec: LossSpec) -> str:
+    """A literal that `decode` reads back; f-strings, because Dynamo can trace them."""
+    texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _ENCODED]
+    return "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
+
+
+def decode(text: str) -> LossSpec:
+    return LossSpec(**ast.literal_eval(text))
