@@ -23,12 +23,13 @@ from .linear_losses import (
 )
 from .record import Record
 from .smoke import problem
-from .timing import Step, gemm_step, interleave, peak_mib
+from .timing import Step, first_line, gemm_step, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
 TOKENS = (2048, 8192, 32768)
 SECONDS = 5  # for the rounds of one case
 LOGP_TARGET = 2e-4
+GRADIENT_LIMIT = 2**-7  # relative, where eager PyTorch does not run
 EAGER_LIMIT = 60e9  # bytes that eager PyTorch may take before it is left out
 GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows dead", "ours, forward only"
 CSRC = "ours, rows by csrc"
@@ -40,36 +41,22 @@ TARGETS = {  # of what ours costs, relative to another
 
 
 def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str, Any], dict]:
-    """Relative errors against float64 of all that run, and why the others fail."""
+    """Relative errors against float64 of all that run, and why the others are not to be timed."""
     found, failed = {}, {}
     for name, (loss, scalar) in losses.items():
         try:
             found[name] = errors(loss, cross_entropy_truth if scalar else truth, small)
         except Exception as error:
-            if name == "ours":
-                raise
             failed[name] = first_line(error)
+    for name in {"ours", CSRC, "eager"} & found.keys():
+        limit = 1.05 * max(found["eager"][1:]) if "eager" in found else GRADIENT_LIMIT
+        if not max(found[name][1:]) <= limit:
+            failed[name] = f"gradients are off by {max(found[name][1:]):.1e}, more than {limit:.1e}"
+    if "ours" in found and not (off := logp_error(small)) <= LOGP_TARGET:
+        failed["ours"] = f"log-probs are off by {off:.1e}, more than {LOGP_TARGET:.0e}"
+    for name, reason in failed.items():
+        print(f"{name} is left out: {reason}")
     return found, failed
-
-
-def runnable(steps: dict[str, Step], failed: dict[str, str]) -> dict[str, Step]:
-    """The steps that run at this size; a peer may take more memory than there is."""
-    kept = {}
-    for name, run in steps.items():
-        try:
-            run()
-        except Exception as error:
-            if name.startswith("ours"):
-                raise
-            failed[name] = first_line(error)
-        else:
-            kept[name] = run
-    torch.cuda.empty_cache()  # what a failed one left
-    return kept
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def logp_error(batch: Batch) -> float:
@@ -105,11 +92,7 @@ def compare(
         found[CSRC] = Provider(functools.partial(ours, backend="native"))
     small = linear_batch(512, head, dtype, device)
     wrong, failed = check({n: (p.loss, p.scalar) for n, p in found.items()}, small)
-    for name in {"ours", CSRC} & wrong.keys():
-        worst = [max(wrong["eager"][1:]), max(wrong[name][1:])]
-        assert worst[1] <= 1.05 * worst[0], f"{name}: gradients worse than eager's: {worst}"
-    logp = logp_error(small)
-    assert logp <= LOGP_TARGET, f"log-probs are off by {logp:.1e}"
+    logp = logp_error(small) if "ours" not in failed else None
     del small
 
     batch = linear_batch(tokens, head, dtype, device)
@@ -121,8 +104,10 @@ def compare(
         for name, p in found.items()
         if name not in failed
     }
-    steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))  # no demonstration has a gradient
-    steps[FORWARD] = lambda: forward_only(batch)
+    if "ours" in steps:
+        # no demonstration has a gradient
+        steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))
+        steps[FORWARD] = lambda: forward_only(batch)
     timings = interleave(runnable(steps, failed), device, seconds)
     flops = 6 * tokens * head.hidden * head.vocab
     for name, timing in timings.items():
@@ -131,7 +116,7 @@ def compare(
             device=device.type, work="linear", shape=shape, tokens=tokens, provider=name,
             case="all live", ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
             tflops=(1 / 3 if name == FORWARD else 1) * flops / timing.best / 1e9,
-            fraction_of_gemms=timings[GEMMS].best / timing.best,
+            fraction_of_gemms=timings[GEMMS].best / timing.best if GEMMS in timings else None,
             mib=peak_mib(steps[name], device) - gradients_mib(name, batch),
             scalar=name in found and found[name].scalar, errors=wrong.get(name),
             logp_error=logp if name == "ours" else None,
@@ -152,8 +137,11 @@ def gradients_mib(name: str, batch: Batch) -> float:
 
 
 def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
-    mine = best["ours"]
     print(f"\n{title}")
+    if not {"ours", GEMMS, HALF} <= best.keys():
+        print(f"nothing to compare: only {', '.join(best)} ran")
+        return
+    mine = best["ours"]
     for name, ms in best.items():
         print(f"{name:40} {ms:9.3f} ms   it / ours {ms / mine:5.2f}")
     print(f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half dead / all live "
@@ -165,12 +153,9 @@ def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("shape", HEADS)
-def test_linear(shape: str, tokens: int, record: Record, benchmark) -> None:
+def test_linear(shape: str, tokens: int, record: Record) -> None:
     device = torch.device("cuda")
     compiled = shape == "Qwen2.5-7B" and tokens == 8192  # once: it takes a minute to compile
     best = compare(record, device, shape, HEADS[shape], tokens, compiled=compiled)
     scalar = {name for name, p in providers(device, False)[0].items() if p.scalar}
     report(f"{shape}, {tokens} tokens, bfloat16", best, scalar)
-    benchmark.extra_info |= best
-    batch = linear_batch(tokens, HEADS[shape], torch.bfloat16, device)
-    benchmark.pedantic(lambda: (step(ours, batch), torch.cuda.synchronize()), rounds=3)

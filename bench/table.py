@@ -6,6 +6,7 @@ between the markers of README.md, and draws docs/roofline.png where there are GP
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,11 +96,13 @@ def cpu_table(document: dict[str, Any] | None) -> str:
 
 
 def gpu_linear(rows: list[Row]) -> str:
-    """One line per shape and number of tokens; a missing run stays visible."""
+    """One line per shape and number of tokens that were tried; what failed there stays visible."""
     body = []
     for shape in HEADS:
         for tokens in GPU_TOKENS:
             place = {"work": "linear", "shape": shape, "tokens": tokens}
+            if not any(all(row.get(k) == v for k, v in place.items()) for row in rows):
+                continue
             mine = find(rows, **place, provider="ours")
             gemms = find(rows, **place, provider="three GEMMs")
             half = find(rows, **place, provider="ours, half the rows dead")
@@ -142,9 +145,17 @@ def gpu_logits(rows: list[Row]) -> str:
 
 
 def gpu_table(document: dict[str, Any] | None) -> str:
-    rows = document["rows"] if document else []
-    title = f"{document['device']}, {document['date']}" if document else f"GPU: {NOT_MEASURED}"
-    return "\n\n".join([f"{title} (`make bench-gpu`):", gpu_linear(rows), gpu_logits(rows)])
+    if document is None:
+        return f"GPU: {NOT_MEASURED}; run `make bench-gpu`."
+    rows, parts = document["rows"], [f"{document['device']}, {document['date']}:"]
+    for work, of_rows in (("linear", gpu_linear), ("logits", gpu_logits)):
+        if any(row["work"] == work and "ms" in row for row in rows):
+            parts.append(of_rows(rows))
+        else:
+            parts.append(
+                f"{work}: {NOT_MEASURED}; run `python -m pytest bench/bench_gpu_{work}.py`."
+            )
+    return "\n\n".join(parts)
 
 
 def roofline(document: dict[str, Any], path: Path) -> None:
@@ -193,7 +204,7 @@ def main() -> None:
     before, rest = readme.read_text().split(MARKERS[0])
     after = rest.split(MARKERS[1])[1]
     readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
-    if gpu:
+    if gpu and importlib.util.find_spec("matplotlib"):
         roofline(gpu, ROOT / "docs" / "roofline.png")
 
 

@@ -71,6 +71,25 @@ def interleave(
     return {n: Timing(min(t), statistics.median(t), len(t)) for n, t in times.items()}
 
 
+def runnable(steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Step]:
+    """The steps that run; `failed` learns why the others do not."""
+    kept = {}
+    for name, run in steps.items():
+        try:
+            run()
+        except Exception as error:
+            failed[name] = first_line(error)
+        else:
+            kept[name] = run
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what a failed one left
+    return kept
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def peak_mib(step: Step, device: torch.device) -> float:
     """Largest allocation of one call above what was allocated before it, in MiB; nan on a CPU."""
     if device.type == "cpu":

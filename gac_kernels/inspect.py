@@ -1,7 +1,8 @@
 """What the compiler makes of every shipped kernel, for GPUs that need not be there.
 
 `python -m gac_kernels.inspect` compiles each kernel for sm_80, sm_90 and sm_100 and prints
-registers, spilled bytes, stack, shared memory and instructions.
+registers, spilled bytes, stack, shared memory and instructions: all, and per logit of the pass that
+sums a row and of the pass that writes its gradient.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import re
 import subprocess
@@ -21,6 +23,7 @@ import torch
 
 from .contract import DemoWeight, LossSpec
 from .inputs import BatchInputs
+from .inspect_sass import passes
 from .tokens import Tokens, TokenTerms, plan
 
 ARCHITECTURES = (80, 90, 100)
@@ -47,6 +50,10 @@ class Report(NamedTuple):
     instructions: int
     wide_accesses: int
     """Global loads and stores of 16 bytes per thread among the instructions."""
+    sums: float
+    """Instructions of a thread per logit in the hot loop of the first pass; nan: no such loop."""
+    gradient: float
+    """The same of the second pass."""
     seconds: float
     """Time to compile."""
 
@@ -172,6 +179,7 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - began
     sass = _disassemble(compiled.asm["cubin"])
+    counted = passes(sass)
     return Report(
         kernel=launch.kernel.__name__,
         config=configuration.name,
@@ -183,6 +191,8 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
         shared=compiled.metadata.shared,
         instructions=len(INSTRUCTION.findall(sass)),
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
+        sums=counted.sums,
+        gradient=counted.gradient,
         seconds=seconds,
     )
 
@@ -271,6 +281,8 @@ def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
                 shared=kernel.shared,
                 instructions=len(INSTRUCTION.findall(kernel.sass)),
                 wide_accesses=len(WIDE_ACCESS.findall(kernel.sass)),
+                sums=kernel.passes.sums,
+                gradient=kernel.passes.gradient,
                 seconds=kernel.seconds,
             )
 
@@ -297,7 +309,9 @@ def table(reports: list[Report]) -> str:
 
 
 def _text(value: str | int | float) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.1f}"
+    return str(value)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from . import build_cuda
 from .backends import cuda
+from .inspect_sass import Passes, passes
 
 VOCAB = 152064
 _TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
@@ -36,6 +37,8 @@ class Compiled(NamedTuple):
     stack: int
     shared: int
     sass: str
+    passes: Passes
+    """Instructions per logit."""
     seconds: float
 
 
@@ -57,12 +60,18 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
     found = list(_PTXAS.finditer(log))
     for match in found:
         name, dtypes = _signature(match["symbol"])
+        text = sass[match["symbol"]]
         slots = cuda.split(VOCAB, dtypes[0], holds=True).slots
         yield Compiled(
             name, dtypes, int(match["registers"]), int(match["stores"]), int(match["loads"]),
             int(match["stack"]), cuda.shared_bytes(slots) if name == "row_kernel" else 0,
-            sass[match["symbol"]], seconds / len(found),
+            text, passes(text), seconds / len(found),
         )  # fmt: skip
+
+
+def title(kernel: Compiled) -> str:
+    """Such as "row_kernel float32 to bfloat16"."""
+    return f"{kernel.kernel} {' to '.join(str(t).removeprefix('torch.') for t in kernel.dtypes)}"
 
 
 def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:

@@ -8,13 +8,14 @@ import sys
 import pytest
 import torch
 
-from bench import bench_gpu_logits, smoke, table
+from bench import bench_gpu_linear, bench_gpu_logits, gemm_probe, row_case, smoke, table
 from bench import record as record_module
 from bench.batches import Head, linear_batch
-from bench.bench_gpu_linear import FORWARD, GEMMS, HALF, runnable
+from bench.bench_gpu_linear import FORWARD, GEMMS, HALF
 from bench.bench_gpu_linear import compare as compare_linear
-from bench.linear_losses import errors, ours, truth
+from bench.linear_losses import Provider, eager, errors, ours, truth
 from bench.record import Record
+from bench.timing import runnable
 
 CPU = torch.device("cpu")
 
@@ -56,8 +57,74 @@ def test_a_step_that_fails_is_left_out_and_explained() -> None:
     steps = {"peer": fails, "other": lambda: None}
     assert runnable(steps, failed).keys() == {"other"}
     assert failed == {"peer": "RuntimeError: out of memory"}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        runnable({"ours": fails}, failed)
+
+
+def test_a_wrong_provider_is_left_out_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours as well: the numbers of the others stay."""
+    monkeypatch.setattr(bench_gpu_linear, "ours", lambda b, **_: 1.5 * ours(b))
+    monkeypatch.setattr(
+        bench_gpu_linear, "providers",
+        lambda *_: ({"ours": Provider(lambda b: 1.5 * ours(b)), "eager": Provider(eager)}, {}),
+    )  # fmt: skip
+    record = Record()
+    best = compare_linear(record, CPU, "tiny", Head(32, 100), 512, seconds=0)
+    assert best.keys() >= {GEMMS, "eager"} and not best.keys() & {"ours", HALF, FORWARD}
+    rows = {row["provider"]: row for row in record.rows}
+    assert rows["ours"]["not_run"].startswith("gradients are off by")
+    assert "ours is left out" in capsys.readouterr().out
+    bench_gpu_linear.report("tiny", best, set())
+    assert "only three GEMMs" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_of_given_logits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"eager": lambda b: 1.01 * bench_gpu_logits.eager(b), "copycat": bench_gpu_logits.eager}
+    monkeypatch.setattr(bench_gpu_logits, "losses", lambda _: (wrong, {}))
+    record = Record()
+    best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
+    assert best.keys() == {"copy", "copycat"}
+    assert record.rows[-1]["provider"] == "eager" and "not" in record.rows[-1]["not_run"]
+
+
+def test_splits_that_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 rows of 152064 words fit eight blocks of fourteen tiles, not of nine."""
+    chosen = []
+
+    def run() -> None:
+        chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, holds=True))
+
+    halves = bench_gpu_logits.splits(run, 152064, torch.bfloat16)
+    assert "8 blocks x 9 tiles" in halves and "2 blocks x 28 tiles" in halves
+    floats = bench_gpu_logits.splits(run, 152064, torch.float32)
+    assert floats.keys() == {"4 blocks x 28 tiles", "8 blocks x 14 tiles", "8 blocks x 28 tiles"}
+    floats["8 blocks x 14 tiles"]()
+    assert chosen == [(8, 14)]
+
+
+def test_products_that_a_device_lacks_are_named() -> None:
+    """A CPU has no product of bfloat16 into float32."""
+    record = Record()
+    speeds = gemm_probe.probe(record, "tiny", Head(16, 48), 8, CPU, seconds=0)
+    assert speeds["dX of stride 2V, bfloat16"] > 0
+    assert len(record.rows) == 9
+    assert all("ms" in row or row["not_run"] for row in record.rows)
+
+
+def test_row_case_takes_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ("--dtype float32", "--overwrite", "--dtype float32 --overwrite"):
+        row_case.main([*options.split(), *["--backend", "reference", "--device", "cpu"],
+                       *["--rows", "16", "--vocab", "11"]])  # fmt: skip
+    assert capsys.readouterr().out.count("done") == 3
+
+
+def test_results_are_copied_out(results, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("OUT", str(out))
+    record = Record()
+    record.add(device="cpu", work="w", shape="s", tokens=1, case="c", provider="a", ms=1.0)
+    (path,) = record.save()
+    assert (out / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_backend_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +157,7 @@ def test_rows_replace_only_their_own(results) -> None:
 
 def test_cells_without_a_result_say_so(results) -> None:
     assert table.cpu_table(table.newest("cpu")).startswith("CPU: not measured")
-    text = table.gpu_table(table.newest("cuda"))
-    assert text.count("not measured") == 1 + 9 * 7 + 8 * 3
+    assert table.gpu_table(table.newest("cuda")) == "GPU: not measured; run `make bench-gpu`."
 
 
 def test_table_holds_what_was_measured(results) -> None:
@@ -107,6 +173,8 @@ def test_table_holds_what_was_measured(results) -> None:
     document = {"device": "Some GPU", "date": "2026-01-02", "rows": rows}
     (results / "some-gpu.json").write_text(json.dumps(document))
     text = table.gpu_table(table.newest("cuda"))
+    assert "| 2048 |" not in text, "shapes that nobody tried take a line"
+    assert "logits: not measured; run `python -m pytest bench/bench_gpu_logits.py`." in text
     line = next(x for x in text.splitlines() if x.startswith("| Qwen2.5-7B | 8192 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [

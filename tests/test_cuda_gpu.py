@@ -53,7 +53,7 @@ def test_demonstration_weights(weight: DemoWeight) -> None:
     check(make_batch(vocab=3000), spec=LossSpec(demo_weight=weight))
 
 
-@pytest.mark.parametrize("split", [(1, 28), (2, 28), (4, 14), (8, 7), (8, 28)])
+@pytest.mark.parametrize("split", [(1, 28), (2, 28), (4, 14), (8, 7), (8, 9), (8, 28)])
 def test_splits_of_a_row(split: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One block to eight, a ring that is full and one with room."""
     monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(*split))
@@ -71,12 +71,28 @@ def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
     assert error(results[0][0].logps, triton.logps) < 2e-5
 
 
-def test_gradient_over_the_logits_is_the_same() -> None:
-    batch = make_batch(rows=32, width=16, vocab=152064, dtype=torch.bfloat16)
+@pytest.mark.parametrize("vocab", [152064, 50257])
+def test_gradient_over_the_logits_is_the_same(vocab: int) -> None:
+    """Neighbouring rows of 50257 words share words of 16 bytes, and are written together."""
+    batch = make_batch(rows=32, width=16, vocab=vocab, dtype=torch.bfloat16)
     _, apart = evaluate(batch, backend="native")
     copy = dict(batch, logits=batch["logits"].clone())
     _, over = evaluate(copy, backend="native", overwrite=True)
     assert torch.equal(apart, over)
+
+
+def test_other_work_on_the_device_changes_no_bit() -> None:
+    """Another stream holds multiprocessors, so that some clusters start late."""
+    batch = make_batch(rows=64, width=32, vocab=32000, dtype=torch.bfloat16)
+    _, alone = evaluate(batch, backend="native")
+    side, left = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(8):
+            torch.mm(left, left)
+    _, beside = evaluate(batch, backend="native")
+    torch.cuda.synchronize()
+    assert torch.equal(alone, beside)
 
 
 def test_more_than_two_to_the_31_logits() -> None:

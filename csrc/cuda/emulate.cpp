@@ -1,17 +1,20 @@
 // The library of launch.cu with the same interface, on a CPU: see emulated.h.
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <numeric>
+#include <random>
 
+#include "plan.h"
 #include "rows.h"
 
 namespace gac::cuda {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr int64_t kClusters = 2;  // they share nothing, so one runs after the other
 std::exception_ptr failure;
 uint32_t seed = 0;
+int64_t launched = 2, resident = 2;  // clusters of a launch, and those that find room at once
 
 using Program = void (*)(const Arguments&, char*);
 
@@ -37,80 +40,122 @@ void enter(uint32_t high, uint32_t low) {
   const Arguments& a = *reinterpret_cast<const Arguments*>(uint64_t(high) << 32 | low);
   Machine& m = machine();
   try {
-    program_of(a)(a, m.memory[m.current->rank]);
+    program_of(a)(a, m.block().shared());
   } catch (...) {
     failure = std::current_exception();
   }
   m.current->over = true;
-  ++m.progress;
   m.yield();
 }
 
-void prepare(const Arguments& a, int64_t id, std::vector<std::vector<Word>>& memory) {
-  Machine& m = machine();
-  m.fibers = std::vector<Fiber>(a.cluster * kThreads);
-  m.warps.assign(m.fibers.size() / 32, {});
-  m.blocks.assign(a.cluster, {});
-  m.cluster = {};
-  m.landings.clear();
-  m.memory.clear();
-  m.size = a.cluster;
-  m.threads = kThreads;
-  m.id = id;
-  m.count = std::min(a.rows, kClusters);
-  memory.assign(a.cluster, std::vector<Word>((kHeaderBytes + a.slots * kTileBytes) / 16,
-                                             Word{~0u, ~0u, ~0u, ~0u}));
-  for (auto& block : memory) m.memory.push_back(reinterpret_cast<char*>(block.data()));
-  const auto address = reinterpret_cast<uint64_t>(&a);
-  for (size_t i = 0; i < m.fibers.size(); ++i) {
-    Fiber& f = m.fibers[i];
-    f.rank = static_cast<int>(i) / kThreads;
-    f.thread = static_cast<int>(i) % kThreads;
-    f.stack.resize(kStackBytes);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 2, uint32_t(address >> 32),
-                uint32_t(address));
+// Room for one cluster at a time: its blocks and its fibers.
+struct Room {
+  std::unique_ptr<char[]> stacks;  // not initialised: most of it is never touched
+  std::vector<Fiber> fibers;
+  std::unique_ptr<Cluster> cluster;  // none: the room is free
+
+  void place(const Arguments& a, int64_t id) {
+    cluster = std::make_unique<Cluster>();
+    cluster->id = id;
+    cluster->blocks.resize(a.cluster);
+    for (Block& block : cluster->blocks) {
+      block.memory.assign((kHeaderBytes + a.slots * kTileBytes) / kWordBytes,
+                          Word{~0u, ~0u, ~0u, ~0u});
+      block.warps.resize(kThreads / 32);
+    }
+    fibers = std::vector<Fiber>(a.cluster * kThreads);
+    if (!stacks) stacks.reset(new char[fibers.size() * kStackBytes]);
+    const auto address = reinterpret_cast<uint64_t>(&a);
+    for (size_t i = 0; i < fibers.size(); ++i) {
+      Fiber& f = fibers[i];
+      f.cluster = cluster.get();
+      f.rank = static_cast<int>(i) / kThreads;
+      f.thread = static_cast<int>(i) % kThreads;
+      f.over = false;
+      f.ready = nullptr;
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = stacks.get() + i * kStackBytes;
+      f.context.uc_stack.ss_size = kStackBytes;
+      makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 2, uint32_t(address >> 32),
+                  uint32_t(address));
+    }
   }
+
+  // Frees the room when the cluster has ended.
+  void leave() {
+    if (!std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.over; })) return;
+    if (!cluster->landings.empty()) fail("a block ended before all was stored into it");
+    cluster.reset();
+    fibers.clear();
+  }
+};
+
+// Lands some of what is under way, at least one if nothing else moves; whether any was left.
+bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random) {
+  if (landings.empty()) return false;
+  if (!stuck && random() % 2) return true;
+  std::shuffle(landings.begin(), landings.end(), random);
+  for (size_t lands = random() % (landings.size() + 1) + (stuck ? 1 : 0);
+       lands > 0 && !landings.empty(); --lands) {
+    machine().land(landings.back());
+    landings.pop_back();
+  }
+  return true;
 }
 
-// Resumes every fiber once per round, in a random order, and lands some of what is under way.
-void run() {
+// Some blocks fall behind the others for a while; whether any is behind.
+bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
+  bool any = false;
+  for (Block& block : blocks) {
+    if (block.asleep > 0)
+      --block.asleep;
+    else if (random() % 32 == 0)
+      block.asleep = 1 << random() % 9;
+    any |= block.asleep > 0;
+  }
+  return any;
+}
+
+// Runs the clusters in a random order, as many at a time as there are rooms. Resumes every fiber
+// that can go on once per round, in a random order over all clusters.
+void emulate(const Arguments& a) {
   Machine& m = machine();
-  std::vector<size_t> order(m.fibers.size());
-  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random(seed);
+  failure = nullptr;
+  m.threads = kThreads;
+  m.clusters = std::min(a.rows, launched);
+  std::vector<int64_t> waiting(m.clusters);
+  std::iota(waiting.begin(), waiting.end(), 0);
+  std::shuffle(waiting.begin(), waiting.end(), random);
+  std::vector<Room> rooms(std::min(m.clusters, resident));
   for (;;) {
-    const int64_t before = m.progress;
-    std::shuffle(order.begin(), order.end(), m.random);
-    bool alive = false;
-    for (const size_t i : order) {
-      if (m.fibers[i].over) continue;
-      alive = true;
-      m.current = &m.fibers[i];
-      swapcontext(&m.scheduler, &m.current->context);
-      if (failure) std::rethrow_exception(failure);
+    std::vector<Fiber*> order;
+    bool flying = false, alive = false;
+    for (Room& room : rooms) {
+      if (!room.cluster && !waiting.empty()) {
+        room.place(a, waiting.back());
+        waiting.pop_back();
+      }
+      if (room.cluster) flying |= delay_some(room.cluster->blocks, random);
+      alive |= room.cluster != nullptr;
+      for (Fiber& fiber : room.fibers)
+        if (!fiber.over && fiber.cluster->blocks[fiber.rank].asleep == 0) order.push_back(&fiber);
     }
     if (!alive) return;
-    std::shuffle(m.landings.begin(), m.landings.end(), m.random);
-    const bool stuck = m.progress == before;
-    if (stuck && m.landings.empty()) fail("deadlock: every thread waits for another");
-    for (size_t lands = m.random() % (m.landings.size() + 1) + (stuck ? 1 : 0);
-         lands > 0 && !m.landings.empty(); --lands) {
-      m.land(m.landings.back());
-      m.landings.pop_back();
+    bool stuck = true;
+    std::shuffle(order.begin(), order.end(), random);
+    for (Fiber* fiber : order) {
+      if (fiber->ready && !fiber->ready(fiber->waited)) continue;
+      stuck = false;
+      m.current = fiber;
+      swapcontext(&m.scheduler, &fiber->context);
+      if (failure) std::rethrow_exception(failure);
     }
-  }
-}
-
-void emulate(const Arguments& a) {
-  machine().random.seed(seed);
-  failure = nullptr;
-  for (int64_t id = 0; id < std::min(a.rows, kClusters); ++id) {
-    std::vector<std::vector<Word>> memory;
-    prepare(a, id, memory);
-    run();
-    if (!machine().landings.empty()) fail("a block ended before all was stored into it");
+    for (Room& room : rooms)
+      if (room.cluster) flying |= land_some(room.cluster->landings, stuck, random);
+    if (stuck && !flying) fail("deadlock: every thread waits for another");
+    for (Room& room : rooms)
+      if (room.cluster) room.leave();
   }
 }
 
@@ -118,6 +163,17 @@ void emulate(const Arguments& a) {
 }  // namespace gac::cuda
 
 extern "C" void gac_emulate_seed(uint32_t value) { gac::cuda::seed = value; }
+
+// How many clusters a launch has, and how many of them run at once.
+extern "C" void gac_emulate_clusters(int64_t launched, int64_t resident) {
+  gac::cuda::launched = launched;
+  gac::cuda::resident = resident;
+}
+
+// What launch.cu would launch where `resident` clusters run at once.
+extern "C" int64_t gac_cuda_clusters(const gac::cuda::Arguments* a, int64_t resident) {
+  return gac::cuda::clusters_of(*a, resident);
+}
 
 extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void*) {
   static std::string message;

@@ -1,9 +1,10 @@
 // The functions of hopper.h on a CPU, for tests of the row kernel's own source without a GPU.
 //
-// Every CUDA thread is a fiber, and a scheduler resumes the fibers of one cluster in a random
-// order. Asynchronous copies and stores land at a random later time; until then their destination
-// holds nan. What is read too early, overwritten too early or waited for in vain therefore shows.
-// It does not model memory ordering, nor the time that anything takes.
+// Every CUDA thread is a fiber, and a scheduler resumes the fibers of all clusters that are resident
+// in a random order. Asynchronous copies and stores land at a random later time, and a copy reads
+// its source only then; until then the destination holds nan. What is read too early, overwritten
+// too early or waited for in vain therefore shows, in shared memory and in the rows themselves. It
+// does not model memory ordering, nor the time that anything takes.
 #pragma once
 
 #include <ucontext.h>
@@ -11,7 +12,6 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -37,21 +37,16 @@ struct alignas(16) Word {
   uint32_t x, y, z, w;
 };
 
-// A copy under way: `data` lands at `to` and counts on `barrier`.
+// A copy under way: it lands at `to` and counts on `barrier`.
 struct Landing {
   char* to;
-  std::vector<char> data;
+  const char* from;
+  Sums sent;  // what `from` would be, where the source is a register
+  size_t bytes;
   Barrier* barrier;
 };
 
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  int rank, thread;
-  bool over = false;
-};
-
-// All blocks that meet at one barrier.
+// All threads that meet at one barrier.
 struct Meeting {
   int arrived = 0;
   int64_t generation = 0;
@@ -62,25 +57,50 @@ struct Warp {
   float values[32];
 };
 
-struct Machine {
-  std::vector<Fiber> fibers;
-  std::vector<char*> memory;  // of each rank
-  std::vector<Landing> landings;
+struct Block {
+  int asleep = 0;  // rounds in which none of its threads runs
+  std::vector<Word> memory;
   std::vector<Warp> warps;
-  std::vector<Meeting> blocks;
-  Meeting cluster;
-  int size = 0, threads = 0;
-  int64_t id = 0, count = 0, progress = 0;
+  Meeting meeting;
+  char* shared() { return reinterpret_cast<char*>(memory.data()); }
+};
+
+struct Cluster {
+  int64_t id = 0;
+  std::vector<Block> blocks;
+  Meeting meeting;
+  std::vector<Landing> landings;
+};
+
+struct Fiber {
+  ucontext_t context;
+  Cluster* cluster;
+  int rank, thread;
+  bool over;
+  bool (*ready)(void*);  // what it waits for, null for nothing
+  void* waited;
+};
+
+// What all fibers see; `current` is the one that runs.
+struct Machine {
+  int threads = 0;
+  int64_t clusters = 0;
   ucontext_t scheduler;
   Fiber* current = nullptr;
-  std::mt19937 random;
+
+  Cluster& cluster() { return *current->cluster; }
+  Block& block() { return cluster().blocks[current->rank]; }
 
   void yield() { swapcontext(&current->context, &scheduler); }
 
+  // The scheduler asks on behalf of the thread: it is resumed once, when it can go on.
   template <class Ready>
   void until(Ready ready) {
-    while (!ready()) yield();
-    ++progress;
+    if (ready()) return;
+    current->waited = &ready;
+    current->ready = [](void* waited) { return (*static_cast<Ready*>(waited))(); };
+    yield();
+    current->ready = nullptr;
   }
 
   void meet(Meeting& meeting, int parties) {
@@ -88,7 +108,6 @@ struct Machine {
     if (++meeting.arrived == parties) {
       meeting.arrived = 0;
       ++meeting.generation;
-      ++progress;
     }
     until([&] { return meeting.generation != mine; });
   }
@@ -97,14 +116,12 @@ struct Machine {
     if (b.pending > 0 || b.bytes != 0) return;
     b.pending = b.arrivals;
     b.parity ^= 1;
-    ++progress;
   }
 
   void land(Landing& l) {
-    std::memcpy(l.to, l.data.data(), l.data.size());
-    l.barrier->bytes -= static_cast<int32_t>(l.data.size());
+    std::memcpy(l.to, l.from ? l.from : reinterpret_cast<const char*>(&l.sent), l.bytes);
+    l.barrier->bytes -= static_cast<int32_t>(l.bytes);
     advance(*l.barrier);
-    ++progress;
   }
 };
 
@@ -115,15 +132,14 @@ inline Machine& machine() {
 
 inline int thread() { return machine().current->thread; }
 inline int cluster_rank() { return machine().current->rank; }
-inline int cluster_size() { return machine().size; }
-inline int64_t cluster_id() { return machine().id; }
-inline int64_t cluster_count() { return machine().count; }
+inline int cluster_size() { return static_cast<int>(machine().cluster().blocks.size()); }
+inline int64_t cluster_id() { return machine().cluster().id; }
+inline int64_t cluster_count() { return machine().clusters; }
 
 template <class T>
 T& there(T& object, int rank) {
-  Machine& m = machine();
-  return *reinterpret_cast<T*>(reinterpret_cast<char*>(&object) - m.memory[cluster_rank()] +
-                               m.memory[rank]);
+  const auto offset = reinterpret_cast<char*>(&object) - machine().block().shared();
+  return *reinterpret_cast<T*>(machine().cluster().blocks[rank].shared() + offset);
 }
 
 inline void fail(const char* what) { throw std::logic_error(what); }
@@ -146,42 +162,40 @@ void wait(Barrier& b, uint32_t parity) {
   machine().until([&] { return b.parity != parity; });
 }
 
-inline void start(char* to, const void* from, size_t bytes, Barrier& b) {
-  const char* data = static_cast<const char*>(from);
-  machine().landings.push_back({to, std::vector<char>(data, data + bytes), &b});
-  std::memset(to, 0xff, bytes);
+inline void start(const Landing& landing) {
+  std::memset(landing.to, 0xff, landing.bytes);
+  machine().cluster().landings.push_back(landing);
 }
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier& b) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 ||
       bytes % 16 || bytes == 0)
     fail("a bulk copy needs multiples of 16");
-  start(static_cast<char*>(shared), global, bytes, b);
+  start({static_cast<char*>(shared), static_cast<const char*>(global), {}, bytes, &b});
 }
 inline void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {
-  start(reinterpret_cast<char*>(&there(slot, rank)), &sums, sizeof(Sums), there(b, rank));
+  char* to = reinterpret_cast<char*>(&there(slot, rank));
+  start({to, nullptr, sums, sizeof(Sums), &there(b, rank)});
 }
 
 template <int kCount>
 void sync_threads() {
-  machine().meet(machine().blocks[cluster_rank()], kCount);
+  machine().meet(machine().block().meeting, kCount);
 }
-inline Warp& warp() {
-  Machine& m = machine();
-  return m.warps[(cluster_rank() * m.threads + thread()) / 32];
-}
+inline Warp& warp() { return machine().block().warps[thread() / 32]; }
 inline void sync_warp() { machine().meet(warp().before, 32); }
 inline void sync_cluster() {
   Machine& m = machine();
-  m.meet(m.cluster, m.size * m.threads);
+  m.meet(m.cluster().meeting, cluster_size() * m.threads);
 }
-inline float shuffle_xor(float x, int mask) {
+inline float shuffle(float x, int lane) {
   Warp& w = warp();
   w.values[thread() % 32] = x;
   machine().meet(w.before, 32);
-  const float other = w.values[thread() % 32 ^ mask];
+  const float other = w.values[lane];
   machine().meet(w.after, 32);
   return other;
 }
+inline float shuffle_xor(float x, int mask) { return shuffle(x, thread() % 32 ^ mask); }
 
 struct Exp2 {
   float operator()(float x) const { return std::exp2(x); }
@@ -212,6 +226,15 @@ void unpack(Word w, float (&x)[kWidth], T) {
   T values[kWidth];
   std::memcpy(values, &w, sizeof(w));
   for (int e = 0; e < kWidth; ++e) x[e] = to_float(values[e]);
+}
+template <int kWords, class T>
+float largest(const Word (&words)[kWords], T) {
+  float top = -INFINITY, x[sizeof(Word) / sizeof(T)];
+  for (const Word& word : words) {
+    unpack(word, x, T{});
+    for (const float value : x) top = std::fmax(top, value);
+  }
+  return top;
 }
 template <class T>
 uint32_t pack(float low, float high, T) {

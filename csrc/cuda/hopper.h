@@ -132,6 +132,7 @@ GAC_DEVICE void sync_cluster() {
           : "memory");
 }
 
+GAC_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 GAC_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 struct Exp2 {  // relative error below 2^-22; results below 2^-126 are 0
@@ -182,6 +183,40 @@ GAC_DEVICE void unpack(Word w, float (&x)[8], Float16) {
   for (int i = 0; i < 4; ++i) {
     const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
     x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+  }
+}
+
+// The largest logit of some words; halves are compared two at a time.
+template <class T>
+struct PairOf;
+template <>
+struct PairOf<BFloat16> {
+  using type = __nv_bfloat162;
+};
+template <>
+struct PairOf<Float16> {
+  using type = __half2;
+};
+template <int kWords, class T>
+GAC_DEVICE float largest(const Word (&words)[kWords], T) {
+  if constexpr (sizeof(T) == 4) {
+    float top = __uint_as_float(words[0].x);
+#pragma unroll
+    for (int u = 0; u < kWords; ++u) {
+      top = fmaxf(fmaxf(top, __uint_as_float(words[u].x)), __uint_as_float(words[u].y));
+      top = fmaxf(fmaxf(top, __uint_as_float(words[u].z)), __uint_as_float(words[u].w));
+    }
+    return top;
+  } else {
+    using Pair = typename PairOf<T>::type;
+    const auto pair = [](const uint32_t& x) { return *reinterpret_cast<const Pair*>(&x); };
+    Pair top = pair(words[0].x);
+#pragma unroll
+    for (int u = 0; u < kWords; ++u) {
+      top = __hmax2(__hmax2(top, pair(words[u].x)), pair(words[u].y));
+      top = __hmax2(__hmax2(top, pair(words[u].z)), pair(words[u].w));
+    }
+    return fmaxf(to_float(top.x), to_float(top.y));
   }
 }
 

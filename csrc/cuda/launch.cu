@@ -4,14 +4,16 @@
 #include <mutex>
 #include <tuple>
 
+#include "plan.h"
 #include "rows.h"
 
 namespace gac::cuda {
 namespace {
 
-// Two blocks on a multiprocessor: while one exchanges its sums the other computes.
+// Two blocks or, with short rings, three on a multiprocessor: while one exchanges its sums the others
+// compute.
 template <class In, class Out>
-__global__ void __launch_bounds__(kThreads, 2) row_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(kThreads, 3) row_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) char memory[];
   row_program<In, Out>(a, memory);
 }
@@ -100,7 +102,7 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
   int clusters = 0;
   error = resident(kernel, config, a.device, clusters);
   if (error != cudaSuccess) return error;
-  config.gridDim = dim3(a.cluster * static_cast<unsigned>(a.rows < clusters ? a.rows : clusters));
+  config.gridDim = dim3(static_cast<unsigned>(a.cluster * clusters_of(a, clusters)));
   void* arguments[] = {const_cast<Arguments*>(&a)};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }

@@ -6,72 +6,16 @@
 // pass over a slice twice: sums, which the blocks exchange through shared memory, and gradient. A
 // tile goes back to the ring after its last use. Sums are merged in a fixed order, so results repeat
 // bit for bit.
-//
-// Rows need no alignment: words of 16 bytes are counted from the aligned address at or before the
-// row's first logit, and what is outside the row in the first and the last word is ignored. (An
-// aligned word with one valid byte can be read.)
 #pragma once
 
-#include "arguments.h"
-#if defined(__CUDACC__)
-#include "hopper.h"
-#else
-#include "emulated.h"
-#endif
+#include "gradient.h"
 
 namespace gac::cuda {
 
-constexpr int64_t kIgnore = -100;
-constexpr int kWarps = 8, kConsumers = 32 * kWarps, kThreads = kConsumers + 32;
-constexpr int kWordBytes = 16, kTileBytes = 8192, kTileWords = kTileBytes / kWordBytes;
-constexpr int kPerThread = kTileWords / kConsumers;
-constexpr int kMaxSlots = 28, kMaxCluster = 8, kHeaderBytes = 1024;
-
-// The beginning of a block's shared memory; the ring follows after kHeaderBytes.
-struct Shared {
-  Sums inbox[2][kMaxCluster];  // by parity of the row and rank of the sender
-  Sums partial[kWarps];
-  Pull pull;
-  Barrier full[kMaxSlots], empty[kMaxSlots], exchange[2];
-};
-static_assert(sizeof(Shared) <= kHeaderBytes);
-
-// A place in the ring, and the parity of the barrier phase that fills it.
-struct Cursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  GAC_DEVICE void next(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
-// The words [begin, end) that this block holds of a row of `words` words; the row's first logit is
-// number `shift` of word 0.
-struct Slice {
-  const char* base;
-  int shift, words, begin, end;
-  GAC_DEVICE int tiles() const { return (end - begin + kTileWords - 1) / kTileWords; }
-};
-
-template <class In>
-GAC_DEVICE Slice slice_of(const Arguments& a, int64_t n) {
-  const In* row = static_cast<const In*>(a.logits) + n / a.per_batch * a.batch_stride +
-                  n % a.per_batch * a.row_stride;
-  const auto bytes = reinterpret_cast<uintptr_t>(row) % kWordBytes;
-  Slice s;
-  s.base = reinterpret_cast<const char*>(row) - bytes;
-  s.shift = static_cast<int>(bytes / sizeof(In));
-  constexpr int kWidth = kWordBytes / sizeof(In);
-  s.words = static_cast<int>((s.shift + a.vocab + kWidth - 1) / kWidth);
-  const int share = (s.words + cluster_size() - 1) / cluster_size();
-  s.begin = share * cluster_rank() < s.words ? share * cluster_rank() : s.words;
-  s.end = s.begin + share < s.words ? s.begin + share : s.words;
-  return s;
-}
-
-// Whether any logit of row n is read. Both roles ask, so that they agree on the tiles.
-GAC_DEVICE bool reads(const Arguments& a, int64_t n) {
-  if (a.targets[n] == kIgnore) return false;
+// Whether any logit of row n, whose target is y, is read. Both roles ask, so that they agree on the
+// tiles.
+GAC_DEVICE bool reads(const Arguments& a, int64_t n, int64_t y) {
+  if (y == kIgnore) return false;
   return a.task != kGrads || a.d_logps[n] != 0 || a.d_entropy[n] != 0;
 }
 
@@ -79,7 +23,7 @@ template <class In>
 GAC_DEVICE void produce(const Arguments& a, Shared& shared, char* ring) {
   Cursor at;
   for (int64_t n = cluster_id(); n < a.rows; n += cluster_count()) {
-    if (!reads(a, n)) continue;
+    if (!reads(a, n, a.targets[n])) continue;
     const Slice s = slice_of<In>(a, n);
     for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
       const int words = s.end - first < kTileWords ? s.end - first : kTileWords;
@@ -91,45 +35,40 @@ GAC_DEVICE void produce(const Arguments& a, Shared& shared, char* ring) {
   }
 }
 
-// After the last use of a tile by this warp.
-GAC_DEVICE void release(Barrier& empty) {
-  sync_warp();
-  if (thread() % 32 == 0) arrive(empty);
-}
-
-// The logits of word q, -inf for those outside the row or the slice.
-template <class In, int kWidth>
-GAC_DEVICE void logits_of(const Slice& s, const char* tile, int in_tile, int q, int64_t vocab,
-                          float* x) {
-  float word[kWidth];
-  unpack(load_word(tile + in_tile * kWordBytes), word, In{});
-  const bool whole = q < s.end && q > 0 && q < s.words - 1;
-#pragma unroll
-  for (int e = 0; e < kWidth; ++e) x[e] = word[e];
-  if (whole) return;
-  const int64_t first = int64_t(q) * kWidth - s.shift;
-#pragma unroll
-  for (int e = 0; e < kWidth; ++e)
-    if (q >= s.end || first + e < 0 || first + e >= vocab) x[e] = -INFINITY;
-}
-
-// First pass: this thread's part of the sums of the slice.
-template <class In>
+// First pass: this thread's part of the sums of the slice. kHeld: its tiles stay for a second one.
+template <bool kHeld, class In>
 GAC_DEVICE Sums read_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
                            Cursor& at) {
   constexpr int kWidth = kWordBytes / sizeof(In);
   Sums sums = no_sums();
   for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
     wait(shared.full[at.slot], at.parity);
-    float x[kPerThread * kWidth];
+    const char* mine = ring + at.slot * kTileBytes + thread() * kWordBytes;
+    if (s.whole(first)) {
+      Word words[kPerThread];
+      float x[kPerThread][kWidth];
 #pragma unroll
-    for (int u = 0; u < kPerThread; ++u) {
-      const int in_tile = thread() + u * kConsumers;
-      logits_of<In, kWidth>(s, ring + at.slot * kTileBytes, in_tile, first + in_tile, a.vocab,
-                            x + u * kWidth);
+      for (int u = 0; u < kPerThread; ++u) {
+        words[u] = load_word(mine + u * kConsumers * kWordBytes);
+        unpack(words[u], x[u], In{});
+      }
+      absorb(sums, x, largest(words, In{}), a.slope, Exp2{});
+    } else {
+      for (int u = 0; u < kPerThread; ++u) {
+        const int q = first + thread() + u * kConsumers;
+        if (q >= s.end) break;
+        float x[1][kWidth], top = -INFINITY;
+        unpack(load_word(mine + u * kConsumers * kWordBytes), x[0], In{});
+        const Valid valid(s, q, kWidth, a.vocab);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          if (!valid(e)) x[0][e] = -INFINITY;
+          top = fmaxf(top, x[0][e]);
+        }
+        absorb(sums, x, top, a.slope, Exp2{});
+      }
     }
-    if (!a.out) release(shared.empty[at.slot]);
-    absorb(sums, x, a.slope, Exp2{});
+    if (!kHeld) release(shared.empty[at.slot]);
   }
   return sums;
 }
@@ -156,14 +95,12 @@ GAC_DEVICE void share(Shared& shared, Sums mine, int parity, float slope) {
     send(all, shared.inbox[parity][cluster_rank()], shared.exchange[parity], thread());
 }
 
-// The sums of the whole row; parts are merged by rank, so that all blocks get the same bits.
+// The sums of the whole row, by the first warp; in the same order, so the same bits, in all blocks.
 GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float slope) {
-  arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
+  if (thread() == 0) arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
   wait<true>(shared.exchange[parity], phase);
-  Sums all = shared.inbox[parity][0];
-  for (int rank = 1; rank < cluster_size(); ++rank)
-    all = merge(all, shared.inbox[parity][rank], slope, Exp2{});
-  return all;
+  const bool sent = thread() < cluster_size();
+  return gather_lanes<kMaxCluster>(sent ? shared.inbox[parity][thread()] : no_sums(), slope);
 }
 
 // A target outside [0, V) reads nothing and gives nan.
@@ -173,14 +110,44 @@ GAC_DEVICE float target_logit(const Arguments& a, const Slice& s, int64_t y) {
   return to_float(reinterpret_cast<const In*>(s.base)[s.shift + y]);
 }
 
-GAC_DEVICE TokenLoss<float> token_loss(const Arguments& a, int64_t n, const Statistics& s) {
+// What the columns say of a row, one of them in each lane of the first warp: read before the slice,
+// they are there when its sums are.
+enum Column { kAdvantage, kOld, kRef, kScale, kDLogp, kDEntropy, kDemo, kTargetLogit };
+
+template <class In>
+GAC_DEVICE float column_of(const Arguments& a, const Slice& s, int64_t n, int64_t y) {
+  const float* column = nullptr;
+  switch (thread()) {
+    case kAdvantage: column = a.advantages; break;
+    case kOld: column = a.old; break;
+    case kRef: column = a.ref; break;
+    case kScale: column = a.scale; break;
+    case kDLogp: column = a.d_logps; break;
+    case kDEntropy: column = a.d_entropy; break;
+    case kDemo: return a.demo && a.demo[n] ? 1.0f : 0.0f;
+    case kTargetLogit: return cluster_rank() == 0 ? target_logit<In>(a, s, y) : 0.0f;
+  }
+  return column ? column[n] : 0.0f;
+}
+
+struct Columns {
+  float advantage, old, ref, scale, d_logp, d_entropy;
+  bool demo;
+};
+
+GAC_DEVICE Columns gather_columns(float column) {
+  return {shuffle(column, kAdvantage), shuffle(column, kOld),    shuffle(column, kRef),
+          shuffle(column, kScale),     shuffle(column, kDLogp), shuffle(column, kDEntropy),
+          shuffle(column, kDemo) != 0};
+}
+
+GAC_DEVICE TokenLoss<float> token_loss(const Arguments& a, const Columns& c, const Statistics& s) {
   const TokenSpec<float> spec{a.ratio_low, a.ratio_high, a.dual_clip, a.kl_coef,
                               static_cast<KlEstimator>(a.kl_estimator), a.entropy_coef,
                               static_cast<DemoWeight>(a.demo_weight), a.demo_shape};
-  const float advantage = a.advantages[n];
-  if (a.demo[n]) return demo_loss(s.logp, advantage, spec);
-  return rollout_loss(s.logp, s.entropy, advantage, a.old ? a.old[n] : s.logp, a.ref != nullptr,
-                      a.ref ? a.ref[n] : 0.0f, spec);
+  if (c.demo) return demo_loss(s.logp, c.advantage, spec);
+  return rollout_loss(s.logp, s.entropy, c.advantage, a.old ? c.old : s.logp, a.ref != nullptr,
+                      c.ref, spec);
 }
 
 // One column each; a constant count keeps the values in registers.
@@ -200,132 +167,56 @@ GAC_DEVICE void write_blank(const Arguments& a, int64_t n) {
 }
 
 // One thread: the row's results, and what its gradient is made of.
-GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, int64_t n) {
+GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, const Columns& c, int64_t n,
+                         int64_t y) {
   const Statistics s = statistics(sums, a.slope);
-  if (a.task == kGrads)
-    return pull_of(sums, s, a.d_logps[n], a.d_entropy[n], a.inverse_temperature);
+  const int64_t word = y >= 0 && y < a.vocab ? y : -1;
+  if (a.task == kGrads) return pull_of(sums, s, word, c.d_logp, c.d_entropy, a.inverse_temperature);
   if (a.task == kStats) {
     const float values[] = {s.logp, s.entropy, s.lse};
     write_results(a, n, values);
     return {};
   }
-  const TokenLoss<float> token = token_loss(a, n, s);
+  const TokenLoss<float> token = token_loss(a, c, s);
   const float values[] = {s.logp, s.entropy, token.loss, token.kl, token.clipped ? 1.0f : 0.0f};
   write_results(a, n, values);
-  const float share = a.scale[n];
-  return pull_of(sums, s, share * token.d_logp, share * token.d_entropy, a.inverse_temperature);
-}
-
-// Where the gradient of a row goes. Words that are whole and aligned there are stored whole.
-template <class Out, int kWidth>
-struct Destination {
-  static constexpr int kBytes = kWidth * sizeof(Out);
-  static constexpr int kStore = kBytes < kWordBytes ? kBytes : kWordBytes;
-  Out* row;
-  int64_t vocab;
-  int shift;
-  bool aligned;
-
-  GAC_DEVICE Destination(const Arguments& a, int64_t n, int shift) : vocab(a.vocab), shift(shift) {
-    row = static_cast<Out*>(a.out) + n / a.per_batch * a.out_batch_stride +
-          n % a.per_batch * a.out_row_stride;
-    aligned = (reinterpret_cast<uintptr_t>(row) - shift * sizeof(Out)) % kStore == 0;
-  }
-
-  GAC_DEVICE void store(int q, const float (&g)[kWidth]) const {
-    const int64_t first = int64_t(q) * kWidth - shift;
-    if (aligned && first >= 0 && first + kWidth <= vocab) {
-      uint32_t words[kBytes / 4];
-#pragma unroll
-      for (int i = 0; i < kBytes / 4; ++i) {
-        if constexpr (sizeof(Out) == 4)
-          words[i] = bits_of(g[i]);
-        else
-          words[i] = pack(g[2 * i], g[2 * i + 1], Out{});
-      }
-#pragma unroll
-      for (int i = 0; i < kBytes / kStore; ++i)
-        store_bytes<kStore>(row + first + i * kStore / sizeof(Out), words + i * kStore / 4);
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e)
-      if (first + e >= 0 && first + e < vocab) row[first + e] = from_float<Out>(g[e]);
-  }
-};
-
-template <class In, class Out>
-GAC_DEVICE void write_zeros(const Arguments& a, int64_t n) {
-  constexpr int kWidth = kWordBytes / sizeof(In);
-  const Slice s = slice_of<In>(a, n);
-  const Destination<Out, kWidth> to(a, n, s.shift);
-  const float zeros[kWidth] = {};
-  for (int q = s.begin + thread(); q < s.end; q += kConsumers) to.store(q, zeros);
-}
-
-// Second pass: the gradient of the slice; `at` is where its first tile is.
-template <class In, class Out>
-GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
-                            Cursor at, int64_t n) {
-  constexpr int kWidth = kWordBytes / sizeof(In);
-  const Pull pull = shared.pull;
-  const Destination<Out, kWidth> to(a, n, s.shift);
-  const int64_t y = a.targets[n];
-  const bool known = y >= 0 && y < a.vocab;
-  const int hit = known ? static_cast<int>((y + s.shift) / kWidth) : -1;
-  const int hit_element = known ? static_cast<int>((y + s.shift) % kWidth) : 0;
-  for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
-#pragma unroll
-    for (int u = 0; u < kPerThread; ++u) {
-      const int in_tile = thread() + u * kConsumers, q = first + in_tile;
-      if (q >= s.end) continue;
-      float x[kWidth], g[kWidth];
-      unpack(load_word(ring + at.slot * kTileBytes + in_tile * kWordBytes), x, In{});
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float t = (x[e] - pull.top) * a.slope;
-        const float weight = pull.linear == 0
-                                 ? pull.constant
-                                 : fmaf(pull.linear, fmaxf(t, kFloor), pull.constant);
-        g[e] = Exp2{}(t) * weight;
-      }
-      if (q == hit) {
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e)
-          if (e == hit_element) g[e] = pull.target;
-      }
-      if (pull.zero) {
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) g[e] = 0;
-      }
-      to.store(q, g);
-    }
-    release(shared.empty[at.slot]);
-  }
+  return pull_of(sums, s, word, c.scale * token.d_logp, c.scale * token.d_entropy,
+                 a.inverse_temperature);
 }
 
 template <class In, class Out>
 GAC_DEVICE void consume(const Arguments& a, Shared& shared, const char* ring) {
   Cursor at;
   uint32_t round = 0;  // rows read so far
-  for (int64_t n = cluster_id(); n < a.rows; n += cluster_count()) {
-    if (!reads(a, n)) {
-      if (a.out) write_zeros<In, Out>(a, n);
+  int64_t y = a.targets[cluster_id()], next = 0;  // a row ahead: nobody waits for it
+  for (int64_t n = cluster_id(); n < a.rows; n += cluster_count(), y = next) {
+    if (n + cluster_count() < a.rows) next = a.targets[n + cluster_count()];
+    const Slice s = slice_of<In>(a, n);
+    if (!reads(a, n, y)) {
+      if (a.out) write_zeros<In, Out>(a, s, n);
       if (thread() == 0) write_blank(a, n);
       continue;
     }
-    const Slice s = slice_of<In>(a, n);
     const Cursor start = at;
-    const bool first = thread() == 0 && cluster_rank() == 0;
-    const float target = first ? target_logit<In>(a, s, a.targets[n]) : 0.0f;
-    Sums mine = read_slice<In>(a, shared, ring, s, at);
-    mine.target = target;
+    const float column = column_of<In>(a, s, n, y);
+    Sums mine = a.out ? read_slice<true, In>(a, shared, ring, s, at)
+                      : read_slice<false, In>(a, shared, ring, s, at);
+    if (thread() == kTargetLogit) mine.target = column;
     share(shared, mine, round % 2, a.slope);
-    if (thread() == 0)
-      shared.pull = conclude(a, collect(shared, round % 2, round / 2 % 2, a.slope), n);
+    if (thread() < 32) {
+      const Sums sums = collect(shared, round % 2, round / 2 % 2, a.slope);
+      const Columns columns = gather_columns(column);
+      if (thread() == 0) shared.pull = conclude(a, sums, columns, n, y);
+    }
     sync_threads<kConsumers>();
-    if (a.out) write_slice<In, Out>(a, shared, ring, s, start, n);
     ++round;
+    if (!a.out) continue;
+    if (shared.pull.zero)
+      skip_slice<In, Out>(a, shared, s, start, n);
+    else if (shared.pull.linear != 0)
+      write_slice<true, In, Out>(a, shared, ring, s, start, n);
+    else
+      write_slice<false, In, Out>(a, shared, ring, s, start, n);
   }
 }
 
@@ -350,23 +241,6 @@ GAC_DEVICE void row_program(const Arguments& a, char* memory) {
     produce<In>(a, shared, ring);
   sync_warp();
   sync_cluster();  // nobody leaves while another block may still store into its memory
-}
-
-// The tiles that a block needs at least: its largest slice of a row that starts anywhere in a word.
-inline int64_t slots_needed(const Arguments& a, int64_t item) {
-  const int64_t width = kWordBytes / item, words = (a.vocab + 2 * width - 2) / width;
-  const int64_t slice = (words + a.cluster - 1) / a.cluster;
-  return a.out ? (slice + kTileWords - 1) / kTileWords : 1;
-}
-
-// Why a launch is impossible, or null.
-inline const char* refusal(const Arguments& a) {
-  const int64_t item = a.dtype == kFloat32 ? 4 : 2;
-  if (a.cluster != 1 && a.cluster != 2 && a.cluster != 4 && a.cluster != 8)
-    return "a cluster has 1, 2, 4 or 8 blocks";
-  if (a.slots < 1 || a.slots > kMaxSlots) return "a ring has 1 to 28 tiles";
-  if (slots_needed(a, item) > a.slots) return "the row does not fit the cluster's shared memory";
-  return nullptr;
 }
 
 }  // namespace gac::cuda

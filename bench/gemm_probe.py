@@ -1,0 +1,90 @@
+"""The three products of the linear form, one by one: `python -m bench.gemm_probe`.
+
+What a library makes of a product depends on its rows M, on the dtype that it gives and on the
+stride that it reads; the chunked head chooses all three (`gac_kernels/linear.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from .batches import HEADS, Head
+from .record import Record
+from .timing import Step, interleave, runnable
+
+ROWS = (1024, 1408, 1536, 2304, 4096)
+SECONDS = 0.4  # for the rounds of one shape
+
+
+def products(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
+    """Each product of M rows by name. The gradient of the logits is [M, V] of row stride V, or 2 V
+    where it shares the storage of float32 logits.
+    """
+    bf16, f32 = torch.bfloat16, torch.float32
+    g = torch.Generator(device).manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=bf16, generator=g)
+
+    hidden, vocab = head
+    x, weight, wide = noise(rows, hidden), noise(vocab, hidden), noise(rows, 2 * vocab)
+    dense, strided = wide.view(2 * rows, vocab)[:rows], wide[:, :vocab]
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    logits = {t: empty(t, rows, vocab) for t in (bf16, f32)}
+    dx = {t: empty(t, rows, hidden) for t in (bf16, f32)}
+    dw = {t: empty(t, vocab, hidden) for t in (bf16, f32)}
+    return {
+        "logits, bfloat16": lambda: torch.mm(x, weight.T, out=logits[bf16]),
+        "logits, float32": lambda: torch.mm(x, weight.T, f32, out=logits[f32]),
+        "dX of stride V, bfloat16": lambda: torch.mm(dense, weight, out=dx[bf16]),
+        "dX of stride V, float32": lambda: torch.mm(dense, weight, f32, out=dx[f32]),
+        "dX of stride 2V, bfloat16": lambda: torch.mm(strided, weight, out=dx[bf16]),
+        "dX of stride 2V, float32": lambda: torch.mm(strided, weight, f32, out=dx[f32]),
+        "dW, bfloat16": lambda: torch.mm(dense.T, x, out=dw[bf16]),
+        "dW, float32": lambda: torch.mm(dense.T, x, f32, out=dw[f32]),
+        "dW added, float32": lambda: torch.addmm(dw[f32], dense.T, x, f32, out=dw[f32]),
+    }
+
+
+def probe(
+    record: Record, shape: str, head: Head, rows: int, device: torch.device, seconds: float
+) -> dict[str, float]:
+    """Time and record one head and one M; TFLOP/s by product."""
+    failed: dict[str, str] = {}
+    steps = runnable(products(rows, head, device), failed)
+    speeds = {}
+    place = {"device": device.type, "work": "gemm", "shape": shape, "tokens": rows, "case": ""}
+    for name, timing in (interleave(steps, device, seconds) if steps else {}).items():
+        speeds[name] = 2 * rows * head.hidden * head.vocab / timing.best / 1e9
+        record.add(
+            **place, provider=name, ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
+            tflops=speeds[name],
+        )  # fmt: skip
+        print(f"{shape:14} M={rows:5} {name:26} {timing.best:8.3f} ms {speeds[name]:6.0f} TFLOP/s")
+    for name, reason in failed.items():
+        record.add(**place, provider=name, not_run=reason)
+        print(f"{shape:14} M={rows:5} {name:26} not run: {reason}")
+    return speeds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gemm_probe", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS)[:2])
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--device", default="cuda")
+    chosen = parser.parse_args(arguments)
+    for shape in chosen.heads:
+        for rows in chosen.rows:
+            record = Record()
+            probe(record, shape, HEADS[shape], rows, torch.device(chosen.device), chosen.seconds)
+            record.save()  # at once: a time limit would lose them all
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""One call of a row kernel and nothing else: for profilers, sanitizers and the choice of a split.
+
+`python -m bench.row_case --backend native --dtype float32 --out bfloat16 --rows 40 --vocab 50257`
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+import torch
+
+from gac_kernels import LossSpec, backends
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import plan
+
+from .timing import Step
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LENGTH = 8  # rows of a sequence
+
+
+def row_case(
+    backend: ModuleType,
+    rows: int,
+    vocab: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    overwrite: bool = False,
+) -> Step:
+    """Loss and gradient of [rows / 8, 8, V] logits by `backend.row_loss`.
+
+    overwrite: the gradient goes over the logits; a narrower one into the first part of each row.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    shape = (rows // LENGTH, LENGTH)
+    logits = torch.randn(*shape, vocab, device=device, dtype=dtype, generator=g)
+    targets = torch.randint(vocab, shape, device=device, generator=g)
+    advantages = torch.randn(shape[0], device=device, generator=g)
+    demo = torch.arange(shape[0], device=device) % 2 == 1
+    tokens = plan(BatchInputs(targets, advantages, demo, 0.5), LossSpec())
+    if overwrite:
+        out = logits.view(out_dtype)[..., :vocab]
+    else:
+        out = torch.empty(*shape, vocab, device=device, dtype=out_dtype)
+    return lambda: backend.row_loss(logits, tokens, LossSpec(), out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.row_case", description=__doc__)
+    parser.add_argument("--backend", default="native", choices=("reference", "triton", "native"))
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--out", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=152064)
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    chosen = parser.parse_args(arguments)
+    device = torch.device(chosen.device)
+    run = row_case(
+        backends.load(chosen.backend, device), chosen.rows, chosen.vocab, DTYPES[chosen.dtype],
+        DTYPES[chosen.out], device, chosen.overwrite,
+    )  # fmt: skip
+    for _ in range(3):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(f"{chosen.backend}: {chosen.rows} x {chosen.vocab} {chosen.dtype} to {chosen.out}: done")
+
+
+if __name__ == "__main__":
+    main()

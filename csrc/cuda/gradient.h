@@ -1,0 +1,115 @@
+// The second pass: the gradient of a slice that is at hand, and zeros where none is.
+#pragma once
+
+#include "layout.h"
+
+namespace gac::cuda {
+
+// Where the gradient of a row goes.
+template <class Out, int kWidth>
+struct Destination {
+  static constexpr int kBytes = kWidth * sizeof(Out);
+  static constexpr int kStore = kBytes < kWordBytes ? kBytes : kWordBytes;
+  Out* row;
+  char* words;   // of word 0, at or before the row
+  bool aligned;  // whole words can be stored whole
+
+  GAC_DEVICE Destination(const Arguments& a, const Slice& s, int64_t n) {
+    row = static_cast<Out*>(a.out) + n / a.per_batch * a.out_batch_stride +
+          n % a.per_batch * a.out_row_stride;
+    words = reinterpret_cast<char*>(row) - s.shift * sizeof(Out);
+    aligned = reinterpret_cast<uintptr_t>(words) % kStore == 0;
+  }
+
+  // Word q of an aligned row, all of it.
+  GAC_DEVICE void store(int q, const float (&g)[kWidth]) const {
+    uint32_t packed[kBytes / 4];
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) {
+      if constexpr (sizeof(Out) == 4)
+        packed[i] = bits_of(g[i]);
+      else
+        packed[i] = pack(g[2 * i], g[2 * i + 1], Out{});
+    }
+#pragma unroll
+    for (int i = 0; i < kBytes / kStore; ++i)
+      store_bytes<kStore>(words + int64_t(q) * kBytes + i * kStore, packed + i * kStore / 4);
+  }
+
+  // Any word of any row: what is the row's of it.
+  GAC_DEVICE void store(const Slice& s, int q, int64_t vocab, const float (&g)[kWidth]) const {
+    if (aligned && q >= s.inner && q < s.outer) return store(q, g);
+    const Valid valid(s, q, kWidth, vocab);
+    const int64_t first = int64_t(q) * kWidth - s.shift;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e)
+      if (valid(e)) row[first + e] = from_float<Out>(g[e]);
+  }
+};
+
+template <class In, class Out>
+GAC_DEVICE void write_zeros(const Arguments& a, const Slice& s, int64_t n) {
+  constexpr int kWidth = kWordBytes / sizeof(In);
+  const Destination<Out, kWidth> to(a, s, n);
+  const float zeros[kWidth] = {};
+  for (int q = s.begin + thread(); q < s.end; q += kConsumers) to.store(s, q, a.vocab, zeros);
+}
+
+// The gradient of a word's logits. kLinear: there is an entropy's part; kAny: the logits may be
+// steep (row_sums.h).
+template <bool kLinear, bool kAny, class In, int kWidth>
+GAC_DEVICE void pull_word(const char* word, const Pull& pull, float slope, float (&g)[kWidth]) {
+  float x[kWidth];
+  unpack(load_word(word), x, In{});
+  const float anchor = anchor_of(pull.top, slope);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    const float t = kAny ? exponent(x[e], pull.top, slope) : fmaf(x[e], slope, -anchor);
+    g[e] = Exp2{}(t) * (kLinear ? fmaf(pull.linear, fmaxf(t, kFloor), pull.constant)
+                                : pull.constant);
+  }
+}
+
+// Second pass: the gradient of the slice; `at` is where its first tile is.
+template <bool kLinear, class In, class Out>
+GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
+                            Cursor at, int64_t n) {
+  constexpr int kWidth = kWordBytes / sizeof(In);
+  const Pull pull = shared.pull;
+  const Destination<Out, kWidth> to(a, s, n);
+  const bool plain = to.aligned && !is_steep(anchor_of(pull.top, a.slope));
+  for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
+    const char* mine = ring + at.slot * kTileBytes + thread() * kWordBytes;
+    float g[kWidth];
+    if (plain && s.whole(first)) {
+#pragma unroll
+      for (int u = 0; u < kPerThread; ++u) {
+        pull_word<kLinear, false, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
+        to.store(first + thread() + u * kConsumers, g);
+      }
+    } else {
+      for (int u = 0; u < kPerThread; ++u) {
+        const int q = first + thread() + u * kConsumers;
+        if (q >= s.end) break;
+        pull_word<kLinear, true, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
+        to.store(s, q, a.vocab, g);
+      }
+    }
+    release(shared.empty[at.slot]);
+  }
+  // the target's element, over what the same thread has just stored there
+  const int64_t q = (pull.word + s.shift) / kWidth;
+  if (pull.word >= 0 && q >= s.begin && q < s.end && (q - s.begin) % kConsumers == thread())
+    to.row[pull.word] = from_float<Out>(pull.target);
+}
+
+// The whole row is 0, whatever it holds.
+template <class In, class Out>
+GAC_DEVICE void skip_slice(const Arguments& a, Shared& shared, const Slice& s, Cursor at,
+                           int64_t n) {
+  write_zeros<In, Out>(a, s, n);
+  for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots))
+    release(shared.empty[at.slot]);
+}
+
+}  // namespace gac::cuda

@@ -1,0 +1,64 @@
+"""The CUDA row kernels on emulated threads: the library, and batches that exercise it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels.backends import reference
+from gac_kernels.contract import LossSpec
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Tokens, plan
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels compiled for the CPU with the emulated instructions; once per process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(SOURCES / "cuda", Path(folder))
+
+
+def load(sources: Path, folder: Path, optimise: str = "-O2") -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    path = folder / "emulated.so"
+    command = [compiler, "-std=c++20", optimise, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-unknown-pragmas", "-o", str(path), str(sources / "emulate.cpp")]
+    subprocess.run(command, check=True, timeout=300)
+    loaded = ctypes.CDLL(str(path))
+    loaded.gac_cuda_rows.restype = ctypes.c_char_p
+    loaded.gac_cuda_clusters.restype = ctypes.c_int64
+    return loaded
+
+
+def reset(loaded: ctypes.CDLL) -> None:
+    """Two clusters of two, in the first of all orders."""
+    loaded.gac_emulate_seed(0)
+    clusters(loaded, launched=2, resident=2)
+
+
+def clusters(loaded: ctypes.CDLL, launched: int, resident: int) -> None:
+    loaded.gac_emulate_clusters(ctypes.c_int64(launched), ctypes.c_int64(resident))
+
+
+def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
+    """Two sequences, a rollout and a demonstration; the second token of each has no loss."""
+    _, rows, vocab = logits.shape
+    targets = torch.randint(vocab, (2, rows))
+    targets[:, 1] = -100
+    logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
+    old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
+    old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
+    is_demo = torch.tensor([False, True])
+    return plan(BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref), spec)
