@@ -24,6 +24,7 @@ import torch
 from .contract import DemoWeight, LossSpec
 from .inputs import BatchInputs
 from .inspect_sass import passes
+from .sketch import RowSketch
 from .tokens import Tokens, TokenTerms, plan
 
 ARCHITECTURES = (80, 90, 100)
@@ -110,15 +111,21 @@ def triton_configurations() -> Iterator[Configuration]:
     yield _loss_configuration(
         "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
     )
+    sketch = RowSketch(wide[0, 0].to(torch.int8), torch.empty(8, 16, device="meta"))
+    yield _loss_configuration(
+        "V=151936 float32 to bfloat16, sketch", "default", wide, logits, _meta_tokens(ref=False),
+        sketch,
+    )  # fmt: skip
 
 
 def _loss_configuration(
-    name: str, spec: str, logits: torch.Tensor, out: torch.Tensor | None, tokens: Tokens
-) -> Configuration:
+    name: str, spec: str, logits: torch.Tensor, out: torch.Tensor | None, tokens: Tokens,
+    sketch: RowSketch | None = None,
+) -> Configuration:  # fmt: skip
     from .backends.triton.loss import loss_launch
 
     terms = torch.empty(5, 8, device="meta")
-    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms)
+    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms, sketch)
     return Configuration(f"{name}, {spec}", launch)
 
 
@@ -234,6 +241,7 @@ _POINTEES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
+    torch.int8: "i8",
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",

@@ -65,7 +65,7 @@ class HeadSketch:
 class RowSketch(NamedTuple):
     """What a row kernel needs to sketch the gradient that it writes."""
 
-    signs: Tensor  # float32 [V]
+    signs: Tensor  # [V] of +-1; float32 on a CPU, int8 elsewhere
     buckets: Tensor  # [M, k], zeros: row m gets R g_m
 
 

@@ -14,7 +14,9 @@ class Sketcher:
 
     def __init__(self, sketch: HeadSketch, head: Projection, tokens: int) -> None:
         vocabulary, width = head.weight.shape
-        self.signs = sketch.signs(vocabulary, head.weight.device)
+        signs = sketch.signs(vocabulary, head.weight.device)
+        # a GPU waits for memory: a byte a word keeps two rows on a multiprocessor
+        self.signs = signs if head.weight.device.type == "cpu" else signs.to(torch.int8)
         self.hidden_signs = sketch.hidden_signs(width, head.weight.device).to(head.product).T
         shape = (2, tokens, sketch.size)
         self.sides = Sides(*torch.zeros(shape, dtype=head.exact, device=head.weight.device))

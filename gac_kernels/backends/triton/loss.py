@@ -86,7 +86,7 @@ def loss_kernel(
     ref,  # float32 [N] or None
     scale,  # float32 [N]
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
-    signs,  # float32 [V], or None: no sketch
+    signs,  # int8 or float32 [V] of +-1, or None: no sketch
     buckets,  # float32 [N, SKETCH], zeros: the signed sums of the gradient by word modulo SKETCH
     N,
     T,

@@ -115,7 +115,8 @@ def write_gradient(
     tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
     signed = tl.zeros([BLOCK], tl.float32)
     if signs is not None:
-        signed = tl.where(words < V, gradient, 0.0) * tl.load(signs + words, words < V, other=0.0)
+        sign = tl.load(signs + words, words < V, other=0).to(tl.float32)
+        signed = tl.where(words < V, gradient, 0.0) * sign
     for tile in tl.range(0, tiles, num_stages=STAGES):
         words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + words, eviction_policy="evict_first")
@@ -124,7 +125,7 @@ def write_gradient(
         )
         tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
         if signs is not None:
-            signed += gradient * tl.load(signs + words)
+            signed += gradient * tl.load(signs + words).to(tl.float32)
     return signed
 
 
