@@ -5,7 +5,7 @@ STAMP := .venv/.done
 # Threads that spin while they wait for work make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test release-check endings-check test-gpu bench bench-gpu kernel-report lint \
+.PHONY: docs docs-serve setup ext demo test release-check endings-check test-gpu bench bench-gpu kernel-report lint \
   types check study clean
 
 setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
@@ -54,6 +54,12 @@ study: setup  ## every method on the demo's task, three seeds (about half an hou
 
 kernel-report: setup  ## compile every kernel for sm_80, sm_90, sm_100; registers, spills, shared memory
 	$(BIN)/python -m gac_kernels.inspect
+
+docs: setup  ## the documentation site, docs/_build/html; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+docs-serve: docs  ## show it at http://localhost:8000
+	$(BIN)/python -m http.server 8000 --directory docs/_build/html
 
 lint: setup
 	$(BIN)/ruff check .

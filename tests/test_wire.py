@@ -104,7 +104,11 @@ def test_a_subclass_travels_as_its_plain_type(value, plain):
     assert same(there_and_back(value), plain)
 
 
-@pytest.mark.parametrize("value", [object(), len, lambda: 0, iter([]), os, Text], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), len, lambda: 0, iter([]), os, Text],
+    ids=["object", "builtin", "function", "iterator", "module", "class"],
+)
 def test_other_values_stay(value):
     with pytest.raises(NotPlain, match="does not cross between processes"):
         encode([value])

@@ -37,10 +37,13 @@ def mu_star(
 ) -> float:
     """Equations 3 and 4: (alpha D + sigma_r^2 - c) / (D + sigma_s^2 + sigma_r^2 - 2 c), in [0, 1].
 
-    alpha: target share of the SFT gradient, in [0, 1].
-    disagreement, sft_variance, rl_variance: D, sigma_s^2, sigma_r^2 >= 0, in one common unit.
-    covariance: c. True moments satisfy 2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a
-        denominator <= 0, whose quotient is clipped as the paper does.
+    Args:
+        alpha: target share of the SFT gradient, in [0, 1].
+        disagreement: D >= 0, like the next two in one common unit.
+        sft_variance: sigma_s^2 >= 0.
+        rl_variance: sigma_r^2 >= 0.
+        covariance: c. True moments satisfy 2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a
+            denominator <= 0, whose quotient is clipped as the paper does.
 
     With every term zero nothing is known, and alpha is returned. Raises ValueError on nan,
     infinity, a negative variance, or alpha outside of [0, 1].
@@ -56,7 +59,7 @@ def mu_star_biased(
     rl_variance: float,
     corrections: Corrections,
 ) -> float:
-    """The exact optimum under biases, clipped to [0, 1]; equations 3 and 4 without them.
+    """The exact optimum under biases, clipped to [0, 1]; equations 3 and 4 without them::
 
         <d + Delta, alpha d - b_r> + sigma_r^2 - c
         ------------------------------------------
