@@ -12,7 +12,7 @@ __all__ = ["find_runs", "results_table", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write `out/report.html` and the pictures of `out/plots` about the given run directories; returns the page.
+    """Write `out/report.html` and `out/plots` about the given run directories; returns the page.
 
     A directory without metrics.jsonl stands for the runs below it. Runs may be unfinished. Raises
     FileNotFoundError where there is no run, ConfigError for a config.yaml that is not YAML.

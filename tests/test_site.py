@@ -1,0 +1,82 @@
+"""The documentation site: built without a warning, no broken link, no error in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    pytest.importorskip("sphinx", reason="the site needs sphinx, furo and myst-parser")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs"]
+    done = subprocess.run(
+        [*command, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+class Page(HTMLParser):
+    """The targets of a page's links and pictures, and its own anchors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.anchors: set[str] = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors.add(found.get("id") or "")
+        self.targets |= {found[k] for k in ("href", "src") if found.get(k)}
+
+
+@pytest.mark.slow
+def test_links_and_anchors_lead_somewhere(site):
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    assert len(pages) > 20
+    broken = []
+    for path, page in pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or (target.startswith("#") and path.name == "search.html"):
+                continue
+            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            known = file.exists() and (
+                file not in pages or unquote(parts.fragment) in pages[file].anchors
+            )
+            if not known:
+                broken.append(f"{path.relative_to(site)}: {target}")
+    assert not broken
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_no_page_logs_an_error_in_a_browser(site, tmp_path):
+    """One start of the browser for all pages: they are loaded in frames of one."""
+    pages = sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html"))
+    frames = "".join(f'<iframe src="{site.as_uri()}/{page}"></iframe>' for page in pages)
+    index = tmp_path / "all.html"
+    index.write_text(f"<!doctype html><title>all</title>{frames}")
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+         "--virtual-time-budget=20000", index.as_uri()],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("<iframe") == len(pages)
+    logged = re.findall(r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', done.stderr)
+    assert not logged
