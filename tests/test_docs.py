@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from gac import cli
+from tools import quickstart
 
 from .tiny import write_tiny
 
@@ -87,3 +89,22 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
         path = (page.parent / target).resolve()
         assert path.exists() or path in WRITTEN, f"{name(page)} links to {target}"
+
+
+def test_the_quickstart_notebook_runs(monkeypatch):
+    """Its cells are those of the program that writes it, in one session."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    cells = tuple((c["cell_type"], "".join(c["source"])) for c in notebook["cells"])
+    assert cells == quickstart.CELLS, "run python -m tools.quickstart"
+    names: dict[str, object] = {}
+    for kind, text in cells:
+        if kind == "code":
+            exec(compile(text, "quickstart.ipynb", "exec"), names)
+    history = names["history"]
+    assert history["demo loss"][-1] < 0.5 * history["demo loss"][0]  # it learns
+    assert max(history["mu"]) - min(history["mu"]) > 0.05  # and mu moves
+    assert any(
+        "image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", ())
+    )
