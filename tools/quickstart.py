@@ -34,11 +34,11 @@ A batch holds rollouts and demonstrations, side by side. Here the demonstrations
 rollout is rewarded for every token that is even. The model samples its rollouts itself."""),
     ("code", """\
 def batch(rows=16, length=12):
-    start = torch.randint(0, 64, (rows, 1))
+    start = torch.randint(1, 64, (rows, 1))
     demos = (start + torch.arange(length + 1)) % 64
     with torch.no_grad():
         rollouts = model.generate(start, max_new_tokens=length, min_new_tokens=length,
-                                  do_sample=True, pad_token_id=0)
+                                  do_sample=True, pad_token_id=0, eos_token_id=0)
     rewards = (rollouts[:, 1:] % 2 == 0).float().mean(1)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     ids = torch.cat([rollouts, demos])
@@ -50,7 +50,7 @@ chooses the next mu. The logits never exist as a whole."""),
     ("code", """\
 controller = GuidedController(ControllerConfig(max_step=0.05, prior_blend=1.0, ema_decay=0.8))
 history = {"mu": [], "mu*": [], "reward": [], "demo loss": []}
-for step in range(60):
+for _ in range(60):
     ids, advantages, is_demo, reward = batch()
     hidden = model.model(ids[:, :-1]).last_hidden_state
     out = fused_linear_gac_loss(hidden, model.lm_head.weight, ids[:, 1:], advantages, is_demo,
@@ -59,8 +59,10 @@ for step in range(60):
     optimizer.step()
     optimizer.zero_grad()
     controller.update(signals=out.moments.signals(), kl=None)
-    for name, value in zip(history, (controller.mu, controller.mu_star, reward, out.demo_loss)):
-        history[name].append(float(value))"""),
+    history["mu"].append(controller.mu)
+    history["mu*"].append(controller.mu_star)
+    history["reward"].append(reward)
+    history["demo loss"].append(out.demo_loss.item())"""),
     ("code", """\
 figure, axes = plt.subplots(1, 3, figsize=(11, 2.8))
 axes[0].plot(history["mu"], label="mu")
@@ -92,6 +94,8 @@ def main() -> int:
     notebook.metadata = {"language_info": {"name": "python"}}
     for cell in notebook.cells:
         cell["metadata"] = {}  # when a cell ran is of no use
+        if "outputs" in cell:  # warnings speak of the machine
+            cell["outputs"] = [o for o in cell["outputs"] if o.get("name") != "stderr"]
     nbformat.write(notebook, NOTEBOOK)
     return 0
 
