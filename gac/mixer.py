@@ -1,0 +1,206 @@
+"""Our side of a step inside another trainer: which demonstrations, which weight, what was seen.
+
+The trainer keeps its own rollout loss; an adapter adds the demonstrations' to it:
+
+    rows = mixer.draw()                                  # at the start of an optimiser step
+    loss = mixer.mix(rollout_loss, demo_loss)            # in each of its micro-batches
+    mixer.observe(moments)                               # of whatever the micro-batch scored
+    log = mixer.close(group)                             # at the end of the step: the next mu
+
+Every rank draws the same rows without asking the others, and `close` sees to it that all ranks had
+one mu. Losses are those that gradient averaging turns into the step's: each rank's micro-batches
+add up, and the ranks' sums are averaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gac.checks import is_count, require
+from gac.control.controller import ControllerConfig
+from gac.control.signals import Evidence, ProxySignals
+from gac.data.order import Order
+from gac.methods import CHORD, GAC, Constant, Method, Observation
+from gac.methods.kl_ctrl import KLControl
+from gac_kernels import LossSpec, TokenMoments
+
+FILE = "gac.json"
+
+
+class Mixer:
+    """The controller, the order of the demonstrations and the sums of one optimiser step.
+
+    Args:
+        controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
+            only: GAC (proxy signals), CHORD, Constant, KLControl; None = GAC().
+        rows: number of demonstrations that there are.
+        batch: demonstrations of one optimiser step, over all ranks.
+        seed: of the order of the demonstrations.
+
+    Raises ValueError for a method that an outer mixture cannot serve.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerConfig | Method | None = None,
+        *,
+        rows: int,
+        batch: int,
+        seed: int = 0,
+    ) -> None:
+        require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
+        self.method = _method(controller)
+        self.spec: LossSpec = self.method.spec(LossSpec())
+        """How the demonstrations are weighted and reduced; nothing else of it applies."""
+        self.batch = batch
+        self._order = Order(rows, seed)
+        self._step = 0
+        self._state, self._mix = self.method.mix(self.method.init(), Observation(0))
+        self._moments: TokenMoments | None = None
+        self._losses: Tensor | None = None
+
+    @property
+    def mu(self) -> float:
+        """The weight of the demonstrations in the step under way."""
+        return self._mix.mu
+
+    def draw(self) -> list[int]:
+        """The row numbers of the step's demonstrations, the same on every rank."""
+        return self._order.take(self.batch)
+
+    def mix(self, rollout_loss: Tensor, demo_loss: Tensor) -> Tensor:
+        """(1 - mu) rollout_loss + mu demo_loss of one micro-batch; both 0-d, differentiable."""
+        both = torch.stack([rollout_loss.detach().double(), demo_loss.detach().double()])
+        self._losses = both if self._losses is None else self._losses + both
+        demo, rollout = self._mix.pair
+        return rollout * rollout_loss + demo * demo_loss
+
+    def observe(self, moments: TokenMoments) -> None:
+        """Add the statistics of a micro-batch's rollouts, or of its demonstrations."""
+        totals = moments.totals.clone()
+        # a batch without rollouts has no KL to know, rather than an unknown one
+        totals[2] = torch.where(totals[0] == 0, 0, totals[2])
+        new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
+        self._moments = new if self._moments is None else self._moments + new
+
+    def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """End the optimiser step: one small gather, the next mu, and this step's values.
+
+        group: the data-parallel ranks; None = all processes, or this one alone.
+
+        Returns mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
+        sft_variance, rl_variance, disagreement, kl and demo_tokens; what was not measured is left
+        out. Raises RuntimeError where the ranks' mu differ or a rank has scored nothing.
+        """
+        total, losses = self._gather(group)
+        seen: dict[str, Any] = {
+            "kl": float(total.kl), "entropy": float(total.entropy),
+            "rollout_loss": losses[0], "demo_loss": losses[1],
+        }  # fmt: skip
+        known = {name: value for name, value in seen.items() if math.isfinite(value)}
+        signals = None
+        if self.method.wants_signals(self._step):
+            evidence = Evidence(self._step, total)
+            self._state, signals, _ = self.method.read(self._state, evidence)
+        row = {
+            "mu": self.mu, **self.method.report(self._state), **known,
+            **total.signals(self.method.trim)._asdict(), "demo_tokens": float(total.demo_tokens),
+        }  # fmt: skip
+        self._step += 1
+        observation = Observation(self._step, signals, **known)
+        self._state, self._mix = self.method.mix(self._state, observation)
+        self._moments = self._losses = None
+        return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
+        """The step's moments and losses over all ranks, on the CPU."""
+        if self._moments is None or self._losses is None:
+            raise RuntimeError("nothing was mixed or observed since the last close()")
+        own = self._moments
+        scored = own.demo_nll[own.demo_nll != -math.inf]
+        nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
+        if len(scored) > self.batch:
+            raise RuntimeError(f"{len(scored)} demonstrations in a step of batch={self.batch}")
+        nll[: len(scored)] = scored
+        mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
+        mine = torch.cat([mu, self._losses.to(nll.device), own.rollouts, own.totals, nll])
+        rows = [mine]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(rows, mine, group=group)
+        table = torch.stack(rows).cpu()
+        if (table[:, 0] != table[0, 0]).any():
+            raise RuntimeError(
+                f"mu differs over the ranks, {table[:, 0].tolist()}: load the same controller "
+                "state on all of them"
+            )
+        parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
+        return sum(parts[1:], parts[0]), table[:, 1:3].mean(0).tolist()
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps, in plain JSON types."""
+        return {
+            "name": self.method.name, "step": self._step, "method": self._state,
+            "mix": list(self._mix), "order": self._order.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises ValueError for the state of another method or data."""
+        missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
+        require(not missing, "state", missing, "a dict from state_dict(): these keys are missing")
+        if state["name"] != self.method.name:
+            raise ValueError(
+                f"the saved controller is {state['name']!r} and this run's {self.method.name!r}: "
+                "resume with the same controller"
+            )
+        self._order.load_state_dict(state["order"])
+        self._step, self._state = int(state["step"]), state["method"]
+        self._mix = type(self._mix)(*state["mix"])
+        self._moments = self._losses = None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state into a checkpoint's folder, whole or not at all."""
+        path = Path(folder) / FILE
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.state_dict()))
+        part.replace(path)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote. Raises FileNotFoundError where the folder has no such file."""
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: this checkpoint was saved without a controller, and its mu is "
+                "unknown; start a new run from its weights instead of resuming"
+            )
+        self.load_state_dict(json.loads(path.read_text()))
+
+
+def _method(controller: ControllerConfig | Method | None) -> Method:
+    """The controller as a method, if log-probabilities are all that it needs."""
+    if controller is None:
+        return GAC()
+    if isinstance(controller, ControllerConfig) and not isinstance(controller, Method):
+        controller = GAC(**vars(controller))
+    served = isinstance(controller, (GAC, CHORD, Constant, KLControl))
+    require(
+        served, "controller", controller,
+        "a ControllerConfig, or a GAC, CHORD, Constant or KLControl method",
+    )  # fmt: skip
+    assert isinstance(controller, Method)
+    if isinstance(controller, GAC):
+        proxies = isinstance(controller.signals, ProxySignals)
+        require(proxies, "controller.signals", controller.signals, "ProxySignals()")
+        plain = controller.estimator == "independent"
+        require(plain, "controller.estimator", controller.estimator, "'independent'")
+    return controller
