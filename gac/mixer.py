@@ -2,10 +2,10 @@
 
 The trainer keeps its own rollout loss; an adapter adds the demonstrations' to it:
 
-    rows = mixer.draw()                                  # at the start of an optimiser step
-    loss = mixer.mix(rollout_loss, demo_loss)            # in each of its micro-batches
-    mixer.observe(moments)                               # of whatever the micro-batch scored
-    log = mixer.close(group)                             # at the end of the step: the next mu
+    rows = mixer.draw()                       # at the start of an optimiser step
+    loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)      # in its micro-batches
+    mixer.observe(moments)                    # of whatever a micro-batch scored
+    log = mixer.close(group)                  # at the end of the step: the next mu
 
 Every rank draws the same rows without asking the others, and `close` sees to it that all ranks had
 one mu. Losses are those that gradient averaging turns into the step's: each rank's micro-batches
@@ -64,8 +64,8 @@ class Mixer:
         self._order = Order(rows, seed)
         self._step = 0
         self._state, self._mix = self.method.mix(self.method.init(), Observation(0))
-        self._moments: TokenMoments | None = None
-        self._losses: Tensor | None = None
+        self._moments: TokenMoments
+        self._clear()
 
     @property
     def mu(self) -> float:
@@ -76,12 +76,15 @@ class Mixer:
         """The row numbers of the step's demonstrations, the same on every rank."""
         return self._order.take(self.batch)
 
-    def mix(self, rollout_loss: Tensor, demo_loss: Tensor) -> Tensor:
-        """(1 - mu) rollout_loss + mu demo_loss of one micro-batch; both 0-d, differentiable."""
-        both = torch.stack([rollout_loss.detach().double(), demo_loss.detach().double()])
-        self._losses = both if self._losses is None else self._losses + both
-        demo, rollout = self._mix.pair
-        return rollout * rollout_loss + demo * demo_loss
+    def rollouts(self, loss: Tensor) -> Tensor:
+        """The trainer's own loss of a micro-batch (0-d) times its weight, 1 - mu."""
+        self._losses[0].append(loss.detach())
+        return self._mix.pair[1] * loss
+
+    def demos(self, loss: Tensor) -> Tensor:
+        """The demonstrations' loss of a micro-batch (0-d) times its weight, mu."""
+        self._losses[1].append(loss.detach())
+        return self._mix.pair[0] * loss
 
     def observe(self, moments: TokenMoments) -> None:
         """Add the statistics of a micro-batch's rollouts, or of its demonstrations."""
@@ -89,7 +92,7 @@ class Mixer:
         # a batch without rollouts has no KL to know, rather than an unknown one
         totals[2] = torch.where(totals[0] == 0, 0, totals[2])
         new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
-        self._moments = new if self._moments is None else self._moments + new
+        self._moments = new + self._moments.to(totals.device)
 
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """End the optimiser step: one small gather, the next mu, and this step's values.
@@ -98,7 +101,7 @@ class Mixer:
 
         Returns mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
         sft_variance, rl_variance, disagreement, kl and demo_tokens; what was not measured is left
-        out. Raises RuntimeError where the ranks' mu differ or a rank has scored nothing.
+        out. Raises RuntimeError where the ranks' mu differ, or no rank has scored anything.
         """
         total, losses = self._gather(group)
         seen: dict[str, Any] = {
@@ -117,21 +120,25 @@ class Mixer:
         self._step += 1
         observation = Observation(self._step, signals, **known)
         self._state, self._mix = self.method.mix(self._state, observation)
-        self._moments = self._losses = None
+        self._clear()
         return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+
+    def _clear(self) -> None:
+        self._moments = TokenMoments.zeros()
+        self._losses: tuple[list[Tensor], list[Tensor]] = [], []
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
         """The step's moments and losses over all ranks, on the CPU."""
-        if self._moments is None or self._losses is None:
-            raise RuntimeError("nothing was mixed or observed since the last close()")
         own = self._moments
+        zero = own.totals.new_zeros(())
+        losses = torch.stack([sum((x.double() for x in side), zero) for side in self._losses])
         scored = own.demo_nll[own.demo_nll != -math.inf]
         nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
         if len(scored) > self.batch:
             raise RuntimeError(f"{len(scored)} demonstrations in a step of batch={self.batch}")
         nll[: len(scored)] = scored
         mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
-        mine = torch.cat([mu, self._losses.to(nll.device), own.rollouts, own.totals, nll])
+        mine = torch.cat([mu, losses, own.rollouts, own.totals, nll])
         rows = [mine]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -143,7 +150,10 @@ class Mixer:
                 "state on all of them"
             )
         parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
-        return sum(parts[1:], parts[0]), table[:, 1:3].mean(0).tolist()
+        total = sum(parts[1:], parts[0])
+        if total.rollout_tokens + total.demo_tokens == 0:
+            raise RuntimeError("nothing was scored since the last close()")
+        return total, table[:, 1:3].mean(0).tolist()
 
     # ---- state
 
@@ -166,7 +176,7 @@ class Mixer:
         self._order.load_state_dict(state["order"])
         self._step, self._state = int(state["step"]), state["method"]
         self._mix = type(self._mix)(*state["mix"])
-        self._moments = self._losses = None
+        self._clear()
 
     def save(self, folder: str | Path) -> None:
         """Write the state into a checkpoint's folder, whole or not at all."""

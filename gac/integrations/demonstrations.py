@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gac.data.rows import Row, denominators, norms
@@ -84,6 +85,45 @@ def _conversation(
     if tokenizer.eos_token_id in tail:
         tail = tail[: len(tail) - tail[::-1].index(tokenizer.eos_token_id)]
     return head, tail
+
+
+def tokenized(
+    dataset: Any, name: str, tokenizer: Any, template: Mapping[str, Any] | None = None
+) -> Any:
+    """The Dataset of `encode`'s columns; `name` is what errors call `dataset`. Raises ValueError
+    for other columns than a demonstration's and for the first bad row."""
+    check_columns(name, dataset.column_names)
+    return dataset.map(
+        _encode_numbered,
+        with_indices=True,
+        fn_kwargs={"name": name, "tokenizer": tokenizer, "template": template},
+        remove_columns=dataset.column_names,
+        desc="Tokenizing demonstrations",
+    )
+
+
+def _encode_numbered(
+    row: Mapping[str, Any],
+    index: int,
+    name: str,
+    tokenizer: Any,
+    template: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    return encode(row, f"{name}[{index}]", tokenizer, template)
+
+
+def read(path: str) -> Any:
+    """The Dataset in a .jsonl or .parquet file, or in a folder written by `save_to_disk`."""
+    from datasets import Dataset, load_from_disk
+
+    kinds = {".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
+    if not Path(path).exists():
+        raise FileNotFoundError(f"demo_path={path!r} does not exist")
+    if Path(path).is_dir():
+        return load_from_disk(path)
+    if Path(path).suffix not in kinds:
+        raise ValueError(f"demo_path={path!r}: use a .jsonl or .parquet file, or a saved Dataset")
+    return kinds[Path(path).suffix](path)
 
 
 def row_of(encoded: Mapping[str, Any]) -> Row:

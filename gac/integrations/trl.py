@@ -26,7 +26,7 @@ from gac.mixer import Mixer
 from gac.model import Head, attach_head
 from gac_kernels import LossOutput, LossSpec, loss_from_logprobs
 
-from .demonstrations import check_columns, demo_norm, encode, row_of, share
+from .demonstrations import check_columns, demo_norm, row_of, share, tokenized
 
 if TYPE_CHECKING:
     from typing import Any as Trainer  # a mixin has what it is mixed into
@@ -69,13 +69,7 @@ class GACMixin(Trainer):
                     "chat_template": getattr(self, "chat_template", None),
                     **(getattr(self, "chat_template_kwargs", None) or {})}  # fmt: skip
         with self.accelerator.main_process_first():
-            self._demos = demo_dataset.map(
-                _encode_row,
-                with_indices=True,
-                fn_kwargs={"tokenizer": self.processing_class, "template": template},
-                remove_columns=demo_dataset.column_names,
-                desc="Tokenizing demonstrations",
-            )
+            self._demos = tokenized(demo_dataset, "demo_dataset", self.processing_class, template)
         attach_head(_base_model(self))
         self._drawn: list[Row] | None = None  # the demonstrations of the step under way
         self._micro_batch = 0  # its micro-batches so far
@@ -103,7 +97,7 @@ class GACMixin(Trainer):
             self._drawn = [row_of(row) for row in self._demos.select(numbers)]
             self._micro_batch = 0
         self.mixer.observe(self._rollout_moments(inputs))
-        loss = self.mixer.mix(own, self._demo_loss(model))
+        loss = self.mixer.rollouts(own) + self.mixer.demos(self._demo_loss(model))
         self._micro_batch += 1
         if self.accelerator.sync_gradients:
             for name, value in self.mixer.close().items():
@@ -165,10 +159,6 @@ class GACMixin(Trainer):
 
 class GACTrainer(GACMixin, GRPOTrainer):
     """GRPOTrainer with demonstrations at a weight that adapts; see GACMixin."""
-
-
-def _encode_row(row: dict[str, Any], index: int, tokenizer: Any, template: dict[str, Any]) -> Any:
-    return encode(row, f"demo_dataset[{index}]", tokenizer, template)
 
 
 def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:

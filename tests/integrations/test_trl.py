@@ -98,9 +98,7 @@ def test_a_rate_of_zero_trains_as_trl_does(model: Path, tmp_path: Path):
 def test_adapters_learn_and_the_base_does_not(model: Path, tmp_path: Path):
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    )
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     made, watch = trl_task.trainer(model, tmp_path, peft_config=adapters, beta=1e-30)
     start = {n: p.detach().clone() for n, p in made.model.named_parameters()}
     made.train()
@@ -243,3 +241,12 @@ def test_images_and_routers_are_refused(model: Path, tmp_path: Path):
 
     with pytest.raises(ValueError, match="refuses router_aux_loss_coef"):
         _refuse(made)
+
+
+def test_the_example_learns(tmp_path: Path):
+    from examples import trl_gac
+
+    logged = trl_gac.run(12, str(tmp_path))
+    losses = [row["gac/demo_loss"] for row in logged]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
