@@ -14,7 +14,7 @@ datasets = pytest.importorskip("datasets")
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
-from tests.integrations import plain, trl_task  # noqa: E402 - after the skips
+from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
 from tests.integrations.launch import launch  # noqa: E402 - after the skips
 
 MU = 0.3
@@ -24,7 +24,7 @@ TOLERANCE = 3e-6  # float32 rounding; the largest that was seen is 1.4e-6
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    trl_task.write_model(folder)
+    tiny.write_model(folder)
     return folder
 
 

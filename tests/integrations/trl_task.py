@@ -14,22 +14,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from gac.data.rows import Row
-from gac.demo.task import model_config, rows, tokenizer
+from gac.demo.task import rows, tokenizer
 from gac.integrations.trl import GACTrainer
 from gac.methods import GAC, Constant
+from tests.integrations.tiny import demonstrations
 
 TEMPERATURE = 0.7
-
-
-def write_model(folder: Path) -> None:
-    """A random Qwen2 of two layers with the demo's tokenizer."""
-    words = tokenizer()
-    config = model_config(len(words), words.pad_token_id, words.eos_token_id)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
-    config.layer_types = config.layer_types[:2]
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    words.save_pretrained(folder)
 
 
 def prompts() -> Dataset:
@@ -38,12 +28,7 @@ def prompts() -> Dataset:
 
 
 def demos() -> Dataset:
-    """Twelve demonstrations of different lengths."""
-    drawn = rows(random.Random(1), ["-"] * 12, {"-": 0.3})
-    cut = [row["solution"][: 3 + 2 * (i % 3)] for i, row in enumerate(drawn)]
-    return Dataset.from_list(
-        [{"prompt": r["prompt"], "completion": c} for r, c in zip(drawn, cut, strict=True)]
-    )
+    return Dataset.from_list(demonstrations())
 
 
 def share_of_digits(completions: list[str], **_: Any) -> list[float]:
