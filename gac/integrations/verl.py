@@ -36,6 +36,7 @@ from gac.mixer import Mixer
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, share, tokenized
+from .rollouts import rollout_moments
 
 INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_token_len_per_gpu")
 
@@ -141,21 +142,16 @@ class Mixture:
         loss, metrics = self.policy_loss(model_output=model_output, data=data, dp_group=dp_group)
         if not torch.is_grad_enabled():
             return loss, metrics
-        logps, entropy = (
-            None if x is None else no_padding_2_padding(x.detach(), data)
-            for x in (model_output["log_probs"], model_output.get("entropy"))
-        )
+        logps = no_padding_2_padding(model_output["log_probs"].detach(), data)
+        entropy = model_output.get("entropy")
+        if entropy is not None:
+            entropy = no_padding_2_padding(entropy.detach(), data)
         names = {"response_mask", "advantages", "ref_log_prob"} & set(data.keys())
         batch = data.select(*names).to_padded_tensor()
-        mask = batch["response_mask"].bool()
-        moments = loss_from_logprobs(
-            logps,
-            torch.where(mask, 0, -100),
-            batch["advantages"].float(),
-            torch.zeros(len(mask), dtype=torch.bool),
-            entropy=entropy,
-            ref_logps=batch["ref_log_prob"] if "ref_log_prob" in names else None,
-        ).moments
+        moments = rollout_moments(
+            logps, batch["response_mask"], batch["advantages"], entropy=entropy,
+            ref_logps=batch.get("ref_log_prob", None),
+        )  # fmt: skip
         self.mixer.observe(moments)
         return self.mixer.rollouts(loss), metrics
 

@@ -237,10 +237,11 @@ def test_images_and_routers_are_refused(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="images"):
         made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
     made.aux_loss_enabled = True
-    from gac.integrations.trl import _refuse
+    from gac.integrations.hf_trainer import refuse
+    from gac.integrations.trl import _refused
 
-    with pytest.raises(ValueError, match="refuses router_aux_loss_coef"):
-        _refuse(made)
+    with pytest.raises(ValueError, match="GACTrainer refuses router_aux_loss_coef"):
+        refuse("GACTrainer", _refused(made))
 
 
 def test_the_example_learns(tmp_path: Path):
