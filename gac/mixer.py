@@ -29,7 +29,9 @@ from gac.control.controller import ControllerConfig
 from gac.control.signals import Evidence, ProxySignals
 from gac.data.order import Order
 from gac.methods import CHORD, GAC, Constant, Method, Observation
+from gac.methods.base import Outcome
 from gac.methods.kl_ctrl import KLControl
+from gac.pair import Pair
 from gac_kernels import LossSpec, TokenMoments
 
 FILE = "gac.json"
@@ -58,7 +60,7 @@ class Mixer:
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
         self.method = _method(controller)
-        self.spec: LossSpec = self.method.spec(LossSpec())
+        self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """How the demonstrations are weighted and reduced; nothing else of it applies."""
         self.batch = batch
         self._order = Order(rows, seed)
@@ -79,15 +81,17 @@ class Mixer:
     def rollouts(self, loss: Tensor) -> Tensor:
         """The trainer's own loss of a micro-batch (0-d) times its weight, 1 - mu."""
         self._losses[0].append(loss.detach())
-        return self._mix.pair[1] * loss
+        return self._mix.pair.rollout * loss
 
     def demos(self, loss: Tensor) -> Tensor:
         """The demonstrations' loss of a micro-batch (0-d) times its weight, mu."""
         self._losses[1].append(loss.detach())
-        return self._mix.pair[0] * loss
+        return self._mix.pair.demo * loss
 
-    def observe(self, moments: TokenMoments) -> None:
+    def observe(self, moments: TokenMoments | None) -> None:
         """Add the statistics of a micro-batch's rollouts, or of its demonstrations."""
+        if moments is None:
+            raise ValueError("moments=None: call the loss with moments=True")
         totals = moments.totals.clone()
         # a batch without rollouts has no KL to know, rather than an unknown one
         totals[2] = torch.where(totals[0] == 0, 0, totals[2])
@@ -109,15 +113,16 @@ class Mixer:
             "rollout_loss": losses[0], "demo_loss": losses[1],
         }  # fmt: skip
         known = {name: value for name, value in seen.items() if math.isfinite(value)}
-        signals = None
-        if self.method.wants_signals(self._step):
-            evidence = Evidence(self._step, total)
-            self._state, signals, _ = self.method.read(self._state, evidence)
+        needs = self.method.needs(self._step)
+        evidence = Evidence(self._step, total) if needs.signals else None
+        outcome = Outcome(evidence, Pair(demo=losses[1], rollout=losses[0]), None)
+        self._state, reading = self.method.after_step(self._state, outcome)
         row = {
             "mu": self.mu, **self.method.report(self._state), **known,
-            **total.signals(self.method.trim)._asdict(), "demo_tokens": float(total.demo_tokens),
+            **total.signals(needs.trim)._asdict(), "demo_tokens": float(total.demo_tokens),
         }  # fmt: skip
         self._step += 1
+        signals = None if reading is None else reading.signals
         observation = Observation(self._step, signals, **known)
         self._state, self._mix = self.method.mix(self._state, observation)
         self._clear()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.data.rows import Row, denominators, norms
+from gac.data.rows import Row, count, norms
 from gac_kernels import LossSpec
 
 COLUMNS = ({"prompt", "completion"}, {"messages"})
@@ -133,7 +133,7 @@ def row_of(encoded: Mapping[str, Any]) -> Row:
 
 def demo_norm(rows: Sequence[Row], spec: LossSpec, ranks: int) -> float:
     """The `demo_norm` of a step with these demonstrations, whose gradients `ranks` average."""
-    return norms(denominators(rows), spec)[1] / ranks
+    return norms(count(rows), spec).demo / ranks
 
 
 def share(rows: Sequence[Row], part: int, parts: int) -> list[Row]:

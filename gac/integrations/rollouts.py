@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -20,16 +18,15 @@ def rollout_moments(
 ) -> TokenMoments:
     """The moments of `gac_kernels` for a batch of rollouts; no gradient flows.
 
-    Without `entropy` or `ref_logps` their part of the moments is nan, which is "not measured".
+    Without `entropy` or `ref_logps` their part of the moments is nan, "not measured".
     """
     live = mask != 0
     if advantages.dim() == 2:
         advantages = advantages.expand(mask.shape)
-    if entropy is None:
-        entropy = torch.full_like(logps, math.nan)
     moments = loss_from_logprobs(
         logps.detach(), torch.where(live, 0, -100), advantages.float(),
-        torch.zeros(len(mask), dtype=torch.bool), entropy=entropy.detach(), ref_logps=ref_logps,
+        torch.zeros(len(mask), dtype=torch.bool), ref_logps=ref_logps,
+        entropy=None if entropy is None else entropy.detach(),
     ).moments  # fmt: skip
     assert moments is not None
     return moments
