@@ -73,7 +73,8 @@ class StepMixin(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        # swift can take the weights alone from a checkpoint, and starts anew otherwise
+        if checkpoint is not None and not getattr(self.args, "resume_only_model", False):
             self.mixer.load(checkpoint)
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 
-def launch(module: str, *args: str, ranks: int, timeout: float = 240) -> None:
+def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
     """Run `python -m module args` on each of `ranks` ranks; AssertionError with the output of a
     rank that failed, TimeoutError after `timeout` seconds."""
     with socket.socket() as free:
