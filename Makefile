@@ -5,8 +5,8 @@ STAMP := .venv/.done
 # Threads that spin while they wait for work make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: docs docs-serve setup ext demo test release-check endings-check test-gpu bench bench-gpu kernel-report lint \
-  types check study clean
+.PHONY: setup ext demo test release-check endings-check test-gpu test-integrations \
+  bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
 setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
 
@@ -39,6 +39,9 @@ endings-check: setup  ## the kill tests ten times, then how 100 jobs end (half a
 
 test-gpu:  ## the tests that need a GPU, with the python at hand
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py
+
+test-integrations: setup  ## each adapter against its trainer, in an environment of its own
+	$(BIN)/python -m tests.integrations.environments
 
 bench: setup  ## kernels against peers on the CPU; writes bench/results/ and the README's table
 	$(BIN)/python -m pytest bench -m "not gpu"

@@ -7,6 +7,7 @@ so that DDP's and FSDP's hooks see it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -189,6 +190,7 @@ def attach_head(model: PreTrainedModel) -> bool:
         )
     original = model.forward
 
+    @functools.wraps(type(model).forward)  # `generate` looks for what the model's own forward takes
     def forward(
         self: PreTrainedModel,
         *args: Any,

@@ -29,7 +29,7 @@ ROOMS = """
 import importlib, pkgutil
 import gac, gac_kernels, gac_kernels.inspect
 from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
-for name in ("config", "control", "data", "errors", "methods", "report", "rewards"):
+for name in ("config", "control", "data", "errors", "methods", "mixer", "report", "rewards"):
     room = importlib.import_module(f"gac.{name}")
     for found in pkgutil.walk_packages(getattr(room, "__path__", []), f"gac.{name}."):
         if found.name != "gac.data.feed":  # the trainer's own

@@ -1,0 +1,135 @@
+"""Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also learns from demonstrations.
+
+loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu moves after each
+optimiser step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md says what is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import ProcessorMixin
+from trl import GRPOTrainer
+
+from gac.control.controller import ControllerConfig
+from gac.data.rows import Batch, collate
+from gac.methods import Method
+from gac.mixer import Mixer
+from gac.model import Head, attach_head
+from gac_kernels import LossOutput, LossSpec
+
+from .demonstrations import demo_norm, row_of, tokenized
+from .hf_trainer import StepMixin, base_model, refuse, refused
+
+logger = logging.getLogger(__name__)
+
+
+class GACMixin(StepMixin):
+    """Put it before GRPOTrainer, or a subclass of it, in the bases of a trainer.
+
+    Args, beside the trainer's own:
+        demo_dataset: a Dataset with prompt and completion (texts or messages), or messages.
+        demo_batch: demonstrations of each optimiser step, over all processes.
+        controller: a ControllerConfig or a method, see `gac.Mixer`; None = GAC's defaults.
+
+    Logs gac/mu, gac/mu_star, gac/alpha, gac/prior, gac/rollout_loss, gac/demo_loss,
+    gac/sft_variance, gac/rl_variance, gac/disagreement and, where there is a reference, gac/kl.
+    Raises ValueError for options of the trainer that the mixture does not support.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        demo_dataset: Dataset,
+        demo_batch: int,
+        controller: ControllerConfig | Method | None = None,
+        **keywords: Any,
+    ) -> None:
+        if not isinstance(demo_dataset, Dataset):
+            raise TypeError(f"demo_dataset is a {type(demo_dataset).__name__}: use a Dataset")
+        super().__init__(*args, **keywords)
+        refuse("GACTrainer", _refused(self))
+        self.mixer = Mixer(
+            controller, rows=len(demo_dataset), batch=demo_batch, seed=self.args.seed
+        )
+        template = {"tools": getattr(self, "tools", None) or None,
+                    "chat_template": getattr(self, "chat_template", None),
+                    **(getattr(self, "chat_template_kwargs", None) or {})}  # fmt: skip
+        with self.accelerator.main_process_first():
+            self._demos = tokenized(demo_dataset, "demo_dataset", self.processing_class, template)
+        attach_head(base_model(self))
+        if self.beta == 0:
+            logger.warning(
+                "beta=0.0: there is no reference model, so no KL is known and alpha stays as it "
+                "is; beta=1e-30 measures the KL and moves nothing"
+            )
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if "pixel_values" in inputs:
+            raise ValueError("the prompts have images: GACTrainer learns from texts only")
+        own = super()._compute_loss(model, inputs)
+        if not self.model.training:  # an evaluation is the trainer's own
+            return own
+        self.begin_step(lambda numbers: [row_of(row) for row in self._demos.select(numbers)])
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        ref = inputs.get("ref_per_token_logps")
+        self.observe_rollouts(mask, inputs["advantages"], ref)
+        loss = self.mixer.rollouts(own) + self.mixer.demos(self._demo_loss(model))
+        self.end_micro_batch()
+        return loss
+
+    def _demo_loss(self, model: torch.nn.Module) -> Tensor:
+        """The demonstrations' loss on this rank and micro-batch; sums and ranks' means add up."""
+        rows, device = self.own_share(), self.accelerator.device
+        if rows is None:
+            return torch.zeros((), device=device)
+        tokenizer, spec = self.processing_class, self.mixer.spec
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        batch = collate(rows, pad, device)
+        norm = demo_norm(self._drawn, spec, self.accelerator.num_processes)
+        score = functools.partial(_score, batch, spec, norm)
+        out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, request=score)
+        self.mixer.observe(out.moments)
+        return out.loss
+
+
+class GACTrainer(GACMixin, GRPOTrainer):
+    """GRPOTrainer with demonstrations at a weight that adapts; see GACMixin."""
+
+
+def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
+    """The demonstrations' term from hidden states, inside the model's own forward."""
+    if (
+        head.hidden is not None
+        and head.weight is not None
+        and not torch.is_autocast_enabled(head.hidden.device.type)
+    ):
+        # cast_lm_head_to_fp32 keeps the head wider than the hidden states
+        head = replace(head, hidden=head.hidden.to(head.weight.dtype))
+    return head.loss(
+        batch.targets, batch.advantages, batch.is_demo, mu=1.0, spec=spec, demo_norm=norm
+    )
+
+
+def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
+    """What would be left out of the mixture or weighted wrongly."""
+    return refused(trainer) | {
+        "processing_class": (
+            isinstance(trainer.processing_class, ProcessorMixin),
+            "images are not supported: use a text model",
+        ),
+        "use_liger_kernel": (
+            getattr(trainer, "use_liger_kernel", False),
+            "Liger's loss gives no log-probabilities: set it to False",
+        ),
+        "router_aux_loss_coef": (
+            getattr(trainer, "aux_loss_enabled", False),
+            "the router loss has no share in the mixture: set it to 0",
+        ),
+    }

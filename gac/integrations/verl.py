@@ -1,0 +1,208 @@
+"""Adaptive mixing in verl 0.9, by configuration alone:
+
+    actor_rollout_ref.actor.policy_loss._target_=gac.integrations.verl.GACPolicyLoss
+    +actor_rollout_ref.actor.policy_loss.demo_path=demos.parquet
+    +actor_rollout_ref.actor.policy_loss.demo_batch=64
+
+verl's own policy loss, of any mode, stays as it is and is weighted by 1 - mu. Within each optimiser
+step the actor makes a second pass over that step's demonstrations, weighted by mu.
+docs/integrations/verl.md says what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import PolicyLossConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.padding import no_padding_2_padding
+
+from gac.config import choose
+from gac.data.rows import Row
+from gac.methods import METHODS
+from gac.mixer import Mixer
+from gac_kernels import loss_from_logprobs
+
+from .demonstrations import demo_norm, read, row_of, share, tokenized
+from .rollouts import rollout_moments
+
+INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_token_len_per_gpu")
+
+
+@dataclass
+class GACPolicyLoss(PolicyLossConfig):
+    """verl's options of the policy loss, and ours. Making one puts `GACWorker` in verl's place."""
+
+    demo_path: str = ""
+    """Demonstrations: a .jsonl or .parquet file or a saved Dataset; prompt and completion, or
+    messages."""
+    demo_batch: int = 0
+    """Demonstrations of each optimiser step (mini-batch), over all ranks."""
+    method: Any = field(default_factory=lambda: {"name": "gac"})
+    """A method by name, or a mapping of its name and fields; see `gac.Mixer`."""
+    demo_seed: int = 0
+    """Of the order of the demonstrations."""
+
+    def __post_init__(self) -> None:
+        if not self.demo_path:
+            raise ValueError("policy_loss.demo_path is empty: name a file of demonstrations")
+        if self.demo_batch < 1:
+            raise ValueError(
+                f"policy_loss.demo_batch={self.demo_batch!r}: use a number of demonstrations >= 1"
+            )
+        ActorRolloutRefWorker.actor_worker_cls = GACWorker
+
+
+class GACWorker(TrainingWorker):
+    """verl's training worker; with a `GACPolicyLoss` its optimiser steps learn demonstrations."""
+
+    mixture: Mixture | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: Callable[..., Any]) -> None:
+        actor = getattr(loss_fn, "keywords", {}).get("config")
+        options = getattr(actor, "policy_loss", None)
+        if isinstance(options, GACPolicyLoss):
+            refuse(self.engine_config, self.model_config)
+            self.mixture = Mixture(self.engine, self.model_config.tokenizer, options, loss_fn)
+            loss_fn = self.mixture.rollout_loss
+        super().set_loss_fn(loss_fn)
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
+    )
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        output = super().train_batch(data)
+        if self.mixture is None:
+            return output
+        log = self.mixture.mixer.close(self.engine.get_data_parallel_group())
+        if output is not None:
+            tu.get(output, "metrics").update({f"gac/{name}": x for name, x in log.items()})
+        return output
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> Any:  # fmt: skip
+        if self.mixture is not None and torch.distributed.get_rank() == 0:
+            Path(local_path).mkdir(parents=True, exist_ok=True)
+            self.mixture.mixer.save(local_path)  # before the barrier that ends verl's own saving
+        return super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> Any:
+        if self.mixture is not None and local_path is not None:
+            self.mixture.mixer.load(local_path)
+        return super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+
+class Mixture:
+    """The two passes of an optimiser step: verl's batch, then the step's demonstrations."""
+
+    def __init__(
+        self, engine: Any, tokenizer: Any, options: GACPolicyLoss, policy_loss: Callable[..., Any]
+    ) -> None:
+        self.engine, self.policy_loss = engine, policy_loss
+        self.demos = tokenized(read(options.demo_path), options.demo_path, tokenizer)
+        pad = tokenizer.pad_token_id
+        self.pad = tokenizer.eos_token_id if pad is None else pad
+        self.mixer = Mixer(
+            choose(METHODS, options.method),
+            rows=len(self.demos), batch=options.demo_batch, seed=options.demo_seed,
+        )  # fmt: skip
+        self.one_pass = engine.forward_backward_batch
+        engine.forward_backward_batch = self.passes
+
+    def passes(
+        self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
+        """The gradients of verl's batch, then those of the demonstrations onto them."""
+        output = self.one_pass(data, loss_function, forward_only=forward_only)
+        if not forward_only:
+            self.one_pass(self.demo_data(data), self.demo_loss)
+        return output
+
+    def rollout_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+        """verl's own loss, weighted by 1 - mu; what it scored goes to the mixer."""
+        loss, metrics = self.policy_loss(model_output=model_output, data=data, dp_group=dp_group)
+        if not torch.is_grad_enabled():
+            return loss, metrics
+        logps = no_padding_2_padding(model_output["log_probs"].detach(), data)
+        entropy = model_output.get("entropy")
+        if entropy is not None:
+            entropy = no_padding_2_padding(entropy.detach(), data)
+        names = {"response_mask", "advantages", "ref_log_prob"} & set(data.keys())
+        batch = data.select(*names).to_padded_tensor()
+        moments = rollout_moments(
+            logps, batch["response_mask"], batch["advantages"], entropy=entropy,
+            ref_logps=batch.get("ref_log_prob", None),
+        )  # fmt: skip
+        self.mixer.observe(moments)
+        return self.mixer.rollouts(loss), metrics
+
+    def demo_data(self, data: TensorDict) -> TensorDict:
+        """This rank's demonstrations of the step, as verl's engine takes them."""
+        ranks = self.engine.get_data_parallel_size()
+        drawn = [row_of(row) for row in self.demos.select(self.mixer.draw())]
+        self.norm = demo_norm(drawn, self.mixer.spec, ranks)
+        rows = share(drawn, self.engine.get_data_parallel_rank(), ranks)
+        count = -(-len(drawn) // ranks)
+        size = min(tu.get(data, "micro_batch_size_per_gpu", default=None) or count, count)
+        # every rank makes as many forwards: the missing rows are one token without a loss
+        rows += [Row((self.pad,), 1, True)] * (-(-count // size) * size - len(rows))
+
+        def jagged(parts: list[Tensor]) -> Tensor:
+            return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+        tensors = {
+            "input_ids": jagged([torch.tensor(row.ids) for row in rows]),
+            "position_ids": jagged([torch.arange(len(row.ids)) for row in rows]),
+            "loss_mask": jagged([torch.arange(len(row.ids)) >= row.start for row in rows]),
+        }
+        known = {name: tu.get(data, name) for name in set(INHERITED) & set(data.keys())}
+        return tu.get_tensordict(
+            tensors, {**known, "micro_batch_size_per_gpu": size, "temperature": 1.0}
+        )
+
+    def demo_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+        """The demonstrations' term of a micro-batch, weighted by mu."""
+        ids, ends = data["input_ids"].values(), data["input_ids"].offsets()
+        # place t scores token t + 1; no row learns its first token, so none sees its neighbour's
+        targets = torch.where(data["loss_mask"].values(), ids, -100).roll(-1)
+        sequences = len(ends) - 1
+        out = loss_from_logprobs(
+            model_output["log_probs"].values(), targets, torch.ones(sequences),
+            torch.ones(sequences, dtype=torch.bool), mu=1.0, cu_seqlens=ends.int(),
+            spec=self.mixer.spec, demo_norm=self.norm,
+        )  # fmt: skip
+        self.mixer.observe(out.moments)
+        return self.mixer.demos(out.loss), {}
+
+
+def refuse(engine: Any, model: Any) -> None:
+    """Raise ValueError for what would be weighted wrongly or was never run."""
+    parallel = getattr(engine, "ulysses_sequence_parallel_size", 1)
+    refused = {
+        "strategy": (engine.strategy != "fsdp2", engine.strategy, "fsdp2"),
+        "ulysses_sequence_parallel_size": (parallel > 1, parallel, "1"),
+        "model.processor": (model.processor is not None, "an image processor", "a text model"),
+        "mtp.enable": (model.mtp is not None and model.mtp.enable, True, "False"),
+    }
+    for name, (present, value, use) in refused.items():
+        if present:
+            raise ValueError(f"GACPolicyLoss refuses {name}={value}: use {use}")

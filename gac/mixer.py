@@ -1,0 +1,221 @@
+"""Our side of a step inside another trainer: which demonstrations, which weight, what was seen.
+
+The trainer keeps its own rollout loss; an adapter adds the demonstrations' to it:
+
+    rows = mixer.draw()                       # at the start of an optimiser step
+    loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)      # in its micro-batches
+    mixer.observe(moments)                    # of whatever a micro-batch scored
+    log = mixer.close(group)                  # at the end of the step: the next mu
+
+Every rank draws the same rows without asking the others, and `close` sees to it that all ranks had
+one mu. Losses are those that gradient averaging turns into the step's: each rank's micro-batches
+add up, and the ranks' sums are averaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gac.checks import is_count, require
+from gac.control.controller import ControllerConfig
+from gac.control.signals import Evidence, ProxySignals
+from gac.data.order import Order
+from gac.methods import CHORD, GAC, Constant, Method, Observation
+from gac.methods.base import Outcome
+from gac.methods.kl_ctrl import KLControl
+from gac.pair import Pair
+from gac_kernels import LossSpec, TokenMoments
+
+FILE = "gac.json"
+
+
+class Mixer:
+    """The controller, the order of the demonstrations and the sums of one optimiser step.
+
+    Args:
+        controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
+            only: GAC (proxy signals), CHORD, Constant, KLControl; None = GAC().
+        rows: number of demonstrations that there are.
+        batch: demonstrations of one optimiser step, over all ranks.
+        seed: of the order of the demonstrations.
+
+    Raises ValueError for a method that an outer mixture cannot serve.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerConfig | Method | None = None,
+        *,
+        rows: int,
+        batch: int,
+        seed: int = 0,
+    ) -> None:
+        require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
+        self.method = _method(controller)
+        self.spec: LossSpec = self.method.loss(LossSpec()).spec
+        """How the demonstrations are weighted and reduced; nothing else of it applies."""
+        self.batch = batch
+        self._order = Order(rows, seed)
+        self._step = 0
+        self._state, self._mix = self.method.mix(self.method.init(), Observation(0))
+        self._moments: TokenMoments
+        self._clear()
+
+    @property
+    def mu(self) -> float:
+        """The weight of the demonstrations in the step under way."""
+        return self._mix.mu
+
+    def draw(self) -> list[int]:
+        """The row numbers of the step's demonstrations, the same on every rank."""
+        return self._order.take(self.batch)
+
+    def rollouts(self, loss: Tensor) -> Tensor:
+        """The trainer's own loss of a micro-batch (0-d) times its weight, 1 - mu."""
+        self._losses[0].append(loss.detach())
+        return self._mix.pair.rollout * loss
+
+    def demos(self, loss: Tensor) -> Tensor:
+        """The demonstrations' loss of a micro-batch (0-d) times its weight, mu."""
+        self._losses[1].append(loss.detach())
+        return self._mix.pair.demo * loss
+
+    def observe(self, moments: TokenMoments | None) -> None:
+        """Add the statistics of a micro-batch's rollouts, or of its demonstrations."""
+        if moments is None:
+            raise ValueError("moments=None: call the loss with moments=True")
+        totals = moments.totals.clone()
+        # a batch without rollouts has no KL to know, rather than an unknown one
+        totals[2] = torch.where(totals[0] == 0, 0, totals[2])
+        new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
+        self._moments = new + self._moments.to(totals.device)
+
+    def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """End the optimiser step: one small gather, the next mu, and this step's values.
+
+        group: the data-parallel ranks; None = all processes, or this one alone.
+
+        Returns mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
+        sft_variance, rl_variance, disagreement, kl and demo_tokens; what was not measured is left
+        out. Raises RuntimeError where the ranks' mu differ, or no rank has scored anything.
+        """
+        total, losses = self._gather(group)
+        seen: dict[str, Any] = {
+            "kl": float(total.kl), "entropy": float(total.entropy),
+            "rollout_loss": losses[0], "demo_loss": losses[1],
+        }  # fmt: skip
+        known = {name: value for name, value in seen.items() if math.isfinite(value)}
+        needs = self.method.needs(self._step)
+        evidence = Evidence(self._step, total) if needs.signals else None
+        outcome = Outcome(evidence, Pair(demo=losses[1], rollout=losses[0]), None)
+        self._state, reading = self.method.after_step(self._state, outcome)
+        row = {
+            "mu": self.mu, **self.method.report(self._state), **known,
+            **total.signals(needs.trim)._asdict(), "demo_tokens": float(total.demo_tokens),
+        }  # fmt: skip
+        self._step += 1
+        signals = None if reading is None else reading.signals
+        observation = Observation(self._step, signals, **known)
+        self._state, self._mix = self.method.mix(self._state, observation)
+        self._clear()
+        return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+
+    def _clear(self) -> None:
+        self._moments = TokenMoments.zeros()
+        self._losses: tuple[list[Tensor], list[Tensor]] = [], []
+
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
+        """The step's moments and losses over all ranks, on the CPU."""
+        own = self._moments
+        zero = own.totals.new_zeros(())
+        losses = torch.stack([sum((x.double() for x in side), zero) for side in self._losses])
+        scored = own.demo_nll[own.demo_nll != -math.inf]
+        nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
+        if len(scored) > self.batch:
+            raise RuntimeError(f"{len(scored)} demonstrations in a step of batch={self.batch}")
+        nll[: len(scored)] = scored
+        mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
+        mine = torch.cat([mu, losses, own.rollouts, own.totals, nll])
+        rows = [mine]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(rows, mine, group=group)
+        table = torch.stack(rows).cpu()
+        if (table[:, 0] != table[0, 0]).any():
+            raise RuntimeError(
+                f"mu differs over the ranks, {table[:, 0].tolist()}: load the same controller "
+                "state on all of them"
+            )
+        parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
+        total = sum(parts[1:], parts[0])
+        if total.rollout_tokens + total.demo_tokens == 0:
+            raise RuntimeError("nothing was scored since the last close()")
+        return total, table[:, 1:3].mean(0).tolist()
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps, in plain JSON types."""
+        return {
+            "name": self.method.name, "step": self._step, "method": self._state,
+            "mix": list(self._mix), "order": self._order.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises ValueError for the state of another method or data."""
+        missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
+        require(not missing, "state", missing, "a dict from state_dict(): these keys are missing")
+        if state["name"] != self.method.name:
+            raise ValueError(
+                f"the saved controller is {state['name']!r} and this run's {self.method.name!r}: "
+                "resume with the same controller"
+            )
+        self._order.load_state_dict(state["order"])
+        self._step, self._state = int(state["step"]), state["method"]
+        self._mix = type(self._mix)(*state["mix"])
+        self._clear()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state into a checkpoint's folder, whole or not at all."""
+        path = Path(folder) / FILE
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.state_dict()))
+        part.replace(path)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote. Raises FileNotFoundError where the folder has no such file."""
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: this checkpoint was saved without a controller, and its mu is "
+                "unknown; start a new run from its weights instead of resuming"
+            )
+        self.load_state_dict(json.loads(path.read_text()))
+
+
+def _method(controller: ControllerConfig | Method | None) -> Method:
+    """The controller as a method, if log-probabilities are all that it needs."""
+    if controller is None:
+        return GAC()
+    if isinstance(controller, ControllerConfig) and not isinstance(controller, Method):
+        controller = GAC(**vars(controller))
+    served = isinstance(controller, (GAC, CHORD, Constant, KLControl))
+    require(
+        served, "controller", controller,
+        "a ControllerConfig, or a GAC, CHORD, Constant or KLControl method",
+    )  # fmt: skip
+    assert isinstance(controller, Method)
+    if isinstance(controller, GAC):
+        proxies = isinstance(controller.signals, ProxySignals)
+        require(proxies, "controller.signals", controller.signals, "ProxySignals()")
+        plain = controller.estimator == "independent"
+        require(plain, "controller.estimator", controller.estimator, "'independent'")
+    return controller

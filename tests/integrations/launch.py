@@ -1,0 +1,48 @@
+"""Real processes for adapters of other trainers: each starts anew, as a launcher would start it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
+    """Run `python -m module args` on each of `ranks` ranks; AssertionError with the output of a
+    rank that failed, TimeoutError after `timeout` seconds."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    root = str(Path(__file__).parents[2])
+    shared = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
+        processes = []
+        try:
+            for rank, output in enumerate(outputs):
+                with output.open("w") as out:
+                    processes.append(subprocess.Popen(
+                        [sys.executable, "-m", module, *args], stdout=out, stderr=out, cwd=root,
+                        env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    ))  # fmt: skip
+            for process in processes:
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    tails = "\n".join(o.read_text()[-2000:] for o in outputs)
+                    raise TimeoutError(f"{module}: no end within {timeout} s\n{tails}") from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for process, output in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, output.read_text()[-6000:]

@@ -1,0 +1,68 @@
+"""Gradients of whole optimiser steps in plain log-softmax code, for any trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gac.data.rows import Row, collate
+
+
+def logprobs(model: Any, ids: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    """[B, T - 1]: log-probability of each token after the first."""
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
+    """- sum w log p / number of tokens of all demonstrations of a step."""
+    total, tokens = torch.zeros(()), 0
+    for row in rows:
+        batch = collate([row], 0)
+        logps = logprobs(model, batch.input_ids, batch.attention_mask)[:, row.start - 1 :]
+        p = logps.detach().exp()
+        total = total - ((p * (1 - p) if phi else 1.0) * logps).sum()
+        tokens += logps.numel()
+    return total / tokens
+
+
+def rollout_term(
+    model: Any, batches: Iterable[Mapping[str, Tensor]], temperature: float, reduction: str
+) -> Tensor:
+    """The policy gradient term of a step without clipping, from prompt and completion tensors.
+
+    reduction: "token" = over all completion tokens, "sequence" = mean of each one's token mean.
+    """
+    total, count = torch.zeros(()), 0
+    for batch in batches:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        scored = batch["completion_mask"]
+        logps = logprobs(model, ids, mask, temperature)[:, -scored.shape[1] :]
+        term = -batch["advantages"][:, None] * logps * scored
+        if reduction == "token":
+            total, count = total + term.sum(), count + int(scored.sum())
+        else:
+            total, count = total + (term.sum(1) / scored.sum(1)).sum(), count + len(term)
+    return total / count
+
+
+def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of `loss` for each trainable parameter."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(named.items(), found, strict=True)
+    }
+
+
+def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference over the largest entry."""
+    assert set(found) == set(expected)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert largest > 0
+    return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest

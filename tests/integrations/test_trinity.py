@@ -1,0 +1,137 @@
+"""Trinity's loss class with our policy loss, in verl's own worker: gradients, ranks, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trinity")
+
+from gac.data.rows import Row
+from tests.integrations import plain, tiny
+from tests.integrations.launch import launch
+
+TOLERANCE = 3e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.write_model(folder)
+    return folder
+
+
+def rollout_term(model: Any) -> torch.Tensor:
+    """Trinity's clipped policy loss and the KL, token-mean over the training step."""
+    from tests.integrations.trinity_task import experiences, reference
+
+    total, tokens = torch.zeros(()), 0
+    for row in experiences(False, 10):
+        ids = row.tokens[None].long()
+        logps = plain.logprobs(model, ids, torch.ones_like(ids))[0][row.prompt_length - 1 :]
+        ratio, a = (logps - row.logprobs).exp(), row.advantages
+        policy = torch.maximum(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
+        policy = torch.where(a < 0, torch.minimum(policy, -3 * a), policy)
+        gap = reference(row) - logps
+        total = total + (policy + 0.05 * (gap.exp() - gap - 1)).sum()
+        tokens += len(logps)
+    return total / tokens
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 16), (1, 2), (2, 4)])
+def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, micro: int):
+    """One denominator whatever the micro-batches: Trinity's own mixture grows with their number."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.integrations.trinity_task import experiences
+
+    launch("tests.integrations.trinity_task", str(folder), str(tmp_path), str(micro), ranks=ranks)
+    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    experts = experiences(True, 6)
+    rows = [Row(tuple(row.tokens.tolist()), row.prompt_length, True) for row in experts]
+    demos = plain.demo_term(model, rows, phi=True)
+    mu = found[0]["logs"][0]["actor/gac/mu"][0]
+    expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
+    for rank in found:
+        gradient = {n: g for n, g in rank["gradient"].items() if n in expected}
+        assert plain.error(gradient, expected) < TOLERANCE
+        assert rank["logs"] == found[0]["logs"]
+        assert rank["repeated"] == rank["logs"][2:]
+        for name, weight in rank["weights"][0].items():
+            assert torch.equal(rank["weights"][1][name], weight), name
+        assert "saved without a controller" in rank["refusal"]
+    first = found[0]["logs"][0]
+    assert first["actor/gac/demo_loss"][0] == pytest.approx(demos.item(), rel=1e-5)
+    assert {f"actor/gac/{name}" for name in ("kl", "alpha", "rl_variance")} <= set(first)
+    assert len({log["actor/gac/mu"][0] for log in found[0]["logs"]}) == 4
+
+
+def test_the_paths_are_those_of_a_configuration(tmp_path: Path):
+    from trinity.algorithm import ALGORITHM_TYPE, SAMPLE_STRATEGY
+
+    from gac.integrations import trinity as ours
+    from tests.integrations.trinity_task import algorithm
+
+    found = algorithm(str(tmp_path))
+    assert ALGORITHM_TYPE.get(found.algorithm_type) is ours.GACAlgorithm
+    assert SAMPLE_STRATEGY.get(found.sample_strategy) is ours.GACSampleStrategy
+    assert found.policy_loss_fn_args["state_dir"] == str(tmp_path)
+    assert (found.kl_loss_fn, found.entropy_loss_fn) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        ("algorithm", "kl_loss_fn", "k3", "refuses algorithm.kl_loss_fn='k3': use 'none'"),
+        ("trainer", "ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2: use 1"),
+        ("model", "temperature", 0.7, "refuses model.temperature=0.7: use 1.0"),
+        ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},
+         "refuses actor.ppo_epochs=2: use 1"),
+    ],
+)  # fmt: skip
+def test_what_would_be_weighted_wrongly_is_refused(
+    tmp_path: Path, place: str, name: str, value: Any, message: str
+):
+    from trinity.common.config_validator import AlgorithmConfigValidator
+
+    from tests.integrations.trinity_task import configuration
+
+    config = configuration(str(tmp_path))
+    setattr(getattr(config, place), name, value)
+    with pytest.raises(ValueError, match=message):
+        AlgorithmConfigValidator().validate(config)
+
+
+def test_arguments_of_the_loss_are_checked(tmp_path: Path):
+    from gac.integrations.trinity import GACPolicyLoss
+
+    with pytest.raises(ValueError, match="state_dir is empty"):
+        GACPolicyLoss()
+    with pytest.raises(ValueError, match="loss_agg_mode='seq-mean-token-sum': use one of"):
+        GACPolicyLoss(state_dir=str(tmp_path), loss_agg_mode="seq-mean-token-sum")
+    with pytest.raises(ValueError, match="controller=.*: use a ControllerConfig"):
+        GACPolicyLoss(state_dir=str(tmp_path), method="luffy")
+
+
+def test_a_batch_carries_its_counts():
+    from gac.integrations.trinity import GACSampleStrategy
+    from tests.integrations.trinity_task import Buffer, experiences, sample
+
+    rows = sample(3)
+    usual, experts = experiences(False, 10), experiences(True, 6)
+    counts = {
+        "rollouts": 10, "demos": 6, "rows": 16,
+        "rollout_tokens": sum(int(r.action_mask.sum()) for r in usual),
+        "demo_tokens": sum(int(r.action_mask.sum()) for r in experts),
+    }  # fmt: skip
+    assert all({k: row.info[k] for k in counts} == counts for row in rows)
+    strategy = GACSampleStrategy.__new__(GACSampleStrategy)
+    experts[2].action_mask[:] = False
+    strategy.usual_exp_buffer, strategy.expert_exp_buffer = Buffer(usual), Buffer(experts)
+    with pytest.raises(ValueError, match="a demonstration has no completion tokens"):
+        asyncio.run(strategy.sample(1))

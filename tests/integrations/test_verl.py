@@ -1,0 +1,114 @@
+"""verl's own actor with our policy loss, from its own configuration: gradients, ranks, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from gac.data.rows import Row
+from gac.integrations.demonstrations import encode
+from tests.integrations import plain, tiny
+from tests.integrations.launch import launch
+
+TOLERANCE = 3e-6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("files")
+    tiny.write_model(folder / "model")
+    tiny.write_demonstrations(folder / "demos.jsonl")
+    return str(folder / "model"), str(folder / "demos.jsonl")
+
+
+def start(model: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
+def shown(numbers: list[int]) -> list[Row]:
+    words, rows = tiny.tokenizer(), tiny.demonstrations()
+    found = [encode(rows[i], "row", words) for i in numbers]
+    return [Row(tuple(row["ids"]), row["start"], True) for row in found]
+
+
+def rollout_term(model: Any) -> torch.Tensor:
+    """verl's vanilla loss and KL, token-mean over the batch, in plain code."""
+    from tests.integrations.verl_task import TEMPERATURE, rollouts
+
+    total, tokens = torch.zeros(()), 0
+    for row in rollouts():
+        ids = torch.cat([row["prompt"], row["response"]])[None]
+        logps = plain.logprobs(model, ids, torch.ones_like(ids), TEMPERATURE)[0]
+        logps = logps[len(row["prompt"]) - 1 :]
+        ratio, a = (logps - row["old"]).exp(), row["advantage"]
+        policy = torch.maximum(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
+        policy = torch.where(a < 0, torch.minimum(policy, -3 * a), policy)
+        gap = row["ref"] - logps
+        loss = policy + 0.001 * (gap.exp() - gap - 1)
+        total, tokens = total + (loss * row["mask"]).sum(), tokens + int(row["mask"].sum())
+    return total / tokens
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (1, 2), (2, 2)])
+def test_a_step_is_that_of_plain_code(
+    files: tuple[str, str], tmp_path: Path, ranks: int, micro: int
+):
+    """The gradient of the first of four steps, the ranks' mu, and resuming after two."""
+    size = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}"
+    launch("tests.integrations.verl_task", "resumed", *files, str(tmp_path), size, ranks=ranks)
+    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
+    model = start(files[0])
+    mu = found[0]["logs"][0]["gac/mu"][0]
+    demos = plain.demo_term(model, shown(found[0]["drawn"][0]), phi=True)
+    expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
+    for rank in found:
+        gradient = {n: g for n, g in rank["gradient"].items() if n in expected}
+        assert plain.error(gradient, expected) < TOLERANCE
+        assert rank["drawn"] == found[0]["drawn"]
+        assert rank["logs"] == found[0]["logs"]
+        assert rank["repeated"] == rank["logs"][2:]
+        assert "saved without a controller" in rank["refusal"]
+        for name, weight in rank["weights"].items():
+            assert torch.equal(rank["again"][name], weight), name
+    first = found[0]["logs"][0]
+    assert first["gac/demo_loss"][0] == pytest.approx(demos.item(), rel=1e-5)
+    assert {"gac/kl", "gac/alpha", "gac/rl_variance", "gac/disagreement"} <= set(first)
+    assert len({log["gac/mu"][0] for log in found[0]["logs"]}) == 4
+
+
+def test_every_loss_of_verl_is_mixed_as_it_is(files: tuple[str, str], tmp_path: Path):
+    names = ("gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov")
+    launch("tests.integrations.verl_task", "modes", *files, str(tmp_path), *names, ranks=1)
+    found = torch.load(tmp_path / "rank0.pt")
+    model = start(files[0])
+    from gac.data.order import Order
+
+    ours = plain.gradient(model, plain.demo_term(model, shown(Order(12, 0).take(5)), phi=False))
+    assert set(found) == set(names)
+    for alone, mixed in found.values():
+        expected = {n: 0.7 * alone[n] + 0.3 * ours[n] for n in ours}
+        assert plain.error({n: mixed[n] for n in ours}, expected) < TOLERANCE
+
+
+def test_options_that_are_wrong_are_named(files: tuple[str, str]):
+    from verl.workers.config import FSDPEngineConfig, HFModelConfig
+
+    from gac.integrations.verl import GACPolicyLoss, refuse
+
+    with pytest.raises(ValueError, match="demo_path is empty: name a file"):
+        GACPolicyLoss()
+    with pytest.raises(ValueError, match="demo_batch=0: use a number of demonstrations >= 1"):
+        GACPolicyLoss(demo_path=files[1])
+    model = HFModelConfig(path=files[0])
+    refuse(FSDPEngineConfig(strategy="fsdp2"), model)
+    with pytest.raises(ValueError, match="refuses strategy=fsdp: use fsdp2"):
+        refuse(FSDPEngineConfig(strategy="fsdp"), model)
+    with pytest.raises(ValueError, match="refuses ulysses_sequence_parallel_size=2: use 1"):
+        refuse(FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2), model)

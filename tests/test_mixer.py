@@ -1,0 +1,173 @@
+"""The mixer that adapters share: sums, order, state, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gac import ControllerConfig, GuidedController, Mixer
+from gac.control.schedules import MixSchedule
+from gac.control.signals import GradientSignals
+from gac.methods import CHORD, GAC, METHODS, Constant
+from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
+from tests import ranks
+
+
+def moments(seed: int, *, demo: bool, ref: bool = True, rows: int = 6) -> TokenMoments:
+    draw = torch.Generator().manual_seed(seed)
+    logps = -torch.rand(rows, 5, generator=draw)
+    found = loss_from_logprobs(
+        logps, torch.ones(rows, 5, dtype=torch.int64), torch.randn(rows, generator=draw),
+        torch.full((rows,), demo), ref_logps=logps - 0.1 if ref and not demo else None,
+    ).moments  # fmt: skip
+    assert found is not None
+    return found
+
+
+def step(mixer: Mixer, seed: int) -> dict[str, float]:
+    mixer.draw()
+    mixer.observe(moments(seed, demo=False))
+    mixer.observe(moments(seed + 1, demo=True))
+    mixer.rollouts(torch.tensor(1.0))
+    mixer.demos(torch.tensor(2.0))
+    return mixer.close()
+
+
+def test_mu_is_the_controllers():
+    config = ControllerConfig(update_every=2)
+    mixer, alone = Mixer(config, rows=9, batch=6), GuidedController(config)
+    seen: tuple[Any, Any] = (None, None)
+    for t in range(7):
+        assert mixer.mu == alone.update(*seen)
+        log = step(mixer, t)
+        total = moments(t, demo=False) + moments(t + 1, demo=True)
+        wanted = t == 0 or config.is_refresh(t + 1)
+        k3 = math.exp(-0.1) + 0.1 - 1
+        assert log["kl"] == pytest.approx(k3, rel=1e-5)
+        seen = (total.signals() if wanted else None, log["kl"])
+        assert log["mu"] == alone.mu
+        assert log["alpha"] == alone.alpha
+        assert log["mu_star"] == alone.mu_star
+        assert log["prior"] == alone.prior
+
+
+def test_the_loss_is_the_mixture_and_its_parts_are_logged():
+    mixer = Mixer(Constant(mu=0.25), rows=4, batch=12)
+    parts = [torch.tensor(x, requires_grad=True) for x in (1.0, 10.0)]
+    for _ in range(2):
+        loss = mixer.rollouts(parts[0]) + mixer.demos(parts[1])
+        assert loss.item() == 0.75 * 1 + 0.25 * 10
+        mixer.observe(moments(0, demo=True))
+    assert [g.item() for g in torch.autograd.grad(loss, parts)] == [0.75, 0.25]
+    log = mixer.close()
+    assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (2, 20, 60)
+    assert not {"kl", "rl_variance", "disagreement"} & set(log)  # no rollout was seen
+
+
+def test_an_unknown_kl_stays_unknown():
+    mixer = Mixer(rows=9, batch=6)
+    mixer.observe(moments(0, demo=False))
+    mixer.observe(moments(1, demo=False, ref=False))
+    mixer.rollouts(torch.tensor(1.0))
+    mixer.demos(torch.tensor(2.0))
+    assert "kl" not in mixer.close()
+
+
+def test_a_schedule_moves_with_the_steps():
+    schedule = MixSchedule.chord_mu()
+    mixer = Mixer(CHORD(schedule=schedule), rows=4, batch=6)
+    assert [step(mixer, t)["mu"] for t in range(4)] == [schedule(t) for t in range(4)]
+
+
+def test_the_weight_of_demonstrations_is_the_methods():
+    assert Mixer(GAC(weight="p"), rows=4, batch=1).spec.demo_weight.value == "p"
+    assert Mixer(Constant(), rows=4, batch=1).spec == LossSpec(demo_weight="one")
+
+
+def test_state_goes_on_where_it_stopped(tmp_path: Path):
+    first = Mixer(GAC(update_every=2), rows=9, batch=6, seed=5)
+    for t in range(3):
+        step(first, t)
+    first.save(tmp_path)
+    second = Mixer(GAC(update_every=2), rows=9, batch=6, seed=5)
+    second.load(tmp_path)
+    assert json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
+    assert second.draw() == first.draw()
+    for t in range(3, 8):
+        assert step(second, t) == step(first, t)
+
+
+def test_a_foreign_state_is_refused(tmp_path: Path):
+    mixer = Mixer(GAC(), rows=9, batch=6)
+    saved = mixer.state_dict()
+    with pytest.raises(FileNotFoundError, match="gac.json is missing: .* without a controller"):
+        mixer.load(tmp_path)
+    with pytest.raises(ValueError, match="controller is 'gac' and this run's 'constant'"):
+        Mixer(Constant(), rows=9, batch=6).load_state_dict(saved)
+    with pytest.raises(ValueError, match="n is 8 here and 9 in the saved order"):
+        Mixer(GAC(), rows=8, batch=6).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"state=\['mix'\]"):
+        mixer.load_state_dict({k: v for k, v in saved.items() if k != "mix"})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"batch": 0}, "batch=0: use a number of demonstrations >= 1"),
+        ({"rows": 0}, "n must be at least 1, got 0"),
+        ({"controller": "gac"}, "controller='gac': use a ControllerConfig"),
+        ({"controller": METHODS["mgda"]()}, "controller=.*: use a ControllerConfig"),
+        (
+            {"controller": GAC(signals=GradientSignals())},
+            r"signals=.*: use ProxySignals",
+        ),
+        ({"controller": ControllerConfig(estimator="correlated")}, "use 'independent'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(keywords: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Mixer(**{"rows": 4, "batch": 2, **keywords})
+
+
+def test_a_step_without_content_is_an_error():
+    mixer = Mixer(rows=4, batch=2)
+    with pytest.raises(RuntimeError, match="nothing was scored"):
+        mixer.close()
+    mixer.observe(moments(0, demo=True, rows=3))
+    with pytest.raises(RuntimeError, match="3 demonstrations in a step of batch=2"):
+        mixer.close()
+
+
+def _on_a_rank(batch: int) -> tuple[dict[str, float], list[int], str]:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    mixer = Mixer(GAC(), rows=20, batch=batch)
+    drawn = mixer.draw()
+    mixer.observe(moments(rank, demo=False, rows=3 + rank))
+    if rank == 0:  # the other rank has no demonstration
+        mixer.observe(moments(7, demo=True, rows=4))
+    mixer.rollouts(torch.tensor(1.0 + rank))
+    mixer.demos(torch.tensor(8.0 * (1 - rank)))
+    log = mixer.close()
+    stray = Mixer(Constant(mu=0.1 * (1 + rank)), rows=20, batch=batch)
+    stray.observe(moments(rank, demo=False))
+    with pytest.raises(RuntimeError, match=r"mu differs over the ranks, \[0.1, 0.2\]") as caught:
+        stray.close()
+    return log, drawn, str(caught.value)
+
+
+@pytest.mark.dist
+def test_ranks_close_a_step_together():
+    found = ranks.run(_on_a_rank, 5, ranks=2)
+    assert found[0] == found[1]
+    log = found[0][0]
+    total = sum([moments(1, demo=False, rows=4), moments(7, demo=True, rows=4)],
+                moments(0, demo=False, rows=3))  # fmt: skip
+    expected = total.signals()._asdict()
+    assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (1.5, 4, 20)
