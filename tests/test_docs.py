@@ -47,7 +47,7 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", with_code("python"), ids=name)
 def test_python_runs_as_written(page):
     """The blocks of a page follow each other in one session."""
-    names: dict[str, object] = {"__name__": "docs"}
+    names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         if block.reason:
             continue

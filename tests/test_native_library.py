@@ -104,9 +104,13 @@ def operator_samples() -> dict[str, tuple]:
         "reduce without moments": (*summed, False),
         "row_stats": (logits, targets, 0.7),
         "row_grads": (logits, targets, ones, ones, 0.7, out),
-        "row_loss": (logits, targets, demo, ones, old, old, ones, *numbers, out),
+        "row_loss": (logits, targets, demo, ones, old, old, ones, *numbers, out, None, None),
+        "row_loss with a sketch": (
+            logits, targets, demo, ones, old, old, ones, *numbers, out,
+            torch.ones(logits.shape[-1]), torch.zeros(len(ones), 8),
+        ),
         "row_loss without options": (
-            logits.bfloat16(), targets, demo, ones, None, None, ones, *numbers, None,
+            logits.bfloat16(), targets, demo, ones, None, None, ones, *numbers, None, None, None,
         ),
     }  # fmt: skip
 

@@ -37,7 +37,7 @@ def gradients(loss, hidden, weight, bias, **rest):
         bias=leaves[2] if bias is not None else None, **rest,
     )  # fmt: skip
     (2 * out.loss).backward()
-    numbers = [getattr(out, n).detach() for n in out._fields if n != "moments"]
+    numbers = [getattr(out, n).detach() for n in out._fields if n not in ("moments", "sketch")]
     return numbers, out.moments.signals(), [x.grad for x in leaves]
 
 
