@@ -109,7 +109,7 @@ def test_rows_of_any_stride_and_steep_logits(use) -> None:
 
 
 def test_a_sure_target_keeps_its_digits(use) -> None:
-    """Nearly all the mass is the target's: what is left of the gradient is small, and sums to it."""
+    """Nearly all the mass is the target's: what is left of the gradient is small, its sums too."""
     use(2, 3)
     logits = torch.randn(2, 2, 6001)
     tokens = emulation.batch(logits, PLAIN, on_policy=True)
@@ -152,6 +152,14 @@ def test_nothing_else_changes_whatever_the_order(use) -> None:
         assert all(map(torch.equal, terms, again))
         found.append(rows.buckets)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_other_numbers_of_buckets_are_refused(use) -> None:
+    use(2, 2)
+    logits = torch.randn(2, 2, 100)
+    rows = rows_for(16, logits)._replace(buckets=torch.zeros(4, 12))
+    with pytest.raises(RuntimeError, match="a sketch has 4, 8, 16, 32 or 64 buckets"):
+        cuda.row_loss(logits, emulation.batch(logits, PLAIN), PLAIN, logits.clone(), rows)
 
 
 BROKEN = {

@@ -200,7 +200,8 @@ def _launch(
     if sketch is not None:
         buckets, warps = sketch.buckets, chosen.cluster * _WARPS
         held["signs"] = sketch.signs.to(torch.int8).contiguous()
-        held["parts"] = buckets.new_zeros(len(buckets), warps, buckets.shape[1])
+        parts = buckets.new_zeros(len(buckets), warps, buckets.shape[1])
+        held["parts"] = parts
         options["sketch"] = buckets.shape[1]
     arguments = Arguments(
         **{name: None if x is None else x.data_ptr() for name, x in held.items()},
@@ -223,7 +224,7 @@ def _launch(
     )
     _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
     if sketch is not None:
-        torch.sum(held["parts"], 1, out=sketch.buckets)  # a fixed order: the warps' own
+        torch.sum(parts, 1, out=sketch.buckets)  # without atomics: the same bits again
 
 
 def _call(function: Any, device: torch.device, *arguments: Any) -> None:
