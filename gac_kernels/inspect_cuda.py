@@ -64,7 +64,7 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
         slots = cuda.split(VOCAB, dtypes[0], holds=True).slots
         yield Compiled(
             name, dtypes, int(match["registers"]), int(match["stores"]), int(match["loads"]),
-            int(match["stack"]), cuda.shared_bytes(slots) if name == "row_kernel" else 0,
+            int(match["stack"]), cuda.shared_bytes(slots) if name != "scale_kernel" else 0,
             text, passes(text), seconds / len(found),
         )  # fmt: skip
 
@@ -76,7 +76,7 @@ def title(kernel: Compiled) -> str:
 
 def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
     """Kernel and types of a mangled name such as _ZN...10row_kernelIf13__nv_bfloat16EEvT_..."""
-    found = re.search(r"\d(row_kernel|scale_kernel)I(\w+?)EE?v", symbol)
+    found = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
     if found is None:
         raise RuntimeError(f"nvcc made an unknown kernel: {symbol}")
     dtypes: list[torch.dtype] = []

@@ -14,6 +14,9 @@ from torch import Tensor
 from bench.smoke import problem
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
 from gac_kernels.backends import cuda
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.sketch import HeadSketch, RowSketch, row_buckets
+from gac_kernels.tokens import plan
 
 from .triton_cases import DEVICE, FIELDS, error, evaluate, make_batch, scale_of
 
@@ -69,6 +72,31 @@ def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
         assert torch.equal(results[0][0].loss, other[0].loss)
     triton, _ = evaluate(batch, backend="triton")
     assert error(results[0][0].logps, triton.logps) < 2e-5
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(152064, 16), (50257, 64), (32000, 4)])
+def test_sketch_of_what_is_written(vocab: int, size: int) -> None:
+    """That of the float32 gradient, also where a narrower one goes over the logits."""
+    logits = torch.randn(2, 64, vocab, device=DEVICE)
+    targets = torch.randint(vocab, (2, 64), device=DEVICE)
+    is_demo = torch.tensor([False, True], device=DEVICE)
+    advantages = torch.tensor([0.7, 1.0], device=DEVICE)
+    tokens = plan(BatchInputs(targets, advantages, is_demo, 0.4), EVERYTHING)
+    gradient = torch.empty_like(logits)
+    cuda.row_loss(logits, tokens, EVERYTHING, gradient)
+    signs = HeadSketch(size).signs(vocab, logits.device).to(torch.int8)
+    rows = [RowSketch(signs, logits.new_zeros(128, size)) for _ in range(3)]
+    truth = RowSketch(signs, logits.new_zeros(128, size, dtype=torch.float64))
+    row_buckets(gradient, truth)
+    cuda.row_loss(logits, tokens, EVERYTHING, gradient.clone(), rows[0])
+    narrow = torch.empty(logits.shape, dtype=torch.bfloat16, device=DEVICE)
+    cuda.row_loss(logits, tokens, EVERYTHING, narrow, rows[1])
+    over = logits.view(torch.bfloat16)[..., :vocab]
+    cuda.row_loss(logits, tokens, EVERYTHING, over, rows[2])
+    assert torch.equal(over, narrow) and torch.equal(rows[1].buckets, rows[2].buckets)
+    atol = 1e-6 * gradient.abs().max().item()
+    for found in rows:
+        torch.testing.assert_close(found.buckets.double(), truth.buckets, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("vocab", [152064, 50257])

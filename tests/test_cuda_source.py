@@ -277,18 +277,19 @@ def test_split_of_the_common_vocabularies() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 def test_what_the_compiler_makes_of_it(arch: int) -> None:
-    """No spills; three blocks of nine tiles or two of fourteen fit a multiprocessor; no instruction
-    more per logit than was counted; the instructions that the design rests on.
+    """No spills; two blocks of fourteen tiles fit a multiprocessor, three of nine without a sketch;
+    no instruction more per logit than was counted; the instructions that the design rests on.
     """
     if (nvcc := build_cuda.find_nvcc()) is None:
         pytest.skip("needs nvcc")
     counts = json.loads(roofline.COUNTS.read_text())
     kernels = list(inspect_cuda.compile_kernels(arch))
-    rows = [k for k in kernels if k.kernel == "row_kernel"]
-    assert len({k.dtypes for k in rows}) == 9 and len(kernels) == 12
+    rows = [k for k in kernels if k.kernel != "scale_kernel"]
+    assert len({(k.kernel, k.dtypes) for k in rows}) == 18 and len(kernels) == 21
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
     for kernel in rows:
-        assert kernel.registers <= 72 and 3 * 72 * 288 <= 65536
+        most = 72 if kernel.kernel == "row_kernel" else 96  # a thread's sums of the sketch
+        assert kernel.registers <= most and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
         assert (kernel.shared + 1024) * 2 <= 228 * 1024 >= (cuda.shared_bytes(9) + 1024) * 3
         name = inspect_cuda.title(kernel)
         written = counts[f"sm_{arch}"][name]

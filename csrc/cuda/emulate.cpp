@@ -18,21 +18,25 @@ int64_t launched = 2, resident = 2;  // clusters of a launch, and those that fin
 
 using Program = void (*)(const Arguments&, char*);
 
+template <class In, class Out>
+Program program_of(const Arguments& a) {
+  return a.signs ? row_program<In, Out, true> : row_program<In, Out, false>;
+}
+
 template <class In>
-Program program_of(int32_t out) {
-  switch (out) {
-    case kBFloat16: return row_program<In, BFloat16>;
-    case kFloat16: return row_program<In, Float16>;
-    default: return row_program<In, float>;
+Program program_of(const Arguments& a) {
+  switch (a.out ? a.out_dtype : a.dtype) {
+    case kBFloat16: return program_of<In, BFloat16>(a);
+    case kFloat16: return program_of<In, Float16>(a);
+    default: return program_of<In, float>(a);
   }
 }
 
 Program program_of(const Arguments& a) {
-  const int32_t out = a.out ? a.out_dtype : a.dtype;
   switch (a.dtype) {
-    case kBFloat16: return program_of<BFloat16>(out);
-    case kFloat16: return program_of<Float16>(out);
-    default: return program_of<float>(out);
+    case kBFloat16: return program_of<BFloat16>(a);
+    case kFloat16: return program_of<Float16>(a);
+    default: return program_of<float>(a);
   }
 }
 

@@ -148,6 +148,7 @@ inline void init(Barrier& b, int arrivals) {
   b = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
 }
 inline void publish_barriers() {}
+inline void publish_to_copies() {}
 
 inline void arrive(Barrier& b) {
   if (b.pending-- == 0) fail("more arrivals at a barrier than it counts");
@@ -202,6 +203,14 @@ struct Exp2 {
 };
 
 inline Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
+struct Bytes {
+  const int8_t* first;
+  template <int kWords>
+  void load(int q, uint32_t (&four)[kWords]) const {
+    std::memcpy(four, first + int64_t(q) * sizeof(four), sizeof(four));
+  }
+};
+inline float sign_of(uint32_t four, int i) { return static_cast<int8_t>(four >> 8 * i); }
 template <int kBytes>
 void store_bytes(void* global, const uint32_t* words) {
   if (reinterpret_cast<uintptr_t>(global) % kBytes) fail("a wide store is not aligned");

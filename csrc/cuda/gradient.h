@@ -1,7 +1,7 @@
 // The second pass: the gradient of a slice that is at hand, and zeros where none is.
 #pragma once
 
-#include "layout.h"
+#include "sketch.h"
 
 namespace gac::cuda {
 
@@ -70,14 +70,25 @@ GAC_DEVICE void pull_word(const char* word, const Pull& pull, float slope, float
   }
 }
 
-// Second pass: the gradient of the slice; `at` is where its first tile is.
-template <bool kLinear, class In, class Out>
-GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
+// Second pass: the gradient of the slice; `at` is where its first tile is. kSketch: and its sketch.
+template <bool kLinear, bool kSketch, class In, class Out>
+GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, const Slice& s,
                             Cursor at, int64_t n) {
   constexpr int kWidth = kWordBytes / sizeof(In);
   const Pull pull = shared.pull;
   const Destination<Out, kWidth> to(a, s, n);
   const bool plain = to.aligned && !is_steep(anchor_of(pull.top, a.slope));
+  const auto holds_target = [&] {
+    const int64_t q = (pull.word + s.shift) / kWidth;
+    return pull.word >= 0 && q >= s.begin && q < s.end && (q - s.begin) % kConsumers == thread();
+  };
+  Sketch<In> sketch(a, s);
+  if constexpr (kSketch) {
+    if (holds_target()) {  // as if masked: its own gradient is added at the end, nothing cancels
+      *held<In>(a, ring, s, at, pull.word + s.shift) = from_float<In>(-INFINITY);
+      publish_to_copies();
+    }
+  }
   for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
     const char* mine = ring + at.slot * kTileBytes + thread() * kWordBytes;
     float g[kWidth];
@@ -86,6 +97,7 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring
       for (int u = 0; u < kPerThread; ++u) {
         pull_word<kLinear, false, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
         to.store(first + thread() + u * kConsumers, g);
+        if constexpr (kSketch) sketch.add(first + thread() + u * kConsumers, g);
       }
     } else {
       for (int u = 0; u < kPerThread; ++u) {
@@ -93,14 +105,16 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, const char* ring
         if (q >= s.end) break;
         pull_word<kLinear, true, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
         to.store(s, q, a.vocab, g);
+        if constexpr (kSketch) sketch.add(a, s, q, g);
       }
     }
     release(shared.empty[at.slot]);
   }
-  // the target's element, over what the same thread has just stored there
-  const int64_t q = (pull.word + s.shift) / kWidth;
-  if (pull.word >= 0 && q >= s.begin && q < s.end && (q - s.begin) % kConsumers == thread())
+  if (holds_target()) {  // over what the same thread has just stored there
     to.row[pull.word] = from_float<Out>(pull.target);
+    if constexpr (kSketch) sketch.add(a, s, pull.word, pull.target);
+  }
+  if constexpr (kSketch) sketch.store(a, s, n);
 }
 
 // The whole row is 0, whatever it holds.

@@ -60,6 +60,11 @@ GAC_DEVICE void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// What this thread stored into the block's memory comes before the copies into it that follow.
+GAC_DEVICE void publish_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 GAC_DEVICE void arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&b)) : "memory");
 }
@@ -144,6 +149,38 @@ struct Exp2 {  // relative error below 2^-22; results below 2^-126 are 0
 };
 
 GAC_DEVICE Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
+
+// Bytes in memory, from any address on, read by aligned loads. (An aligned word with one valid byte
+// can be read.)
+struct Bytes {
+  const uint32_t* words;  // at or before the first byte
+  uint32_t bits;          // from there to it
+
+  GAC_DEVICE explicit Bytes(const int8_t* first) {
+    const auto before = reinterpret_cast<uintptr_t>(first) % 4;
+    words = reinterpret_cast<const uint32_t*>(first - before);
+    bits = static_cast<uint32_t>(8 * before);
+  }
+
+  // Number q of what fits `four`, four bytes to a word.
+  template <int kWords>
+  GAC_DEVICE void load(int q, uint32_t (&four)[kWords]) const {
+    const uint32_t* at = words + int64_t(q) * kWords;
+    uint32_t low = __ldg(at);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t high = i + 1 < kWords || bits ? __ldg(at + i + 1) : 0;
+      four[i] = __funnelshift_r(low, high, bits);
+      low = high;
+    }
+  }
+};
+
+// Byte i, 1 or -1, as a float: its sign bit above the rest of 1.0f.
+GAC_DEVICE float sign_of(uint32_t four, int i) {
+  return __uint_as_float(
+      __byte_perm((four & 0x80808080u) | 0x3f3f3f3fu, 0x00800000u, i << 12 | 0x0644));
+}
 
 // 8 or 16 aligned bytes to memory; nobody reads them soon.
 template <int kBytes>

@@ -15,7 +15,14 @@ namespace {
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads, 3) row_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) char memory[];
-  row_program<In, Out>(a, memory);
+  row_program<In, Out, false>(a, memory);
+}
+
+// Two blocks: the sums of the sketch take registers.
+template <class In, class Out>
+__global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) char memory[];
+  row_program<In, Out, true>(a, memory);
 }
 
 // tensor *= factor; returns at once when the factor is 1.
@@ -39,20 +46,25 @@ __global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, co
 
 using Kernel = void (*)(Arguments);
 
+template <class In, class Out>
+Kernel kernel_of(const Arguments& a) {
+  return a.signs ? sketch_kernel<In, Out> : row_kernel<In, Out>;
+}
+
 template <class In>
-Kernel kernel_of(int32_t out) {
-  switch (out) {
-    case kBFloat16: return row_kernel<In, BFloat16>;
-    case kFloat16: return row_kernel<In, Float16>;
-    default: return row_kernel<In, float>;
+Kernel kernel_of(const Arguments& a) {
+  switch (a.out ? a.out_dtype : a.dtype) {
+    case kBFloat16: return kernel_of<In, BFloat16>(a);
+    case kFloat16: return kernel_of<In, Float16>(a);
+    default: return kernel_of<In, float>(a);
   }
 }
 
-Kernel kernel_of(int32_t in, int32_t out) {
-  switch (in) {
-    case kBFloat16: return kernel_of<BFloat16>(out);
-    case kFloat16: return kernel_of<Float16>(out);
-    default: return kernel_of<float>(out);
+Kernel kernel_of(const Arguments& a) {
+  switch (a.dtype) {
+    case kBFloat16: return kernel_of<BFloat16>(a);
+    case kFloat16: return kernel_of<Float16>(a);
+    default: return kernel_of<float>(a);
   }
 }
 
@@ -98,7 +110,7 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  const Kernel kernel = kernel_of(a.dtype, a.out ? a.out_dtype : a.dtype);
+  const Kernel kernel = kernel_of(a);
   int clusters = 0;
   error = resident(kernel, config, a.device, clusters);
   if (error != cudaSuccess) return error;

@@ -3,7 +3,7 @@
 
 #include <algorithm>  // min, clamp
 
-#include "layout.h"
+#include "sketch.h"
 
 namespace gac::cuda {
 
@@ -20,6 +20,8 @@ inline const char* refusal(const Arguments& a) {
   if (a.cluster != 1 && a.cluster != 2 && a.cluster != 4 && a.cluster != 8)
     return "a cluster has 1, 2, 4 or 8 blocks";
   if (a.slots < 1 || a.slots > kMaxSlots) return "a ring has 1 to 28 tiles";
+  if (a.signs && (a.sketch < 4 || a.sketch > kMaxSketch || (a.sketch & (a.sketch - 1))))
+    return "a sketch has 4, 8, 16, 32 or 64 buckets";
   if (slots_needed(a, item) > a.slots) return "the row does not fit the cluster's shared memory";
   return nullptr;
 }

@@ -184,8 +184,8 @@ GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, const Columns& c,
                  a.inverse_temperature);
 }
 
-template <class In, class Out>
-GAC_DEVICE void consume(const Arguments& a, Shared& shared, const char* ring) {
+template <class In, class Out, bool kSketch>
+GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
   Cursor at;
   uint32_t round = 0;  // rows read so far
   int64_t y = a.targets[cluster_id()], next = 0;  // a row ahead: nobody waits for it
@@ -214,14 +214,15 @@ GAC_DEVICE void consume(const Arguments& a, Shared& shared, const char* ring) {
     if (shared.pull.zero)
       skip_slice<In, Out>(a, shared, s, start, n);
     else if (shared.pull.linear != 0)
-      write_slice<true, In, Out>(a, shared, ring, s, start, n);
+      write_slice<true, kSketch, In, Out>(a, shared, ring, s, start, n);
     else
-      write_slice<false, In, Out>(a, shared, ring, s, start, n);
+      write_slice<false, kSketch, In, Out>(a, shared, ring, s, start, n);
   }
 }
 
-// The whole program of one thread; `memory` is its block's shared memory.
-template <class In, class Out>
+// The whole program of one thread; `memory` is its block's shared memory. kSketch: of a launch that
+// has signs.
+template <class In, class Out, bool kSketch>
 GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   char* ring = memory + kHeaderBytes;
@@ -236,7 +237,7 @@ GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   }
   sync_cluster();
   if (thread() < kConsumers)
-    consume<In, Out>(a, shared, ring);
+    consume<In, Out, kSketch>(a, shared, ring);
   else if (thread() == kConsumers)
     produce<In>(a, shared, ring);
   sync_warp();

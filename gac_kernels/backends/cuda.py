@@ -19,7 +19,7 @@ from .. import build_cuda
 from ..contract import LossSpec
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
-from ..sketch import RowSketch, row_buckets
+from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 from . import reference, triton
 
@@ -27,17 +27,19 @@ _CAPABILITIES = ((9, 0), (10, 0))
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
+_WARPS = 8  # that read and write a slice
 _HEADER_BYTES = 1024  # barriers and sums, before the tiles
 _AHEAD = 4  # tiles that are read ahead while a row is held
 _RINGS = (14, 28)  # tiles of a block's shared memory with two blocks per multiprocessor, with one
 
 _POINTERS = ("logits", "out", "targets", "demo", "advantages", "old", "ref", "scale", "d_logps",
-             "d_entropy", "results")  # fmt: skip
+             "d_entropy", "results", "signs", "parts")  # fmt: skip
 _SIZES = ("rows", "per_batch", "vocab", "batch_stride", "row_stride", "out_batch_stride",
           "out_row_stride")  # fmt: skip
 _FLOATS = ("slope", "inverse_temperature", "ratio_low", "ratio_high", "dual_clip", "kl_coef",
            "entropy_coef", "demo_shape")  # fmt: skip
-_INTS = ("kl_estimator", "demo_weight", "task", "dtype", "out_dtype", "cluster", "slots", "device")
+_INTS = ("kl_estimator", "demo_weight", "task", "dtype", "out_dtype", "cluster", "slots", "sketch",
+         "device")  # fmt: skip
 
 
 Columns = dict[str, Tensor | None]
@@ -161,9 +163,8 @@ def row_loss(
         name: getattr(tokens, name)
         for name in ("targets", "demo", "advantages", "old", "ref", "scale")
     }
-    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec)
-    if out is not None and sketch is not None:
-        row_buckets(out, sketch)  # a pass of its own: this kernel does not sketch
+    wanted = None if out is None else sketch
+    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, wanted)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
 
 
@@ -188,6 +189,7 @@ def _launch(
     results: Tensor | None,
     columns: Columns,
     spec: LossSpec | None = None,
+    sketch: RowSketch | None = None,
 ) -> None:
     # the copies must outlive the launch, not the kernel: their memory is reused in stream order
     held = {name: None if x is None else x.contiguous() for name, x in columns.items()}
@@ -195,6 +197,12 @@ def _launch(
     options = {} if spec is None else token_scalars(spec)._asdict()
     options.pop("temperature", None)  # it goes as the two factors that the kernels multiply by
     chosen = split(logits.shape[2], logits.dtype, holds=out is not None)
+    if sketch is not None:
+        buckets, warps = sketch.buckets, chosen.cluster * _WARPS
+        held["signs"] = sketch.signs.to(torch.int8).contiguous()
+        parts = buckets.new_zeros(len(buckets), warps, buckets.shape[1])
+        held["parts"] = parts
+        options["sketch"] = buckets.shape[1]
     arguments = Arguments(
         **{name: None if x is None else x.data_ptr() for name, x in held.items()},
         rows=logits.shape[0] * logits.shape[1],
@@ -215,6 +223,8 @@ def _launch(
         **options,
     )
     _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
+    if sketch is not None:
+        torch.sum(parts, 1, out=sketch.buckets)  # without atomics: the same bits again
 
 
 def _call(function: Any, device: torch.device, *arguments: Any) -> None:

@@ -1,0 +1,186 @@
+"""The head sketch inside the CUDA row kernel, on emulated threads.
+
+The truth is the definition, `row_buckets`, on the float64 gradient of the same logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import HeadSketch
+from gac_kernels.backends import cuda, reference
+from gac_kernels.contract import LossSpec
+from gac_kernels.sketch import RowSketch, row_buckets
+from gac_kernels.tokens import Tokens
+
+from . import cuda_emulation as emulation
+
+PLAIN, ENTROPY = LossSpec(), LossSpec(entropy_coef=0.1, temperature=1.3)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch):
+    """Lets `backends.cuda` run a library on CPU tensors, its rows shared as told."""
+
+    def install(cluster: int, slots: int, library: ctypes.CDLL | None = None) -> ctypes.CDLL:
+        loaded = emulation.library() if library is None else library
+        monkeypatch.setattr(cuda, "library", lambda: loaded)
+        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
+        emulation.reset(loaded)
+        return loaded
+
+    return install
+
+
+def rows_for(size: int, logits: Tensor, offset: int = 0) -> RowSketch:
+    """`offset`: bytes from an aligned address to the first sign."""
+    vocab = logits.shape[-1]
+    signs = torch.zeros(vocab + 64, dtype=torch.int8)[offset : offset + vocab]
+    signs.copy_(HeadSketch(size).signs(vocab, torch.device("cpu")))
+    return RowSketch(signs, torch.zeros(logits.shape[0] * logits.shape[1], size))
+
+
+def true_buckets(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch) -> Tensor:
+    """float64 [M, k] from float64 logits."""
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+    exact = torch.empty(logits.shape, dtype=torch.float64)
+    reference.row_loss(logits.double(), Tokens(*wide), spec, exact)
+    truth = RowSketch(rows.signs, rows.buckets.double())
+    row_buckets(exact, truth)
+    return truth.buckets
+
+
+def check(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch, out: Tensor) -> None:
+    truth = true_buckets(logits, tokens, spec, rows)
+    cuda.row_loss(logits, tokens, spec, out, rows)
+    scale = tokens.scale.abs().max().item()
+    torch.testing.assert_close(rows.buckets.double(), truth, rtol=1e-5, atol=1e-6 * scale)
+    dead = tokens.targets.flatten() == -100
+    assert (rows.buckets[dead] == 0).all() and (truth != 0).any()
+
+
+# (logits, gradient, V, blocks, tiles)
+SHAPES = {
+    "the linear form": (torch.float32, torch.bfloat16, 8192, 2, 4),
+    "the linear form, odd": (torch.float32, torch.bfloat16, 9001, 2, 4),
+    "float16": (torch.float16, torch.float16, 9003, 1, 4),
+    "bfloat16, four blocks, a slice that starts in the middle of the buckets": (
+        torch.bfloat16, torch.bfloat16, 30008, 4, 3,
+    ),
+    "bfloat16, wider gradient, eight blocks, odd": (
+        torch.bfloat16, torch.float32, 40003, 8, 2,
+    ),
+    "fewer words than buckets": (torch.float32, torch.float32, 3, 2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape(use, name: str, size: int) -> None:
+    dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
+    use(blocks, tiles)
+    logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
+    tokens = emulation.batch(logits, PLAIN)
+    out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
+    check(logits, tokens, PLAIN, rows_for(size, logits), out)
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_entropy_and_signs_at_any_address(use, offset: int) -> None:
+    use(2, 3)
+    logits = torch.randn(2, 3, 5003)
+    tokens = emulation.batch(logits, ENTROPY)
+    check(logits, tokens, ENTROPY, rows_for(8, logits, offset), torch.empty_like(logits))
+
+
+def test_rows_of_any_stride_and_steep_logits(use) -> None:
+    use(2, 3)
+    logits = torch.randn(2, 4, 6005)[:, :-1, 1:-1]
+    logits[0, 0] += 6e4
+    tokens = emulation.batch(logits, PLAIN)
+    out = torch.zeros(2, 4, 6005, dtype=torch.bfloat16)[:, 1:, 2:]  # aligned otherwise than logits
+    check(logits, tokens, PLAIN, rows_for(16, logits), out[..., : logits.shape[-1]])
+
+
+def test_a_sure_target_keeps_its_digits(use) -> None:
+    """Nearly all the mass is the target's: what is left of the gradient is small, its sums too."""
+    use(2, 3)
+    logits = torch.randn(2, 2, 6001)
+    tokens = emulation.batch(logits, PLAIN, on_policy=True)
+    logits[0, 0, tokens.targets[0]] = 25.0
+    rows, out = rows_for(16, logits), torch.empty_like(logits)
+    cuda.row_loss(logits, tokens, PLAIN, out, rows)
+    own = RowSketch(rows.signs, rows.buckets.double())
+    row_buckets(out, own)
+    largest = own.buckets[0].abs().max()
+    assert 0 < largest < 1e-6 * (tokens.scale * tokens.advantages)[0].abs()
+    assert (rows.buckets - own.buckets)[0].abs().max() < 1e-6 * largest
+
+
+def test_rows_without_a_gradient_have_no_sketch(use) -> None:
+    """Known before the row is read, or after: advantage 0 without any other term."""
+    use(2, 2)
+    logits = torch.randn(2, 3, 4000)
+    tokens = emulation.batch(logits, PLAIN)
+    tokens = tokens._replace(scale=tokens.scale * torch.tensor([0.0, 1, 1, 1, 1, 1]))
+    rows = rows_for(16, logits)
+    cuda.row_loss(logits, tokens, PLAIN, torch.empty_like(logits), rows)
+    live = torch.tensor([False, False, True, True, False, True])
+    assert ((rows.buckets != 0).all(1) == live).all()
+
+
+def test_nothing_else_changes_whatever_the_order(use) -> None:
+    """The same bits with and without, in place, under other schedules and numbers of clusters."""
+    library = use(4, 3)
+    logits = torch.randn(2, 6, 16001).bfloat16()
+    tokens = emulation.batch(logits, ENTROPY)
+    plain = torch.empty_like(logits)
+    terms = cuda.row_loss(logits, tokens, ENTROPY, plain)
+    found = []
+    for seed in range(4):
+        library.gac_emulate_seed(seed)
+        emulation.clusters(library, launched=1 + 2 * seed, resident=1 + seed)
+        rows, mine = rows_for(16, logits), logits.clone()
+        again = cuda.row_loss(mine, tokens, ENTROPY, mine, rows)
+        assert torch.equal(mine, plain)
+        assert all(map(torch.equal, terms, again))
+        found.append(rows.buckets)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_other_numbers_of_buckets_are_refused(use) -> None:
+    use(2, 2)
+    logits = torch.randn(2, 2, 100)
+    rows = rows_for(16, logits)._replace(buckets=torch.zeros(4, 12))
+    with pytest.raises(RuntimeError, match="a sketch has 4, 8, 16, 32 or 64 buckets"):
+        cuda.row_loss(logits, emulation.batch(logits, PLAIN), PLAIN, logits.clone(), rows)
+
+
+BROKEN = {
+    "the buckets start anew in every block": ("(s.begin + thread()) * kWidth", "thread() * kWidth"),
+    "an unaligned row starts at bucket 0": ("* kWidth - s.shift;", "* kWidth;"),
+    "lanes of other buckets are added": ("step * kWidth >= size", "step >= 1"),
+    "the target's own gradient goes to its neighbour's bucket": (
+        "(e == (v + s.shift) % kWidth)", "(e == (v + s.shift + 1) % kWidth)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_sketch_shows(use, tmp_path: Path, name: str) -> None:
+    right, wrong = BROKEN[name]
+    shutil.copytree(emulation.SOURCES, tmp_path / "csrc")
+    source = tmp_path / "csrc" / "cuda" / "sketch.h"
+    assert source.read_text().count(right) == 1, "sketch.h has changed: break it anew"
+    source.write_text(source.read_text().replace(right, wrong))
+    use(2, 3, emulation.load(source.parent, tmp_path, "-O0"))
+    logits = torch.randn(2, 3, 5003)
+    tokens = emulation.batch(logits, PLAIN)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check(logits, tokens, PLAIN, rows_for(16, logits), torch.empty_like(logits))
