@@ -206,7 +206,7 @@ def attach_head(model: PreTrainedModel) -> bool:
         return request(Head(hidden, head.weight, head.bias))
 
     model.forward = types.MethodType(forward, model)
-    model.plain_head = plain  # type: ignore[assignment]
+    model.__dict__["plain_head"] = plain
     return plain
 
 

@@ -157,7 +157,7 @@ def test_a_loss_or_a_head_that_cannot_be_sketched_is_refused(task, tmp_path, mon
         patch.setattr("gac.model._plain_head", lambda model: False)
         with pytest.raises(ConfigError, match="signals: sketch needs the weight of a plain head"):
             Trainer(made)
-    own = lambda self, base: Loss(base, token=lambda view: -view.logps)  # noqa: E731
-    monkeypatch.setattr(METHODS["gac-gated-sketch"], "loss", own)
+    own = Loss(made.loss, token=lambda view: -view.logps)
+    monkeypatch.setattr(METHODS["gac-gated-sketch"], "loss", lambda self, base: own)
     with pytest.raises(ConfigError, match="signals: sketch is made by the fused loss"):
         Trainer(made)
