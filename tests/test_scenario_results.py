@@ -53,11 +53,22 @@ def test_the_page_says_what_was_found_and_what_was_not_run(finals, tmp_path):
     assert (tmp_path / "study.png").stat().st_size > 1000
 
 
+def test_the_brief_table_takes_whole_seeds_only(tmp_path):
+    arms = {arm: [0.25, 0.75, 0.5] for arm in FIRST}
+    whole = finals_of(tmp_path, **{**arms, "gate-z": [0.5, 1.0]})
+    text = results.brief(whole)
+    assert "over 2 of 10 seeds" in text and text.count("\n| `") == len(FIRST)
+    assert "| `chord` | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | [25.0, 75.0] |" in text
+    assert "| `gate-z` | 75.0 |" in text
+
+
 def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monkeypatch, capsys):
     path, page = tmp_path / "study.json", tmp_path / "study.md"
     for module in (study, results):
         monkeypatch.setattr(module, "KNOWN", path)
     monkeypatch.setattr(results, "PAGE", page)
+    monkeypatch.setattr(results, "CHOICE", tmp_path / "choice.md")
+    (tmp_path / "choice.md").write_text(results.MARK)
     monkeypatch.setattr(results, "FIGURE", tmp_path / "study.png")
     page.write_text(f"# Protocol\n\n{results.MARK}old")
     held = {"setting": study.grid_setting(), "finals": finals, "code": "abc", "bases": {}}
@@ -67,6 +78,7 @@ def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monke
     assert results.main(["--out", str(tmp_path / "nothing")]) == 0
     assert json.loads(path.read_text())["finals"] == finals
     assert page.read_text().startswith(f"# Protocol\n\n{results.MARK}\n76 of ")
+    assert "No seed has run" in (tmp_path / "choice.md").read_text()
     # only what the file lacks is run
     ran = []
     grid = [(c, a, s, (c, a, s)) for c in SCENARIOS for a in FIRST for s in range(SEEDS)]

@@ -2,7 +2,7 @@
 
 Collects the finished runs of `python -m tools.scenario_study` into docs/scenario_study.json, which
 keeps what earlier collections found, so that run folders are not needed to go on elsewhere. Then
-writes the part of docs/study.md below its mark, and docs/study.png, as its protocol says.
+writes the parts of docs/study.md and docs/choose_mu.md below their marks, and docs/study.png.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tools.scenario_study import (
     known_finals,
 )
 
-PAGE, FIGURE = DOCS / "study.md", DOCS / "study.png"
+PAGE, FIGURE, CHOICE = DOCS / "study.md", DOCS / "study.png", DOCS / "choose_mu.md"
 MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
 JUDGED = "gate-z"  # whose success the protocol defines
@@ -233,6 +233,25 @@ def _single(finals: Finals) -> str:
     return "\n\n".join(parts)
 
 
+def brief(finals: Finals) -> str:
+    """The part of docs/choose_mu.md below its mark: the first arms where all have run."""
+    seeds = [s for s in range(SEEDS) if all(s in common(finals[c], list(FIRST)) for c in MAIN)]
+    if not seeds:
+        return "No seed has run all of it yet.\n"
+    values = np.array([table(finals[c], list(FIRST), seeds) for c in MAIN])  # [scenarios, arms, n]
+    rows = []
+    for arm, name in enumerate(FIRST):
+        means = [percent(float(x)) for x in values[:, arm].mean(1)]
+        all_of_it = values[:, arm].mean(0)
+        ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
+        rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), span(ends)))
+    words = (
+        f"Mean accuracy in percent over {len(seeds)} of {SEEDS} seeds (all arms of a seed have run "
+        "in all four scenarios); the interval is that of the average."
+    )
+    return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
+
+
 def _missing(counts: Mapping[str, Mapping[str, int]]) -> str:
     lines = []
     for scenario, row in counts.items():
@@ -289,13 +308,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     study = collect(args.out, args.code)
     KNOWN.write_text(json.dumps(study, indent=None, separators=(",", ":")) + "\n")
-    top, mark, _ = PAGE.read_text().partition(MARK)
-    if not mark:
-        raise ConfigError(f"{PAGE}: has no line {MARK.strip()!r}; put it where the results go")
-    PAGE.write_text(top + MARK + "\n" + page(study))
+    _write(PAGE, page(study))
+    _write(CHOICE, brief(study["finals"]))
     draw(study["finals"], FIGURE)
-    print(f"wrote {KNOWN}, {PAGE} and {FIGURE}")
+    print(f"wrote {KNOWN}, {PAGE}, {CHOICE} and {FIGURE}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace what `path` has below its mark."""
+    top, mark, _ = path.read_text().partition(MARK)
+    if not mark:
+        raise ConfigError(f"{path}: has no line {MARK.strip()!r}; put it where the results go")
+    path.write_text(f"{top}{MARK}\n{text}")
 
 
 if __name__ == "__main__":

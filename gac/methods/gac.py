@@ -29,7 +29,8 @@ class GAC(ControllerConfig, Method):
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
-    """Where the three signals come from: the paper's proxies, spoilt ones, or true gradients."""
+    """Where the signals come from: the paper's proxies, spoilt ones, true gradients of all
+    parameters, the head's sketch, or the accumulating gradient."""
     gradient_parts: int = 4
     """Micro-batches of each side whose gradients a source of true gradients is given, >= 2."""
 
