@@ -178,6 +178,8 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
 def attach_head(model: PreTrainedModel) -> bool:
     """Teach `model.forward` the keyword `request`; True if it reaches hidden states and weight.
 
+    `model.plain_head` says the same later.
+
     Whether the head is a plain matrix product is measured on a few tokens, not looked up by name:
     a model with a scaled or soft-capped head falls back to its logits, with a warning.
     """
@@ -206,6 +208,7 @@ def attach_head(model: PreTrainedModel) -> bool:
         return request(Head(hidden, head.weight, head.bias))
 
     model.forward = types.MethodType(forward, model)
+    model.__dict__["plain_head"] = plain
     return plain
 
 

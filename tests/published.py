@@ -172,7 +172,8 @@ LOSSES = {
     "gac-no-cap": mixture(0.5 * 0.85 + 0.5 * 0.502, phi),
     "gac-no-prior": mixture(0.502, phi),
     "gac-prior-low": mixture(0.49, phi),
-    "gac-gated": mixture(0.65),  # the constant 0.7, capped at 0.15 from 0.5
+    # the constant 0.7, capped at 0.15 from 0.5
+    **dict.fromkeys(["gac-gated", "gac-gated-sketch"], mixture(0.65)),
     "oracle": mixture(0.7, phi),
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ def read_all(source, steps: range, state=None):
 def test_proxies_are_the_loss_statistics() -> None:
     reading, _ = ProxySignals(trim=0.2).read(Evidence(0, moments(0)), {})
     assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
-    assert reading.corrections is None and not ProxySignals().needs_gram
+    assert reading.corrections is None and not any(ProxySignals().wanted)
 
 
 def test_constant_variance_replaces_one_signal_alone() -> None:
@@ -150,7 +150,7 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     evidence = Evidence(0, gram=both @ both.T, sft_count=3)
     reading, _ = GradientSignals(paired=True).read(evidence, {})
     assert reading == gradient_moments(both @ both.T, 3, paired=True)
-    assert GradientSignals().needs_gram and ConstantVariance(GradientSignals()).needs_gram
+    assert GradientSignals().wanted.gram and ConstantVariance(GradientSignals()).wanted.gram
 
 
 def test_bias_moments_give_the_exact_optimum() -> None:

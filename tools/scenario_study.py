@@ -1,19 +1,21 @@
 """The study of the gate: `python -m tools.scenario_study`. docs/study.md holds its protocol.
 
 Runs the cells of the grid in the order of their importance, seed by seed, one process at a time;
-finished runs are kept, so the command may be stopped and given again.
+finished runs are kept, so the command may be stopped and given again. Cells that
+docs/scenario_study.json holds (`python -m tools.scenario_results`) are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.config import dump
+from gac.config import ConfigError, dump
 from gac.demo.scenarios import SCENARIOS, write_scenarios
 from gac.demo.settings import short
 from gac.study.arms import Arm, arm_config
@@ -22,6 +24,9 @@ from gac.train_config import TrainConfig
 
 STEPS = 120
 SMALLER = ("rollouts.prompts=8", "rollouts.completions=6", "demo_batch=16")
+SEEDS = 10
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+KNOWN = DOCS / "scenario_study.json"
 CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -85,15 +90,44 @@ def scenarios(out: Path) -> dict[str, TrainConfig]:
     return write_scenarios(out / "scenarios", steps=STEPS)
 
 
+def grid_setting() -> dict[str, Any]:
+    """What every cell of the grid depends on, in plain JSON types."""
+    setting = {"steps": STEPS, "changes": SMALLER, "arms": {**FIRST, **FURTHER}}
+    return json.loads(json.dumps(setting))
+
+
+def known_finals(path: Path = KNOWN) -> dict[str, dict[str, list[float | None]]]:
+    """Scenario -> arm -> final accuracy by seed, None where it is not in `path`.
+
+    Raises ConfigError if its grid was another one.
+    """
+    arms = {**FIRST, **FURTHER}
+    finals: dict[str, dict[str, list[float | None]]]
+    finals = {name: {arm: [None] * SEEDS for arm in arms} for name in SCENARIOS}
+    if not path.exists():
+        return finals
+    found = json.loads(path.read_text())
+    if found["setting"] != grid_setting():
+        raise ConfigError(f"{path}: holds another grid than this program's; move it away")
+    for name, row in found["finals"].items():
+        finals[name] |= row
+    return finals
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what is missing; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_study", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
-    parser.add_argument("--seeds", type=int, default=10, help="seeds per cell")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds per cell, at most 10")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    configs = [config for *_, config in cells(args.out, args.seeds)]
+    known = known_finals()
+    configs = [
+        config
+        for scenario, arm, seed, config in cells(args.out, min(args.seeds, SEEDS))
+        if known[scenario][arm][seed] is None
+    ]
     failed = run_all(configs, args.jobs, discard=True)
     return 1 if failed else 0
 

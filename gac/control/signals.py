@@ -1,68 +1,24 @@
-"""Where the controller's signals come from: the paper's proxies, spoilt proxies, true gradients.
-
-A source is a frozen dataclass with two pure functions: `init() -> state` and
-`read(evidence, state) -> (reading, state)`. States are plain JSON types.
-"""
+"""Where the controller's signals come from: the paper's proxies, spoilt proxies, true gradients."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from gac.checks import is_count, is_real, require
 from gac.config import Choice
-from gac_kernels.contract import Signals, TokenMoments
+from gac_kernels import HeadSketch
+from gac_kernels.contract import Signals
 
-from .alignment import Alignment, alignment
+from .accumulator import AccumulatorSignals
+from .alignment import alignment
 from .estimators import Corrections
+from .evidence import Evidence, Reading, SignalSource, Sketches, State, Wanted
 from .schedules import uniform
-
-State = dict[str, Any]  # plain JSON types
-
-
-class Evidence(NamedTuple):
-    """What a refresh step has measured, summed over micro-batches and ranks."""
-
-    step: int
-    """Optimiser steps done so far."""
-    moments: TokenMoments | None = None
-    """Statistics of the step's tokens."""
-    gram: Tensor | None = None
-    """[M_s + M_r, M_s + M_r] inner products of micro-batch gradients, SFT first; float64."""
-    sft_count: int = 0
-    """M_s, the number of SFT micro-batches in `gram`."""
-    bias_gram: Tensor | None = None
-    """[4, 4] inner products as in `bias_moments`."""
-
-
-class Reading(NamedTuple):
-    """What a source returns: arguments of `gac.control.controller.step`."""
-
-    signals: Signals
-    corrections: Corrections | None = None
-    alignment: Alignment | None = None
-
-
-class SignalSource(Protocol):
-    """The interface of a source; a method names one and the trainer feeds it."""
-
-    @property
-    def needs_gram(self) -> bool:
-        """Whether `Evidence.gram` must be there (micro-batch gradients cost memory)."""
-
-    @property
-    def needs_bias(self) -> bool:
-        """Whether `Evidence.bias_gram` must be there (two more backward passes)."""
-
-    def init(self) -> State:
-        """State before the first reading."""
-
-    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Signals of this refresh, and the new state; `state` is not modified."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +27,7 @@ class ProxySignals:
 
     trim: float = 0.1
     """Share of the demonstrations dropped at each end of the sorted likelihoods, [0, 0.5)."""
-    needs_gram = False
-    needs_bias = False
+    wanted = Wanted()
 
     def init(self) -> State:
         """No state."""
@@ -94,12 +49,11 @@ class GradientSignals:
     bias: bool = False
     """Also measure the biases of the gradients in use, against SFT with every token's weight 1 and
     RL without a clip. The disagreement is then that of the unbiased gradients, noise included."""
-    needs_gram = True
 
     @property
-    def needs_bias(self) -> bool:
-        """As `bias` says."""
-        return self.bias
+    def wanted(self) -> Wanted:
+        """Micro-batch gradients, and others as `bias` says."""
+        return Wanted(gram=True, bias=self.bias)
 
     def init(self) -> State:
         """No state."""
@@ -123,6 +77,36 @@ class GradientSignals:
 
 
 @dataclass(frozen=True)
+class SketchSignals:
+    """The quantities of equation 3 for the head's weight, from the head sketch of every unit.
+
+    A unit is a demonstration, or all rollouts of a prompt, because advantages within a group
+    depend on each other. No gradient is held beside the one that is applied.
+    """
+
+    size: int = 16
+    """Rows of both projections of `gac_kernels.HeadSketch`; drawn anew at each refresh."""
+
+    def __post_init__(self) -> None:
+        HeadSketch(self.size)  # refuses an impossible size
+
+    @property
+    def wanted(self) -> Wanted:
+        """A sketch of this size."""
+        return Wanted(sketch=self.size)
+
+    def init(self) -> State:
+        """No state."""
+        return {}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Reads `evidence.sketches`."""
+        if evidence.sketches is None:
+            raise ValueError("evidence.sketches=None: give the loss a HeadSketch")
+        return sketch_moments(evidence.sketches), state
+
+
+@dataclass(frozen=True)
 class SpoiltSignals:
     """Another source, one of whose signals is replaced."""
 
@@ -130,14 +114,9 @@ class SpoiltSignals:
     """Where the other signals come from."""
 
     @property
-    def needs_gram(self) -> bool:
+    def wanted(self) -> Wanted:
         """As the wrapped source."""
-        return self.source.needs_gram
-
-    @property
-    def needs_bias(self) -> bool:
-        """As the wrapped source."""
-        return self.source.needs_bias
+        return self.source.wanted
 
     def init(self) -> State:
         """The wrapped source's state."""
@@ -223,6 +202,8 @@ class RandomDisagreement(SpoiltSignals):
 SOURCES: dict[str, type] = {
     "proxy": ProxySignals,
     "gradients": GradientSignals,
+    "sketch": SketchSignals,
+    "accumulator": AccumulatorSignals,
     "constant-variance": ConstantVariance,
     "shuffled-disagreement": ShuffledDisagreement,
     "random-disagreement": RandomDisagreement,
@@ -257,6 +238,17 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
     signals = Signals(sft_variance, rl_variance, disagreement)
     corrections = Corrections(covariance=covariance) if math.isfinite(covariance) else None
     return Reading(signals, corrections, alignment(gram, sft))
+
+
+def sketch_moments(sketches: Sketches) -> Reading:
+    """`gradient_moments` from each unit's share of its term's gradient, sketched.
+
+    The shares of a side's n units add up to its gradient, so that n times a share is an unbiased
+    gradient of its own. A side without units is unknown: nan.
+    """
+    sides = [len(x) * x if len(x) else x.new_full((1, x.shape[1]), math.nan) for x in sketches]
+    units = torch.cat(sides)
+    return gradient_moments(units @ units.T, len(sides[0]))
 
 
 def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:

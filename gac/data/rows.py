@@ -28,6 +28,7 @@ class Row(NamedTuple):
     sequence: int = -1  # its number among the step's sequences, to find its log-probs again
     weight: float = 1.0  # factor of the row's loss, > 0
     switch: int = -1  # a rollout's tokens before this index, from start on, are a demonstration's
+    unit: int = -1  # rollouts of one unit depend on each other, as a prompt's do; -1: on no other
 
     @property
     def response_tokens(self) -> int:

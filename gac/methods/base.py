@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from gac.control.estimators import Corrections
-from gac.control.signals import Evidence, Reading
+from gac.control.evidence import Evidence, Reading
 from gac.control.solvers import Weights
 from gac.pair import Pair
 from gac.rollouts.advantages import Credit, group_credit
@@ -69,6 +69,10 @@ class Needs(NamedTuple):
     """The losses of the batch are measured again after the update."""
     trim: float = 0.1
     """Share of the demonstrations that the recorded sigma_s^2 leaves out at each end."""
+    sketch: int = 0
+    """Size of the head sketch of each unit's gradient; 0: none."""
+    norms: bool = False
+    """The norm of the accumulated gradient is measured after each micro-batch."""
 
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:

@@ -29,7 +29,8 @@ class GAC(ControllerConfig, Method):
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
-    """Where the three signals come from: the paper's proxies, spoilt ones, or true gradients."""
+    """Where the signals come from: the paper's proxies, spoilt ones, true gradients of all
+    parameters, the head's sketch, or the accumulating gradient."""
     gradient_parts: int = 4
     """Micro-batches of each side whose gradients a source of true gradients is given, >= 2."""
 
@@ -39,10 +40,17 @@ class GAC(ControllerConfig, Method):
             raise ValueError(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
             )
-        if self.gate is not None and not self.signals.needs_gram:
+        wanted = self.signals.wanted
+        if self.gate is not None and not wanted.aligned:
             raise ValueError(
                 "gate: these signals do not tell the inner product of both gradients; set "
-                "signals: gradients"
+                "signals: gradients or sketch"
+            )
+        if self.gate is not None and wanted.norms and (self.mu_min == 0 or self.mu_max == 1):
+            raise ValueError(
+                f"mu_min={self.mu_min!r}, mu_max={self.mu_max!r}: under signals: accumulator, a "
+                "term without weight is not seen, and a closed gate stays closed; use e.g. 0.02 "
+                "and 0.98"
             )
 
     def loss(self, base: LossSpec) -> Loss:
@@ -68,8 +76,12 @@ class GAC(ControllerConfig, Method):
         # update t sees what step t - 1 measured; the very first signals start the averages early
         refresh = step == 0 or self.is_refresh(step + 1)
         needs = Needs(kl=refresh or self.alpha_every == "step", signals=refresh)
-        if refresh and self.signals.needs_gram:
-            needs = needs._replace(parts=self.gradient_parts, bias=self.signals.needs_bias)
+        if refresh:
+            wanted = self.signals.wanted
+            parts = self.gradient_parts if wanted.gram else 0
+            needs = needs._replace(
+                parts=parts, bias=wanted.bias, sketch=wanted.sketch, norms=wanted.norms
+            )
         if isinstance(self.signals, ProxySignals):
             needs = needs._replace(trim=self.signals.trim)
         return needs

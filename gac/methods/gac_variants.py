@@ -10,6 +10,7 @@ from gac.control.signals import (
     ProxySignals,
     RandomDisagreement,
     ShuffledDisagreement,
+    SketchSignals,
 )
 from gac_kernels import DemoWeight
 
@@ -63,6 +64,11 @@ GAC_VARIANTS = (
            source="docs/controller.md",
            cost=COSTLY, gate=Gate(), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
            update_every=2, max_step=0.15, signals=GradientSignals(), weight=DemoWeight.ONE),
+    preset(GAC, "gac-gated-sketch", "gac-gated whose inner product is that of the head's gradient, "
+           "from its sketch in the loss.", source="docs/controller.md",
+           cost="reference forward of the rollouts, on refresh steps",
+           gate=Gate(), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
+           update_every=2, max_step=0.15, signals=SketchSignals(), weight=DemoWeight.ONE),
     preset(GAC, "oracle", "mu* itself, from unbiased gradient moments: no average, prior or cap.",
            source="the paper, section 4.3 (its oracle is undefined)", cost=COSTLY, ema="none",
            prior_blend=1.0, max_step=1.0, signal_decay=0.0, signals=GradientSignals()),

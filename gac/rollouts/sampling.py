@@ -74,10 +74,11 @@ class Sampler:
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
         rows: list[Row] = []
-        for example, drawn, *share in zip(
-            examples, draws, *(part.tolist() for part in credit), strict=True
+        for unit, (example, drawn, *share) in enumerate(
+            zip(examples, draws, *(part.tolist() for part in credit), strict=True)
         ):
-            rows += _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
+            mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
+            rows += [row._replace(unit=unit) for row in mine]
         rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)])

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gac.control.evidence import Norms
 from gac.data.rows import Batch, Row, collate, norms, split
 from gac.methods.base import Loss, Mix
 from gac.model import Head
@@ -20,9 +21,11 @@ from gac.parallel.setup import reshard
 from gac.rollouts.sampling import place
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
+from .accumulated import ordered, progress, square_norm
 from .gradient_parts import GradientParts
 from .step import Measured, Step
 from .token_loss import own_loss
+from .unit_sketches import UnitSketches
 
 
 class Gradients:
@@ -62,6 +65,8 @@ class Gradients:
         run(dead, step.mix, grad=False)
         if step.needs.parts:
             return self._apart(run, live, step)
+        if step.needs.norms:
+            return self._watched(run, set(live), step)
         run(live, step.mix)
         return run.measured()
 
@@ -96,6 +101,20 @@ class Gradients:
             gram = parts.gram()
         return dataclasses.replace(run.measured(), parts=parts, gram=gram, bias_gram=bias)
 
+    def _watched(self, run: _Run, live: set[Row], step: Step) -> Measured:
+        """The gradient is reduced over ranks, and its norm taken, after every micro-batch."""
+        named, squares = self._named(), []
+        blocks = ordered(self.schedule(step.rows))
+        for _, block in blocks:
+            run([r for r in block if r in live], step.mix)
+            squares.append(square_norm([p.grad for _, p in named], self.accelerator.device))
+        seen = collectives.total([float(len(block)) for _, block in blocks])
+        norms = Norms(
+            collectives.add(torch.stack(squares)).cpu(),
+            progress([demo for demo, _ in blocks], seen), step.mix.pair,
+        )  # fmt: skip
+        return dataclasses.replace(run.measured(), norms=norms)
+
     def _silent(self, row: Row, mix: Mix) -> bool:
         """Whether the row's gradient is known to be zero, so that it costs no backward."""
         if self.loss.token is not None:
@@ -127,7 +146,8 @@ class Gradients:
     def losses(self, step: Step) -> Pair:
         """Both terms of a step under the present weights, without a gradient."""
         kl = self.spec.kl_coef != 0  # what is only measured is left out
-        run = _Run(self, dataclasses.replace(step, needs=step.needs._replace(kl=kl)))
+        needs = step.needs._replace(kl=kl, sketch=0)
+        run = _Run(self, dataclasses.replace(step, needs=needs))
         run(step.rows, step.mix, grad=False)
         return run.measured().losses
 
@@ -175,6 +195,7 @@ class _Run:
         self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
         self.moments = TokenMoments.zeros(owner.accelerator.device)
         self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
+        self.sketches = UnitSketches(step.needs.sketch, step.sketch_seed)
 
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
@@ -187,13 +208,15 @@ class _Run:
             if spec is None:
                 self.moments = self.moments + out.moments
                 self.losses += torch.stack([out.demo_loss, out.rollout_loss])
+                self.sketches.add(micro, out.sketch)
         if not grad:  # no backward will do it
             reshard(self.owner.model)
 
     def measured(self) -> Measured:
         """What all ranks found together."""
         losses = Pair(*collectives.mean(self.losses.tolist()))
-        return Measured(losses, self.moments.all_reduce())
+        sketches = self.sketches.gathered() if self.step.needs.sketch else None
+        return Measured(losses, self.moments.all_reduce(), sketches=sketches)
 
     def _one(
         self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
@@ -207,7 +230,9 @@ class _Run:
         if self.step.old_logps and rows and not demo:
             known = [self.step.old_logps[r.sequence] for r in rows]
             old = place(known, rows, batch.targets)
-        request = self._request(batch, mix.mu, old, ref, spec, weight)
+        # a sketch of rows that move no weight sees them alone, whatever their weight is
+        mu = float(demo) if self.step.needs.sketch and not grad else mix.mu
+        request = self._request(batch, mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
         if not grad:
             with torch.no_grad():
@@ -239,6 +264,8 @@ class _Run:
             return lambda head: head.packed().loss(
                 pack(batch.targets), batch.advantages, batch.is_demo, **keywords
             )
+        if self.sketches.sketch is not None:
+            keywords["sketch"] = self.sketches.sketch
         return lambda head: head.loss(batch.targets, batch.advantages, batch.is_demo, **keywords)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gac.control.signals import Evidence, Reading
+from gac.control.evidence import Evidence, Reading
 from gac.methods import Observation
 
 from .step import Measured, Step, Update
@@ -48,4 +48,7 @@ def evidence(step: Step, measured: Measured) -> Evidence | None:
     if not step.needs.signals:
         return None
     count = 0 if measured.gram is None else len(measured.gram) // 2
-    return Evidence(step.number, measured.moments, measured.gram, count, measured.bias_gram)
+    return Evidence(
+        step.number, measured.moments, measured.gram, count, measured.bias_gram,
+        measured.sketches, measured.norms,
+    )  # fmt: skip

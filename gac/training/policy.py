@@ -9,11 +9,13 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.errors import ConfigError
 from gac.methods.base import Loss, Needs
 from gac.model import load_model
 from gac.parallel import setup
 from gac.train_config import TrainConfig
 
+from .accumulated import check_accumulation
 from .gradients import Gradients
 
 
@@ -44,13 +46,30 @@ def make_gradients(
     config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase,
     model: nn.Module, reference: nn.Module | None, needs: Needs,
 ) -> Gradients:  # fmt: skip
-    """The gradients of the steps whose union is `needs`."""
+    """The gradients of the steps whose union is `needs`; ConfigError if they cannot be had."""
+    if needs.sketch:
+        _check_sketch(config, accelerator.unwrap_model(model))
+    if needs.norms:
+        check_accumulation(config, accelerator.num_processes)
     return Gradients(
         accelerator, model, reference, loss_of(config),
         temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
         pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
         pairs=config.method.sampling(config.rollouts.completions).pairs,
     )  # fmt: skip
+
+
+def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
+    if loss_of(config).token is not None:
+        raise ConfigError(
+            f"signals: sketch is made by the fused loss, which method {config.method.name!r} does "
+            "not use; set method.signals: gradients"
+        )
+    if not model.plain_head:
+        raise ConfigError(
+            f"signals: sketch needs the weight of a plain head, and that of {type(model).__name__} "
+            "is none: the loss takes its logits; set method.signals: gradients"
+        )
 
 
 def _prepared(

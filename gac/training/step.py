@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gac.control.evidence import Norms, Sketches
 from gac.data.rows import Counts, Row
 from gac.methods.base import Mix, Needs
 from gac.pair import Pair
@@ -62,6 +63,8 @@ class Step:
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
     seed: int
     """Of the dropout masks."""
+    sketch_seed: int = 0
+    """Of the head sketch, the same on every rank."""
 
     def plain(self) -> dict[str, Any]:
         """Built-in types and tensors only, for `restore`."""
@@ -95,6 +98,10 @@ class Measured:
     """float64 [2 n, 2 n] inner products of the `parts`."""
     bias_gram: Tensor | None = None
     """[4, 4] of SFT, RL, and both without phi and clip."""
+    sketches: Sketches | None = None
+    """Of every unit's gradient of the head's weight."""
+    norms: Norms | None = None
+    """Of the accumulated gradient, micro-batch by micro-batch."""
 
     @property
     def broken(self) -> bool:

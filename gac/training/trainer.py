@@ -270,7 +270,7 @@ class Trainer:
         return Step(
             self.step, tuple(rows), mix, Counts(*sums[:split]), Rewards(*sums[split:]),
             self._needs(self.step), tuple(self.rollouts.old_logps if self.rollouts else ()),
-            self._seed + 1,
+            self._seed + 1, _drawn(self.config.seed, self.step, "sketch"),
         )  # fmt: skip
 
     def _needs(self, step: int) -> Needs:
@@ -282,8 +282,7 @@ class Trainer:
     @property
     def _seed(self) -> int:
         """Of what this rank draws in this step."""
-        key = f"{self.config.seed}:{self.step}:{self.accelerator.process_index}"
-        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+        return _drawn(self.config.seed, self.step, self.accelerator.process_index)
 
     def _apply(self, step: Step, measured: Measured) -> Update:
         """Update weights and state, or skip the step: then neither of them changes."""
@@ -352,6 +351,12 @@ class Trainer:
             found = self.evaluator(model)
         self.record.evaluation({"step": self.step, **found})
         return found.get("accuracy")
+
+
+def _drawn(*key: int | str) -> int:
+    """A seed that depends on `key` alone."""
+    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def _show(bar: tqdm, row: dict[str, Any]) -> None:

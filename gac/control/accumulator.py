@@ -1,0 +1,84 @@
+"""Signals from the norms of the gradient while it accumulates over micro-batches.
+
+With f and h the shares of the demonstrations and rollouts that are in the sum so far, and w_s, w_r
+the weights of the two terms, independent rows give
+
+    E|sum|^2 = w_s^2 (f^2 |g_s|^2 + f sigma_s^2) + w_r^2 (h^2 |g_r|^2 + h sigma_r^2)
+               + 2 w_s w_r f h <g_s, g_r>
+
+which is linear in the five unknowns: least squares is unbiased wherever the points (f, h) tell them
+apart. Five points are needed, and strict alternation never does: f - h keeps two values there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gac_kernels.contract import Signals
+
+from .alignment import Alignment
+from .evidence import Evidence, Norms, Reading, State, Wanted
+
+UNKNOWNS = 5
+_ROUNDING = 1e-8  # of a projection's diagonal
+
+
+@dataclass(frozen=True)
+class AccumulatorSignals:
+    """The quantities of equation 3 over all parameters, without a second gradient buffer.
+
+    The squared error of the inner product is half the squared change since the last refresh: that
+    of one measurement, and what the truth has moved.
+    """
+
+    wanted = Wanted(norms=True)
+
+    def init(self) -> State:
+        """The last inner product."""
+        return {"inner": None}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Reads `evidence.norms`."""
+        if evidence.norms is None:
+            raise ValueError("evidence.norms=None: measure the accumulated gradient")
+        sft, sft_variance, rl, rl_variance, inner = solve(evidence.norms)
+        last = state["inner"]
+        error = math.nan if last is None else (inner - last) ** 2 / 2
+        signals = Signals(sft_variance, rl_variance, sft + rl - 2 * inner)
+        known = {"inner": inner if math.isfinite(inner) else last}
+        return Reading(signals, alignment=Alignment(inner, error, sft, rl)), known
+
+
+def order(demos: int, rollouts: int) -> list[bool]:
+    """Which micro-batches are demonstrations: a quarter of the more frequent kind, all of the
+    other, then the rest, which is near the least error of all orders with few changes of kind."""
+    kind = demos >= rollouts
+    many, few = max(demos, rollouts), min(demos, rollouts)
+    first = max(many // 4, 1)
+    return [kind] * first + [not kind] * few + [kind] * (many - first)
+
+
+def design(progress: Tensor) -> Tensor:
+    """[M, 5]: factors of |g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2, <g_s, g_r>, without weights."""
+    f, h = progress.double().unbind(1)
+    return torch.stack([f * f, f, h * h, h, 2 * f * h], 1)
+
+
+def tells_all(progress: Tensor) -> bool:
+    """Whether norms at these points determine all five."""
+    return int(torch.linalg.matrix_rank(design(progress))) == UNKNOWNS
+
+
+def solve(norms: Norms) -> list[float]:
+    """|g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2, <g_s, g_r>; nan where the norms do not tell."""
+    known = design(norms.progress)
+    inverse = torch.linalg.pinv(known)
+    found = inverse @ norms.squares.double()
+    s, r = norms.weights
+    weights = found.new_tensor([s * s, s * s, r * r, r * r, s * r])
+    told = ((inverse @ known).diagonal() > 1 - _ROUNDING) & (weights != 0)
+    return torch.where(told, found / weights, math.nan).tolist()

@@ -1,0 +1,70 @@
+"""The gradient while it accumulates: in which order, how much of the batch, how large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gac.control.accumulator import order, tells_all
+from gac.data.rows import Row
+from gac.errors import ConfigError
+from gac.train_config import TrainConfig
+
+from .gradient_parts import copies, local
+
+Blocks = list[tuple[bool, list[Row]]]
+
+
+def ordered(blocks: Blocks) -> Blocks:
+    """Micro-batches, demonstrations or not, in the order in which their norms tell most."""
+    kinds = {kind: [block for block in blocks if block[0] == kind] for kind in (True, False)}
+    sides = {kind: iter(mine) for kind, mine in kinds.items()}
+    return [next(sides[kind]) for kind in order(len(kinds[True]), len(kinds[False]))]
+
+
+def progress(demo: Sequence[bool], rows: Sequence[float]) -> Tensor:
+    """[M, 2]: the shares of demonstrations and rollouts in the first 1 to M micro-batches.
+
+    rows: of all ranks in each micro-batch.
+    """
+    kinds = torch.tensor(demo)
+    counts = torch.tensor(rows, dtype=torch.float64)
+    sums = torch.stack([(counts * kinds).cumsum(0), (counts * ~kinds).cumsum(0)], 1)
+    return sums / sums[-1].clamp(min=1)
+
+
+def square_norm(gradients: Sequence[Any], device: torch.device) -> Tensor:
+    """float64 0-d: this rank's part of the squared norm; the sum over ranks is the whole."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if gradient is not None:
+            total += local(gradient).float().square().sum(dtype=torch.float64) / copies(gradient)
+    return total
+
+
+def check_accumulation(config: TrainConfig, ranks: int) -> None:
+    """Raises ConfigError unless the run's micro-batches tell all that `accumulator` reads."""
+    group, limit = config.rollouts.completions, config.micro_batch
+    if limit is not None and limit % group:
+        raise ConfigError(
+            f"micro_batch={limit}: signals: accumulator wants a prompt's rollouts together; use a "
+            f"multiple of rollouts.completions={group}"
+        )
+    sizes = {True: config.demo_batch // ranks, False: config.rollouts.prompts * group // ranks}
+    rows = {kind: _sizes(size, limit or size) for kind, size in sizes.items()}
+    kinds = order(len(rows[True]), len(rows[False]))
+    counts = [rows[kind].pop(0) for kind in kinds]
+    if not tells_all(progress(kinds, counts)):
+        raise ConfigError(
+            f"micro_batch={limit}: signals: accumulator has {kinds.count(True)} micro-batches of "
+            f"demonstrations and {kinds.count(False)} of rollouts; it needs two or "
+            "more of each, and three or more of one; use a smaller micro_batch, or larger batches"
+        )
+
+
+def _sizes(count: int, limit: int) -> list[float]:
+    """Rows of each micro-batch of at most `limit`."""
+    return [float(min(limit, count - start)) for start in range(0, count, limit)]

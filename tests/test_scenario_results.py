@@ -1,0 +1,95 @@
+"""The study's tables from known numbers: hindsight, collapse, what is missing, going on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gac.config import ConfigError
+from gac.demo.scenarios import SCENARIOS
+from tools import scenario_results as results
+from tools import scenario_study as study
+from tools.scenario_study import FIRST, MAIN, SEEDS, known_finals
+
+
+def finals_of(tmp_path, **arms):
+    """Nothing but `arms` in the main scenarios: label -> accuracies of the first seeds."""
+    finals = known_finals(tmp_path / "none.json")
+    for scenario in MAIN:
+        for arm, values in arms.items():
+            finals[scenario][arm.replace("_", "-")][: len(values)] = values
+    return finals
+
+
+@pytest.fixture
+def finals(tmp_path):
+    constants = {f"mu-{mu}": [0.3, 0.4, 0.5] for mu in (0.1, 0.3, 0.7, 0.9)}
+    return finals_of(tmp_path, **constants, **{"mu-0.5": [0.5, 0.5, 0.8, 0.9]},
+                     gate_z=[0.6, 0.6, 0.2])  # fmt: skip
+
+
+def test_an_arm_is_compared_on_common_seeds_with_the_best_constant(finals):
+    found = results.against_hindsight(finals, "base", "gate-z")
+    assert found["seeds"] == 3 and found["best"] == "mu-0.5" and found["collapsed"] == 1
+    assert found["gap"] == pytest.approx(1.4 / 3 - 0.6)
+    low, high = found["ci95"]
+    assert -0.6 - 1e-9 <= low < found["gap"] < high <= 0.1 + 1e-9
+    assert results.against_hindsight(finals, "late", "gate-z") is None
+    assert results.against_hindsight(finals, "base", "chord") is None
+    single = results.against_single(finals, MAIN, "gate-z")
+    assert single["best"] == "mu-0.5" and single["gap"] == pytest.approx(1.4 / 3 - 0.6)
+    assert results.against_single(finals, tuple(SCENARIOS), "gate-z") is None
+    assert results.groups(finals) == {"the first four scenarios": MAIN}
+
+
+def test_the_page_says_what_was_found_and_what_was_not_run(finals, tmp_path):
+    study_ = {"finals": finals, "code": "abc", "command": "run", "collected_by": "collect"}
+    text = results.page(study_)
+    assert "base no (-13.3 [" in text and "mean: 4." in text
+    assert "- `late`: all first arms" in text and "- `base`: chord, gac" in text
+    assert f"gate-z ({SEEDS - 3} seeds)" in text and f"mu-0.5 ({SEEDS - 4} seeds)" in text
+    results.draw(finals, tmp_path / "study.png")
+    assert (tmp_path / "study.png").stat().st_size > 1000
+
+
+def test_the_brief_table_takes_whole_seeds_only(tmp_path):
+    arms = {arm: [0.25, 0.75, 0.5] for arm in FIRST}
+    whole = finals_of(tmp_path, **{**arms, "gate-z": [0.5, 1.0]})
+    text = results.brief(whole)
+    assert "over 2 of 10 seeds" in text and text.count("\n| `") == len(FIRST)
+    assert "| `chord` | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | [25.0, 75.0] |" in text
+    assert "| `gate-z` | 75.0 |" in text
+
+
+def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monkeypatch, capsys):
+    path, page = tmp_path / "study.json", tmp_path / "study.md"
+    for module in (study, results):
+        monkeypatch.setattr(module, "KNOWN", path)
+    monkeypatch.setattr(results, "PAGE", page)
+    monkeypatch.setattr(results, "CHOICE", tmp_path / "choice.md")
+    (tmp_path / "choice.md").write_text(results.MARK)
+    monkeypatch.setattr(results, "FIGURE", tmp_path / "study.png")
+    page.write_text(f"# Protocol\n\n{results.MARK}old")
+    held = {"setting": study.grid_setting(), "finals": finals, "code": "abc", "bases": {}}
+    path.write_text(json.dumps(held))
+    monkeypatch.setattr(study, "known_finals", lambda: known_finals(path))
+    monkeypatch.setattr(results.collect, "__defaults__", (path,))
+    assert results.main(["--out", str(tmp_path / "nothing")]) == 0
+    assert json.loads(path.read_text())["finals"] == finals
+    assert page.read_text().startswith(f"# Protocol\n\n{results.MARK}\n76 of ")
+    assert "No seed has run" in (tmp_path / "choice.md").read_text()
+    # only what the file lacks is run
+    ran = []
+    grid = [(c, a, s, (c, a, s)) for c in SCENARIOS for a in FIRST for s in range(SEEDS)]
+    monkeypatch.setattr(study, "cells", lambda out, seeds: grid)
+    monkeypatch.setattr(study, "run_all", lambda configs, *_, **__: ran.extend(configs))
+    assert study.main(["--out", str(tmp_path)]) == 0
+    assert len(ran) == len(grid) - 4 * (3 * 5 + 4) and ("base", "mu-0.5", 3) not in ran
+    path.write_text(json.dumps({**held, "setting": {"steps": 1}}))
+    with pytest.raises(ConfigError, match="holds another grid"):
+        known_finals(path)
+    page.write_text("no mark")
+    path.unlink()
+    with pytest.raises(ConfigError, match="has no line"):
+        results.main(["--out", str(tmp_path / "nothing")])

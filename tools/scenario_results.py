@@ -1,0 +1,327 @@
+"""The results of the study of the gate: `python -m tools.scenario_results --out runs/study`.
+
+Collects the finished runs of `python -m tools.scenario_study` into docs/scenario_study.json, which
+keeps what earlier collections found, so that run folders are not needed to go on elsewhere. Then
+writes the parts of docs/study.md and docs/choose_mu.md below their marks, and docs/study.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gac.cells import percent, span
+from gac.config import ConfigError
+from gac.demo.scenarios import SCENARIOS
+from gac.evaluation.estimates import DRAWS, bootstrap_interval
+from gac.study.runs import result
+from tools.scenario_study import (
+    CONSTANTS,
+    DOCS,
+    FIRST,
+    FURTHER,
+    KNOWN,
+    MAIN,
+    SEEDS,
+    cells,
+    grid_setting,
+    known_finals,
+)
+
+PAGE, FIGURE, CHOICE = DOCS / "study.md", DOCS / "study.png", DOCS / "choose_mu.md"
+MARK = "<!-- below: python -m tools.scenario_results -->\n"
+FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
+JUDGED = "gate-z"  # whose success the protocol defines
+NEAR, COLLAPSE = 0.01, 0.5
+Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
+"""Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
+
+
+def collect(out: Path, code: str | None, path: Path = KNOWN) -> dict[str, Any]:
+    """What `path` holds and what the run folders add to it."""
+    setting = grid_setting()
+    finals = known_finals(path)
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if (out / "scenarios").is_dir():
+        for scenario, arm, seed, config in cells(out, SEEDS):
+            found = result(config)
+            if found is not None:
+                finals[scenario][arm][seed] = round(found["final"]["accuracy"], 6)
+    bases = {p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest()
+             for p in sorted(out.glob("scenarios/*/model/model.safetensors"))}  # fmt: skip
+    return {
+        "command": "python -m tools.scenario_study --seeds 10",
+        "collected_by": "python -m tools.scenario_results --out FOLDER --code COMMIT",
+        "code": code or old.get("code"), "setting": setting,
+        "bases": {**old.get("bases", {}), **bases}, "finals": finals,
+    }  # fmt: skip
+
+
+# ---- the protocol's three questions
+
+
+def common(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str]) -> list[int]:
+    """Seeds that all of `arms` have."""
+    return [s for s in range(SEEDS) if all(rows[arm][s] is not None for arm in arms)]
+
+
+def table(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str], seeds: Sequence[int]):
+    """[arms, seeds]."""
+    return np.array([[rows[arm][s] for s in seeds] for arm in arms], dtype=float)
+
+
+def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any] | None:
+    """How far `arm` is from the best constant, and runs below half of that constant's mean.
+
+    Each resample of the seeds chooses the best constant anew.
+    """
+    rows = finals[scenario]
+    seeds = common(rows, (*FIXED, arm))
+    if not seeds:
+        return None
+    fixed, mine = table(rows, FIXED, seeds), table(rows, (arm,), seeds)[0]
+    best = int(fixed.mean(1).argmax())
+    ends = None
+    if len(seeds) > 1:
+        index = np.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
+        gaps = mine[index].mean(1) - fixed[:, index].mean(2).max(0)
+        ends = np.quantile(gaps, (0.025, 0.975)).tolist()
+    return {
+        "seeds": len(seeds), "best": FIXED[best], "gap": float(mine.mean() - fixed[best].mean()),
+        "ci95": ends, "collapsed": int((mine < COLLAPSE * fixed[best].mean()).sum()),
+    }  # fmt: skip
+
+
+def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[str, Any] | None:
+    """The average over `scenarios` against that of the constant with the highest one."""
+    arms = (*FIXED, arm)
+    seeds = [s for s in range(SEEDS) if all(s in common(finals[c], arms) for c in scenarios)]
+    if not seeds or arm in FIXED:
+        return None
+    mean = np.mean([table(finals[c], arms, seeds) for c in scenarios], 0)  # [arms, seeds]
+    best = int(mean[:-1].mean(1).argmax())
+    gaps = mean[-1] - mean[best]
+    ends = list(bootstrap_interval(gaps.tolist())) if len(seeds) > 1 else None
+    return {
+        "seeds": len(seeds), "best": FIXED[best], "mean": float(mean[-1].mean()),
+        "best_mean": float(mean[best].mean()), "gap": float(gaps.mean()), "ci95": ends,
+    }  # fmt: skip
+
+
+def groups(finals: Finals) -> dict[str, tuple[str, ...]]:
+    """What is averaged over: the first four scenarios, and all that are complete."""
+    whole = [c for c in SCENARIOS if len(common(finals[c], list(FIRST))) == SEEDS]
+    found: dict[str, tuple[str, ...]] = {"the first four scenarios": MAIN}
+    if len(whole) > len(MAIN):
+        found[f"all {len(whole)} complete scenarios"] = tuple(whole)
+    return found
+
+
+# ---- the page
+
+
+def page(study: Mapping[str, Any]) -> str:
+    """The part of docs/study.md below its mark."""
+    finals: Finals = study["finals"]
+    counts = {c: {a: sum(v is not None for v in finals[c][a]) for a in finals[c]} for c in finals}
+    done = sum(sum(row.values()) for row in counts.values())
+    whole = SEEDS * sum(map(len, counts.values()))
+    parts = [
+        f"{done} of {whole} runs are in `docs/scenario_study.json`, made by the code of commit "
+        f"`{study['code']}`. Values are percent; brackets are 95 % intervals. A cell is compared "
+        "on the seeds that both sides have; a dash is a cell without such a seed.",
+        "![Final accuracy by scenario](study.png)",
+        "### Success of the gate", *_verdicts(finals),
+        "### Final accuracy", _means(finals),
+        "### Distance to the best constant in hindsight", _hindsight(finals),
+        "### Average over scenarios against the best single constant", _single(finals),
+        "### Not run", _missing(counts),
+        "### Going on", f"`{study['command']}` runs the missing cells only, also where there are "
+        "no run folders: it reads `docs/scenario_study.json`. Then collect with "
+        f"`{study['collected_by']}`. Bases are trained anew on another machine, and rounding may "
+        "differ there: the file holds the SHA-256 of each, to tell.",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _verdicts(finals: Finals) -> list[str]:
+    """The three questions about `JUDGED`, answered as far as there are runs."""
+    near, fallen = [], 0
+    for scenario in SCENARIOS:
+        found = against_hindsight(finals, scenario, JUDGED)
+        if found is None:
+            continue
+        verdict = "yes" if found["gap"] >= -NEAR else "no"
+        near.append(f"{scenario} {verdict} ({percent(found['gap'], '+')} {span(found['ci95'], '+')}"
+                    f" against {found['best']}, {found['seeds']} seeds)")  # fmt: skip
+        fallen += found["collapsed"]
+    lines = [
+        f"1. `{JUDGED}` at most 1 point below the best constant in hindsight: "
+        + ("; ".join(near) or "no run yet") + ".",
+        f"2. Runs of `{JUDGED}` that end below half of the best constant's mean: {fallen}.",
+    ]  # fmt: skip
+    for words, scenarios in groups(finals).items():
+        found = against_single(finals, scenarios, JUDGED)
+        if found is None:
+            lines.append(f"3. Over {words}: no seed has all of it.")
+            continue
+        excludes = found["ci95"] is not None and found["ci95"][0] > 0
+        lines.append(
+            f"3. Over {words}: {percent(found['mean'])} against {percent(found['best_mean'])} of "
+            f"{found['best']}, difference {percent(found['gap'], '+')} {span(found['ci95'], '+')}, "
+            f"{found['seeds']} seeds: ahead with an interval that excludes 0: "
+            f"{'yes' if excludes else 'no'}."
+        )
+    return ["\n".join(lines)]
+
+
+def _arms(finals: Finals) -> list[str]:
+    """Those with a run, in the order of the grid."""
+    return [a for a in (*FIRST, *FURTHER)
+            if any(v is not None for c in finals for v in finals[c][a])]  # fmt: skip
+
+
+def _means(finals: Finals) -> str:
+    rows = []
+    for arm in _arms(finals):
+        row = [f"`{arm}`"]
+        for scenario in SCENARIOS:
+            known = [v for v in finals[scenario][arm] if v is not None]
+            ends = bootstrap_interval(known) if len(known) > 1 else None
+            text = f"{percent(float(np.mean(known)))} {span(ends)}" if known else "-"
+            row.append(text + (f" ({len(known)})" if 0 < len(known) < SEEDS else ""))
+        rows.append(row)
+    return ("In parentheses the number of seeds where it is not 10.\n\n"
+            + _markdown(("arm", *SCENARIOS), rows))  # fmt: skip
+
+
+def _hindsight(finals: Finals) -> str:
+    rows = []
+    for arm in _arms(finals):
+        cells = [against_hindsight(finals, c, arm) for c in SCENARIOS]
+        rows.append([f"`{arm}`", *map(_distance, cells)])
+    words = ("`n fell`: n runs ended below half of the mean of the best constant. A constant is "
+             "compared with the best of the five, itself among them.")  # fmt: skip
+    return f"{words}\n\n{_markdown(('arm', *SCENARIOS), rows)}"
+
+
+def _distance(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    fallen = f"; {found['collapsed']} fell" if found["collapsed"] else ""
+    return f"{percent(found['gap'], '+')} {span(found['ci95'], '+')}{fallen}"
+
+
+def _single(finals: Finals) -> str:
+    parts = []
+    for words, scenarios in groups(finals).items():
+        rows = []
+        for arm in _arms(finals):
+            x = against_single(finals, scenarios, arm)
+            if x is not None:
+                rows.append((f"`{arm}`", str(x["seeds"]), percent(x["mean"]), x["best"],
+                             percent(x["gap"], "+"), span(x["ci95"], "+")))  # fmt: skip
+        head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
+        parts.append(f"Over {words}:\n\n{_markdown(head, rows)}")
+    return "\n\n".join(parts)
+
+
+def brief(finals: Finals) -> str:
+    """The part of docs/choose_mu.md below its mark: the first arms where all have run."""
+    seeds = [s for s in range(SEEDS) if all(s in common(finals[c], list(FIRST)) for c in MAIN)]
+    if not seeds:
+        return "No seed has run all of it yet.\n"
+    values = np.array([table(finals[c], list(FIRST), seeds) for c in MAIN])  # [scenarios, arms, n]
+    rows = []
+    for arm, name in enumerate(FIRST):
+        means = [percent(float(x)) for x in values[:, arm].mean(1)]
+        all_of_it = values[:, arm].mean(0)
+        ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
+        rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), span(ends)))
+    words = (
+        f"Mean accuracy in percent over {len(seeds)} of {SEEDS} seeds (all arms of a seed have run "
+        "in all four scenarios); the interval is that of the average."
+    )
+    return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
+
+
+def _missing(counts: Mapping[str, Mapping[str, int]]) -> str:
+    lines = []
+    for scenario, row in counts.items():
+        for words, arms in (("first arms", FIRST), ("further arms", FURTHER)):
+            none = [a for a in arms if not row[a]]
+            some = [f"{a} ({SEEDS - row[a]} seeds)" for a in arms if 0 < row[a] < SEEDS]
+            texts = [f"all {words}"] if len(none) == len(arms) else [*none, *some]
+            if texts:
+                lines.append(f"- `{scenario}`: {', '.join(texts)}")
+    return "\n".join(lines) or "Nothing: the grid is complete."
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(finals: Finals, path: Path) -> None:
+    """A panel per scenario with a run: seeds as dots, means with their intervals as bars."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from gac.report.plots import COLOURS, DPI, STYLE
+
+    shown = [c for c in SCENARIOS if any(v is not None for a in finals[c] for v in finals[c][a])]
+    arms = _arms(finals)
+    if not shown:
+        return
+    with rc_context(STYLE):
+        size = (2.0 + 1.9 * len(shown), 0.24 * len(arms) + 0.9)
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        panels = np.atleast_1d(figure.subplots(1, len(shown), sharey=True))
+        for axes, scenario in zip(panels, shown, strict=True):
+            for place, arm in enumerate(arms):
+                known = [100 * v for v in finals[scenario][arm] if v is not None]
+                colour = COLOURS[1] if arm == JUDGED else COLOURS[0]
+                axes.plot(known, [-place] * len(known), ".", color=colour, alpha=0.3)
+                if known:
+                    axes.plot([np.mean(known)], [-place], "o", color=colour, markersize=5)
+                if len(known) > 1:
+                    axes.plot(bootstrap_interval(known), [-place] * 2, color=colour, linewidth=2)
+            axes.set_title(scenario)
+            axes.grid(visible=True, axis="x")
+        panels[0].set_yticks([-i for i in range(len(arms))], arms)
+        figure.supxlabel("final accuracy on held-out problems, %")
+        figure.savefig(path, format="png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Collect, write the results, the page and the figure; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.scenario_results", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
+    parser.add_argument("--code", help="the commit whose code made the runs")
+    args = parser.parse_args(argv)
+    study = collect(args.out, args.code)
+    KNOWN.write_text(json.dumps(study, indent=None, separators=(",", ":")) + "\n")
+    _write(PAGE, page(study))
+    _write(CHOICE, brief(study["finals"]))
+    draw(study["finals"], FIGURE)
+    print(f"wrote {KNOWN}, {PAGE}, {CHOICE} and {FIGURE}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace what `path` has below its mark."""
+    top, mark, _ = path.read_text().partition(MARK)
+    if not mark:
+        raise ConfigError(f"{path}: has no line {MARK.strip()!r}; put it where the results go")
+    path.write_text(f"{top}{MARK}\n{text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
