@@ -61,6 +61,10 @@ class TrainConfig:
     """Demonstrations per optimiser step, over all ranks."""
     micro_batch: int | None = None
     """Rows per forward and backward; null: all of a rank's rows of one kind at once."""
+    micro_tokens: int | None = None
+    """Tokens per forward and backward, instead of `micro_batch`: rows of any lengths lie end to
+    end, without padding. null: rows padded to the longest. With sdpa or eager attention a forward
+    costs the square of this number, with flash attention only that of each row: docs/speed.md."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
@@ -88,5 +92,7 @@ class TrainConfig:
         for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        if self.micro_tokens is not None and self.micro_tokens < 1:
+            raise ValueError(f"micro_tokens={self.micro_tokens!r}: use a number >= 1, or null")
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

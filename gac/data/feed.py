@@ -31,6 +31,8 @@ class Feed:
         needs = Needs.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.completions)
         self.demo_tokens, self.apart = sampling.demo_tokens, False
+        self.shows = sampling.demos == "prompt"
+        self.continues = any(stage.prefix for stage in sampling.stages)
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = Order(len(self.prompts), config.seed)
@@ -75,6 +77,18 @@ class Feed:
         taken = self.demo_order.take(step, self.batch)
         share = taken[self.share]
         return [demo_row(self.demos[which][i], self.demo_tokens) for which, i in share]
+
+    def longest_row(self, response: int) -> int:
+        """Tokens that a row of the run can have, with responses of at most `response` tokens."""
+        lengths = [0]
+        if "prompt_order" in self.orders:
+            given = [len(e.demo or ()) if self.continues else 0 for e in self.prompts]
+            lengths += [len(e.prompt) + g + response
+                        for e, g in zip(self.prompts, given, strict=True)]  # fmt: skip
+            lengths += [len(e.prompt) + len(e.demo or ()) for e in self.prompts if self.shows]
+        if self.apart:
+            lengths += [len(e.prompt) + len(e.demo or ()) for demos in self.demos for e in demos]
+        return max(lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
-from gac.data.rows import Row, demo_row
+from gac.data.rows import Batch, Row, demo_row
 
 from .advantages import Credit
 from .generation import RolloutConfig, generate
@@ -45,12 +45,12 @@ class Draw(NamedTuple):
     learns_given: bool
 
 
-def place(logps: Sequence[Tensor], rows: Sequence[Row], targets: Tensor) -> Tensor:
-    """[B, T]: each row's response log-probs where `targets` has its response tokens."""
-    out = torch.zeros(targets.shape)
-    for b, (row, values) in enumerate(zip(rows, logps, strict=True)):
-        out[b, max(row.start, 1) - 1 : len(row.ids) - 1] = values
-    return out.to(targets.device)
+def place(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
+    """Like the targets: each row's response log-probs where `batch` has its response tokens."""
+    out = torch.zeros(batch.targets.numel())
+    for at, row, values in zip(batch.starts, rows, logps, strict=True):
+        out[row.scored(at)] = values
+    return out.view(batch.targets.shape).to(batch.targets.device)
 
 
 class Sampler:

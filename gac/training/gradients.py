@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac.data.rows import Batch, Row, collate, norms, split
+from gac.data.micro import MicroBatches
+from gac.data.rows import Batch, Row, collate, norms
 from gac.methods.base import Loss, Mix
 from gac.model import Head
 from gac.pair import Pair
@@ -31,20 +32,18 @@ class Gradients:
     Args:
         model: the prepared policy. reference: the frozen initial policy; None = the policy
             without its adapters.
-        loss: of the method. pairs: rows come in pairs that stay together.
-        temperature: of the rollouts; demonstrations are scored at 1.
-        micro_batch: rows per forward; None = all rows of a kind.
+        loss: of the method. temperature: of the rollouts; demonstrations are scored at 1.
+        micro: which rows of a kind share a forward, and how they lie in it.
         averages: whether moving averages of the gradients are kept, in `tracked`.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, loss: Loss,
-        *, temperature: float, micro_batch: int | None, pad_token: int, pairs: bool,
-        averages: bool,
+        *, temperature: float, micro: MicroBatches, pad_token: int, averages: bool,
     ) -> None:  # fmt: skip
         self.accelerator, self.model, self.reference = accelerator, model, reference
         self.loss, self.spec, self.temperature = loss, loss.spec, temperature
-        self.micro_batch, self.pad_token, self.unit = micro_batch, pad_token, 1 + pairs
+        self.micro, self.pad_token = micro, pad_token
         self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
         if averages:
             self.tracked = {
@@ -115,7 +114,7 @@ class Gradients:
         micro: dict[bool, list[list[Row]]] = {False: [], True: []}
         for kind in sorted({r.kind for r in rows}):
             alike = [r for r in rows if r.kind == kind]
-            micro[kind[0]] += map(list, split(alike, self.micro_batch, self.unit))
+            micro[kind[0]] += self.micro.split(alike)
         most = collectives.largest([len(parts) for parts in micro.values()])
         return [
             (demo, parts[i] if i < len(parts) else [])
@@ -136,12 +135,16 @@ class Gradients:
         """The policy's log-probs of each row's response tokens, on the CPU, by `Row.sequence`."""
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
-            batch = collate(micro, self.pad_token, self.accelerator.device)
-            logps = self.model(**inputs(batch), request=self._scores(batch)).cpu()
-            for b, r in enumerate(micro):
-                found[r.sequence] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
+            batch = self.collate(micro)
+            logps = self.model(**batch.model_inputs, request=self._scores(batch)).cpu().flatten()
+            for at, r in zip(batch.starts, micro, strict=False):  # an empty batch has one place
+                found[r.sequence] = logps[r.scored(at)].clone()
         reshard(self.model)
         return [found[r.sequence] for r in rows]
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One forward's tensors."""
+        return collate(rows, self.pad_token, self.accelerator.device, self.micro.packed)
 
     @contextlib.contextmanager
     def reference_model(self):
@@ -154,11 +157,12 @@ class Gradients:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
-        """[B, T] log-probs under the reference; 0 for demonstrations, where nothing reads them."""
+        """Log-probs under the reference, like the targets; 0 for demonstrations: nothing reads
+        them."""
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
         with self.reference_model() as model:
-            return model(**inputs(batch), request=self._scores(batch))
+            return model(**batch.model_inputs, request=self._scores(batch))
 
     def _scores(self, batch: Batch) -> Callable[[Head], Tensor]:
         """What is asked of the model's last layer for the targets' log-probs."""
@@ -198,22 +202,22 @@ class _Run:
     def _one(
         self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
     ) -> Any:
-        owner, device = self.owner, self.owner.accelerator.device
-        batch = collate(rows, owner.pad_token, device)
+        owner = self.owner
+        batch = owner.collate(rows)
         weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
         ref = owner.reference_logprobs(batch, demo) if self.step.needs.kl else None
         old = None
         if self.step.old_logps and rows and not demo:
             known = [self.step.old_logps[r.sequence] for r in rows]
-            old = place(known, rows, batch.targets)
+            old = place(known, rows, batch)
         request = self._request(batch, mix.mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
         if not grad:
             with torch.no_grad():
-                return model(**inputs(batch), request=request)
+                return model(**batch.model_inputs, request=request)
         with torch.enable_grad() if sync else accelerator.no_sync(model):
-            out = model(**inputs(batch), request=request)
+            out = model(**batch.model_inputs, request=request)
             accelerator.backward(out.loss * mix.scale)
         return out
 
@@ -227,25 +231,13 @@ class _Run:
             reference = None
             if owner.loss.reference:
                 with torch.no_grad(), owner.reference_model() as model:
-                    reference = model(**inputs(batch), request=lambda head: head.detached())
+                    reference = model(**batch.model_inputs, request=lambda head: head.detached())
             return lambda head: own_loss(token, head, reference, batch, mu, old, ref, spec, norms)
-        pack = (lambda x: None if x is None else x.flatten()) if _mixed(batch) else (lambda x: x)
+        targets, old, ref = batch.laid_out(batch.targets, old, ref)
         keywords: dict[str, Any] = {
-            "mu": mu, "old_logps": pack(old), "ref_logps": pack(ref), "spec": spec,
-            "rollout_norm": norms.rollout, "demo_norm": norms.demo,
+            "mu": mu, "old_logps": old, "ref_logps": ref, "spec": spec,
+            "rollout_norm": norms.rollout, "demo_norm": norms.demo, "cu_seqlens": batch.cu_seqlens,
         }  # fmt: skip
-        if _mixed(batch):
-            keywords["cu_seqlens"] = batch.cu_seqlens
-            return lambda head: head.packed().loss(
-                pack(batch.targets), batch.advantages, batch.is_demo, **keywords
-            )
-        return lambda head: head.loss(batch.targets, batch.advantages, batch.is_demo, **keywords)
-
-
-def _mixed(batch: Batch) -> bool:
-    return batch.cu_seqlens is not None
-
-
-def inputs(batch: Batch) -> dict[str, Tensor]:
-    """What the model's own forward takes."""
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        given = targets, batch.advantages, batch.is_demo
+        packed = batch.cu_seqlens is not None
+        return lambda head: (head.packed() if packed else head).loss(*given, **keywords)

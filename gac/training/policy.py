@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 from accelerate import Accelerator
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.data.micro import MicroBatches
 from gac.methods.base import Loss, Needs
 from gac.model import load_model
 from gac.parallel import setup
+from gac.parallel.setup import reshard
 from gac.train_config import TrainConfig
 
 from .gradients import Gradients
+from .rows_apart import keeps_rows_apart
+
+logger = logging.getLogger(__name__)
 
 
 def loss_of(config: TrainConfig) -> Loss:
@@ -47,10 +53,24 @@ def make_gradients(
     """The gradients of the steps whose union is `needs`."""
     return Gradients(
         accelerator, model, reference, loss_of(config),
-        temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
+        temperature=config.rollouts.temperature, micro=_micro_batches(config, model, reference),
         pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
-        pairs=config.method.sampling(config.rollouts.completions).pairs,
     )  # fmt: skip
+
+
+def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
+    """Packed where there is a token budget and every model keeps packed rows apart."""
+    packed = config.micro_tokens is not None
+    for model in filter(None, models):
+        if packed and not keeps_rows_apart(model):
+            packed = False
+            logger.warning(
+                "micro_tokens=%s: attention of this model does not stay within packed rows, so "
+                "rows of like lengths are padded instead", config.micro_tokens,
+            )  # fmt: skip
+        reshard(model)
+    pairs = config.method.sampling(config.rollouts.completions).pairs
+    return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
 
 
 def _prepared(

@@ -73,6 +73,9 @@ class Trainer:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
+        self.plan = self.method.sampling(config.rollouts.completions)
+        longest = self.feed.longest_row(config.rollouts.max_new_tokens)
+        preflight.check_budget(config.micro_tokens, longest, 1 + self.plan.pairs)
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
         self.model = load_policy(config, self.accelerator)
@@ -82,7 +85,6 @@ class Trainer:
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
         plain, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
-        self.plan = self.method.sampling(config.rollouts.completions)
         self.sampler = Sampler(
             config.rollouts, self.tokenizer, reward, self.plan, self.method.credit
         )
