@@ -94,5 +94,10 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
         if self.micro_tokens is not None and self.micro_tokens < 1:
             raise ValueError(f"micro_tokens={self.micro_tokens!r}: use a number >= 1, or null")
+        if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
+            raise ValueError(
+                "rollouts.engine='paged': it needs a whole model on each rank; use "
+                "parallel.mode=ddp or rollouts.engine=generate"
+            )
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

@@ -78,16 +78,19 @@ class Feed:
         share = taken[self.share]
         return [demo_row(self.demos[which][i], self.demo_tokens) for which, i in share]
 
+    def longest_start(self) -> int:
+        """Tokens that a response can have before it: a prompt, and what is given of its
+        demonstration."""
+        if "prompt_order" not in self.orders:
+            return 0
+        return max(len(e.prompt) + self.continues * len(e.demo or ()) for e in self.prompts)
+
     def longest_row(self, response: int) -> int:
         """Tokens that a row of the run can have, with responses of at most `response` tokens."""
-        lengths = [0]
-        if "prompt_order" in self.orders:
-            given = [len(e.demo or ()) if self.continues else 0 for e in self.prompts]
-            lengths += [len(e.prompt) + g + response
-                        for e, g in zip(self.prompts, given, strict=True)]  # fmt: skip
-            lengths += [len(e.prompt) + len(e.demo or ()) for e in self.prompts if self.shows]
-        if self.apart:
-            lengths += [len(e.prompt) + len(e.demo or ()) for demos in self.demos for e in demos]
+        lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
+        shown = [self.prompts] if self.shows else []
+        for examples in shown + (self.demos if self.apart else []):
+            lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
         return max(lengths)
 
     def state_dict(self) -> dict[str, Any]:

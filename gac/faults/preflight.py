@@ -56,15 +56,14 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
         )
 
 
-def check_budget(micro_tokens: int | None, longest: int, together: int) -> None:
-    """Raise ConfigError unless `together` rows of `longest` tokens fit into one forward."""
+def check_budget(key: str, tokens: int | None, longest: int, together: int) -> None:
+    """Raise ConfigError unless `together` rows of `longest` tokens fit into the key's `tokens`."""
     need = longest * together
-    if micro_tokens is not None and micro_tokens < need:
+    if tokens is not None and tokens < need:
         rows = "the longest row" if together == 1 else f"{together} rows that stay together"
         raise ConfigError(
-            f"micro_tokens={micro_tokens}: {rows}, prompt and response, can have {need} tokens: "
-            f"use {need} or more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or "
-            "data.max_demo_tokens"
+            f"{key}={tokens}: {rows}, prompt and response, can have {need} tokens: use {need} or "
+            "more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
         )
 
 
