@@ -69,6 +69,9 @@ class TrainConfig:
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
     """Measure the KL to the reference policy every so many steps even if nothing needs it."""
+    kl_rows: int | None = None
+    """Rollouts per step, over all ranks, that tell the KL to the reference policy where it is only
+    measured, not part of the loss; null: all of them."""
     checkpoint_every: int = 100
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -92,8 +95,10 @@ class TrainConfig:
         for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
-        if self.micro_tokens is not None and self.micro_tokens < 1:
-            raise ValueError(f"micro_tokens={self.micro_tokens!r}: use a number >= 1, or null")
+        for name in ("micro_tokens", "kl_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: use a number >= 1, or null")
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
                 "rollouts.engine='paged': it needs a whole model on each rank; use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,16 +35,19 @@ class Gradients:
             without its adapters.
         loss: of the method. temperature: of the rollouts; demonstrations are scored at 1.
         micro: which rows of a kind share a forward, and how they lie in it.
+        kl_rows: so many of this rank's rollouts tell the KL where it is only measured; None = all.
         averages: whether moving averages of the gradients are kept, in `tracked`.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, loss: Loss,
         *, temperature: float, micro: MicroBatches, pad_token: int, averages: bool,
+        kl_rows: int | None = None,
     ) -> None:  # fmt: skip
         self.accelerator, self.model, self.reference = accelerator, model, reference
         self.loss, self.spec, self.temperature = loss, loss.spec, temperature
         self.micro, self.pad_token = micro, pad_token
+        self.kl_rows = None if self.spec.kl_coef else kl_rows
         self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
         if averages:
             self.tracked = {
@@ -57,6 +61,8 @@ class Gradients:
         live = [r for r in step.rows if not self._silent(r, even)]
         dead = [r for r in step.rows if self._silent(r, even)]
         run = _Run(self, step)
+        if step.needs.kl and self.kl_rows:
+            run.sampled = self._sampled_reference(step)
         # those without gradient first: no forward may run between the last backward and the update
         run(dead, step.mix, grad=False)
         if step.needs.parts:
@@ -130,16 +136,26 @@ class Gradients:
         run(step.rows, step.mix, grad=False)
         return run.measured().losses
 
+    def _sampled_reference(self, step: Step) -> dict[int, Tensor]:
+        """Reference log-probs by `Row.sequence` of `kl_rows` rollouts, others in each step."""
+        rows = [r for r in step.rows if not r.is_demo and not r.demo_tokens]
+        count = min(self.kl_rows or 0, len(rows))
+        chosen = [rows[(step.number + i * len(rows) // count) % len(rows)] for i in range(count)]
+        with self.reference_model() as model:
+            found = self.row_logprobs(chosen, model)
+        return {r.sequence: logps for r, logps in zip(chosen, found, strict=True)}
+
     @torch.no_grad()
-    def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+    def row_logprobs(self, rows: Sequence[Row], model: nn.Module | None = None) -> list[Tensor]:
         """The policy's log-probs of each row's response tokens, on the CPU, by `Row.sequence`."""
+        model = self.model if model is None else model
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
             batch = self.collate(micro)
-            logps = self.model(**batch.model_inputs, request=self._scores(batch)).cpu().flatten()
+            logps = model(**batch.model_inputs, request=self._scores(batch)).cpu().flatten()
             for at, r in zip(batch.starts, micro, strict=False):  # an empty batch has one place
                 found[r.sequence] = logps[r.scored(at)].clone()
-        reshard(self.model)
+        reshard(model)
         return [found[r.sequence] for r in rows]
 
     def collate(self, rows: Sequence[Row]) -> Batch:
@@ -179,6 +195,8 @@ class _Run:
         self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
         self.moments = TokenMoments.zeros(owner.accelerator.device)
         self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
+        self.sampled: dict[int, Tensor] | None = None  # see `Gradients.kl_rows`
+        self.kl = torch.zeros(2, dtype=torch.float64)  # sum over their tokens, and how many
 
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
@@ -187,8 +205,10 @@ class _Run:
         micro_batches = self.owner.schedule(rows)
         for i, (demo, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            out = self._one(demo, micro, mix, grad, last, spec or self.owner.spec)
+            batch = self.owner.collate(micro)
+            out = self._one(batch, demo, micro, mix, grad, last, spec or self.owner.spec)
             if spec is None:
+                self._note_kl(batch, micro, out.logps)
                 self.moments = self.moments + out.moments
                 self.losses += torch.stack([out.demo_loss, out.rollout_loss])
         if not grad:  # no backward will do it
@@ -197,16 +217,28 @@ class _Run:
     def measured(self) -> Measured:
         """What all ranks found together."""
         losses = Pair(*collectives.mean(self.losses.tolist()))
-        return Measured(losses, self.moments.all_reduce())
+        kl = None
+        if self.sampled is not None:
+            total, tokens = collectives.total(self.kl.tolist())
+            kl = total / tokens if tokens else math.nan
+        return Measured(losses, self.moments.all_reduce(), kl=kl)
+
+    def _note_kl(self, batch: Batch, rows: list[Row], logps: Tensor) -> None:
+        """Add the k3 estimates of the sampled rollouts among `rows`."""
+        for at, row in zip(batch.starts, rows, strict=False):  # an empty batch has one place
+            if self.sampled and not row.is_demo and row.sequence in self.sampled:
+                gap = self.sampled[row.sequence] - logps.flatten()[row.scored(at)].cpu()
+                self.kl += torch.tensor([(gap.double().exp() - gap - 1).sum(), len(gap)])
 
     def _one(
-        self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
-    ) -> Any:
+        self, batch: Batch, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool,
+        spec: LossSpec,
+    ) -> Any:  # fmt: skip
         owner = self.owner
-        batch = owner.collate(rows)
         weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
-        ref = owner.reference_logprobs(batch, demo) if self.step.needs.kl else None
+        scored = self.step.needs.kl and self.sampled is None
+        ref = owner.reference_logprobs(batch, demo) if scored else None
         old = None
         if self.step.old_logps and rows and not demo:
             known = [self.step.old_logps[r.sequence] for r in rows]

@@ -55,6 +55,7 @@ def make_gradients(
         accelerator, model, reference, loss_of(config),
         temperature=config.rollouts.temperature, micro=_micro_batches(config, model, reference),
         pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
+        kl_rows=config.kl_rows and -(-config.kl_rows // accelerator.num_processes),
     )  # fmt: skip
 
 

@@ -95,6 +95,8 @@ class Measured:
     """float64 [2 n, 2 n] inner products of the `parts`."""
     bias_gram: Tensor | None = None
     """[4, 4] of SFT, RL, and both without phi and clip."""
+    kl: float | None = None
+    """Mean k3 KL to the reference of a sample of the rollouts; None: `moments` has that of all."""
 
     @property
     def broken(self) -> bool:
