@@ -63,8 +63,9 @@ class TrainConfig:
     """Rows per forward and backward; null: all of a rank's rows of one kind at once."""
     micro_tokens: int | None = None
     """Tokens per forward and backward, instead of `micro_batch`: rows of any lengths lie end to
-    end, without padding. null: rows padded to the longest. With sdpa or eager attention a forward
-    costs the square of this number, with flash attention only that of each row: docs/speed.md."""
+    end, without padding, each attending to itself alone. null: rows padded to the longest. Flash
+    attention costs what the rows cost; sdpa and eager cost the square of this number, so keep it
+    low there: packed was slower than padded on CPUs where rows were short and this was large."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0

@@ -212,3 +212,21 @@ def test_a_packed_run_is_the_padded_run(task, tmp_path, method):
                 assert b[key] == pytest.approx(value, rel=2e-4, abs=1e-5), key
             else:
                 assert b[key] == value, key
+
+
+@pytest.mark.parametrize("tokens", [None, 80])
+def test_kl_of_all_rows_as_a_sample_is_that_of_the_moments(task, tmp_path, tokens):
+    """And a smaller sample is a mean over its own rows, which change from step to step."""
+    found = {}
+    for kl_rows in (None, 16, 3):
+        out = tmp_path / str(kl_rows)
+        changes = {"monitor_kl_every": 1, "kl_rows": kl_rows, "steps": 3, "eval": {},
+                   "optim": {"lr": 0.05, "warmup": 1, "clip": 0}}  # fmt: skip
+        train(tiny_config(task, out, micro_tokens=tokens, **changes))
+        found[kl_rows] = metrics(out)
+    for row, whole, sample in zip(*found.values(), strict=True):
+        assert whole["kl"] == pytest.approx(row["kl"], rel=1e-4, abs=1e-7)
+        for key in ("grad_norm", "rollout_loss", "sft_variance", "entropy"):
+            assert sample[key] == pytest.approx(row[key], rel=1e-3, abs=1e-6), key
+    assert found[None][2]["kl"] > 1e-3
+    assert found[3][2]["kl"] != found[None][2]["kl"] and found[3][2]["kl"] > 0
