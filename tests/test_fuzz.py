@@ -23,7 +23,7 @@ from gac_kernels import (
     token_logprobs,
 )
 
-from .cases import check
+from .cases import available, check
 
 CPU = torch.device("cpu")
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
@@ -139,16 +139,14 @@ def result(given: Input, backend: str) -> tuple[Any, Tensor]:
 
 
 def right(given: Input) -> None:
-    """Every backend is as near to float64 as the reference in the input's own dtype."""
+    """The native kernels are as near to float64 as the reference in the input's own dtype."""
     assume(given.clear)
     truth, d_truth = result(given.double(), "reference")
     same, d_same = result(given, "reference")
-    for backend in BACKENDS[:1]:
-        out, grad = result(given, backend)
-        for name in OUTPUTS:
-            agree(name, *(getattr(o, name) for o in (out, same, truth)))
-        unit = torch.finfo(given.logits.dtype).eps
-        agree("gradient of logits", grad, d_same, d_truth, unit)
+    out, grad = result(given, available("native"))
+    for name in OUTPUTS:
+        agree(name, *(getattr(o, name) for o in (out, same, truth)))
+    agree("gradient of logits", grad, d_same, d_truth, torch.finfo(given.logits.dtype).eps)
 
 
 def agree(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
@@ -218,7 +216,7 @@ def head(given: Input, width: int, biased: bool) -> None:
     assume(given._replace(logits=logits + (exact[2].detach() if biased else 0)).clear)
     truth, d_truth = loss(exact, given.double(), "reference")
     same, d_same = loss(leaves, given, "reference")
-    ours, d_ours = loss(leaves, given, BACKENDS[0])
+    ours, d_ours = loss(leaves, given, available("native"))
     for name in OUTPUTS:
         agree(name, *(getattr(o, name) for o in (ours, same, truth)))
     for name, *grads in zip(("hidden", "weight", "bias"), d_ours, d_same, d_truth, strict=False):
