@@ -61,10 +61,18 @@ class TrainConfig:
     """Demonstrations per optimiser step, over all ranks."""
     micro_batch: int | None = None
     """Rows per forward and backward; null: all of a rank's rows of one kind at once."""
+    micro_tokens: int | None = None
+    """Tokens per forward and backward, instead of `micro_batch`: rows of any lengths lie end to
+    end, without padding, each attending to itself alone. null: rows padded to the longest. Flash
+    attention costs what the rows cost; sdpa and eager cost the square of this number, so keep it
+    low there: packed was slower than padded on CPUs where rows were short and this was large."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
     """Measure the KL to the reference policy every so many steps even if nothing needs it."""
+    kl_rows: int | None = None
+    """Rollouts per step, over all ranks, that tell the KL to the reference policy where it is only
+    measured, not part of the loss; null: all of them."""
     checkpoint_every: int = 100
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -88,5 +96,14 @@ class TrainConfig:
         for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        for name in ("micro_tokens", "kl_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: use a number >= 1, or null")
+        if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
+            raise ValueError(
+                "rollouts.engine='paged': it needs a whole model on each rank; use "
+                "parallel.mode=ddp or rollouts.engine=generate"
+            )
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

@@ -121,7 +121,12 @@ class ShardedRows:
         self.scale_, self.reduce = inner.scale_, inner.reduce
 
     def row_loss(
-        self, logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor | None
+        self,
+        logits: Tensor,
+        tokens: Tokens,
+        spec: LossSpec,
+        out: Tensor | None,
+        sketch: None = None,  # nobody can ask for one here
     ) -> TokenTerms:
         z = logits[0] / spec.temperature
         local = tokens.targets - self.start

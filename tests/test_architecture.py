@@ -33,7 +33,7 @@ ROOMS = (
     "gac.export",
     "gac.training.gradient_parts", "gac.training.accumulated", "gac.training.unit_sketches",
     "gac.training.step", "gac.training.gradients",
-    "gac.training.policy", "gac.training.metrics", "gac.training.record",
+    "gac.training.rows_apart", "gac.training.policy", "gac.training.metrics", "gac.training.record",
     "gac.faults.skipped", "gac.faults.replay",
     "gac.training.trainer",
     "gac.report",

@@ -23,7 +23,7 @@ from .tiny import metrics, tiny_config
 CONTRACT = {
     "step", "mu", "mu_star", "prior", "alpha", "kl", "sft_variance", "rl_variance", "disagreement",
     "rollout_loss", "demo_loss", "reward_mean", "entropy", "clip_fraction", "response_length",
-    "grad_norm", "tokens", "seconds",
+    "grad_norm", "tokens", "seconds", "sampled_tokens", "sampling_seconds",
 }  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
         "step-00000002", "step-00000004",
     ]  # fmt: skip
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
+    assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
 
 
 def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):

@@ -53,4 +53,5 @@ def digit_reward(completion: str, example: Any) -> float:
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without what a clock measured."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    clocks = ("seconds", "sampling_seconds")
+    return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]

@@ -107,11 +107,12 @@ class Watched:
         norms: in micro-batches of one prompt.
         """
         changed = step.needs._replace(signals=True, **needs)
-        inner, limit = self.gradients, self.gradients.micro_batch
-        inner.micro_batch = len({r.sequence for r in step.rows if r.unit == 0})
-        inner.micro_batch = inner.micro_batch if changed.norms else limit
+        inner, micro = self.gradients, self.gradients.micro
+        if changed.norms:
+            prompt = len({r.sequence for r in step.rows if r.unit == 0})
+            inner.micro = dataclasses.replace(micro, rows=prompt)
         found = inner(dataclasses.replace(step, mix=Mix(0.5), needs=changed))
-        inner.micro_batch = limit
+        inner.micro = micro
         for parameter in inner.model.parameters():
             parameter.grad = None
         return found

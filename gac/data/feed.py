@@ -31,6 +31,8 @@ class Feed:
         needs = Needs.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.completions)
         self.demo_tokens, self.apart = sampling.demo_tokens, False
+        self.shows = sampling.demos == "prompt"
+        self.continues = any(stage.prefix for stage in sampling.stages)
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = Order(len(self.prompts), config.seed)
@@ -75,6 +77,21 @@ class Feed:
         taken = self.demo_order.take(step, self.batch)
         share = taken[self.share]
         return [demo_row(self.demos[which][i], self.demo_tokens) for which, i in share]
+
+    def longest_start(self) -> int:
+        """Tokens that a response can have before it: a prompt, and what is given of its
+        demonstration."""
+        if "prompt_order" not in self.orders:
+            return 0
+        return max(len(e.prompt) + self.continues * len(e.demo or ()) for e in self.prompts)
+
+    def longest_row(self, response: int) -> int:
+        """Tokens that a row of the run can have, with responses of at most `response` tokens."""
+        lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
+        shown = [self.prompts] if self.shows else []
+        for examples in shown + (self.demos if self.apart else []):
+            lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
+        return max(lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -1,13 +1,15 @@
 """From token lists to the tensors of one forward pass.
 
-Legend: B rows, T the longest row. A row is a prompt and its response; only response tokens have a
-loss. Rows are padded on the right, so position t of the targets is the token after input t.
+Legend: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
+response tokens have a loss. Rows are padded on the right, or packed end to end; either way place t
+of the targets is the token after input t.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ class Row(NamedTuple):
             return self.response_tokens
         return max(self.switch - self.start, 0)
 
+    def scored(self, at: int) -> slice:
+        """Which places predict its tokens with a loss, if the row begins at place `at`."""
+        return slice(at + max(self.start, 1) - 1, at + len(self.ids) - 1)
+
     @property
     def kind(self) -> tuple[bool, bool, float]:
         """Rows of one kind may share a micro-batch: demonstration or not, mixed or not, weight."""
@@ -48,46 +54,82 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The tensors of one forward pass. Rows that are half demonstration are two sequences each."""
+    """The tensors of one forward pass: `[B, T]` padded, or `[1, N]` with the rows end to end.
 
-    input_ids: Tensor  # int64 [B, T]
-    attention_mask: Tensor  # int64 [B, T]
-    targets: Tensor  # int64 [B, T]: the next token where it belongs to the response, else -100
-    advantages: Tensor  # float32 [B] (mixed: [2 B]), on the CPU
-    is_demo: Tensor  # bool [B] (mixed: [2 B]), on the CPU
-    cu_seqlens: Tensor | None = None  # int32 [2 B + 1] over the B T tokens, for mixed rows
+    S sequences: the rows, or two of each row that is half demonstration.
+    """
+
+    input_ids: Tensor  # int64
+    targets: Tensor  # int64, like input_ids: the next token where it has a loss, else -100
+    advantages: Tensor  # float32 [S], on the CPU
+    is_demo: Tensor  # bool [S], on the CPU
+    starts: tuple[int, ...]  # where each row begins among the flattened tokens
+    longest: int  # tokens of the longest row
+    attention_mask: Tensor | None = None  # int64 [B, T], of padded rows
+    position_ids: Tensor | None = None  # int64 [1, N] from 0 in each row, of packed rows
+    row_bounds: Tensor | None = None  # int32 [rows + 1], of packed rows
+    cu_seqlens: Tensor | None = None  # int32 [S + 1], where the sequences are not the padded rows
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """What the model's own forward takes; attention stays in a row whose positions restart."""
+        if self.position_ids is None:
+            return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return {
+            "input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": None,
+            # flash attention would find these in the positions, once per layer
+            "cu_seq_lens_q": self.row_bounds, "cu_seq_lens_k": self.row_bounds,
+            "max_length_q": self.longest, "max_length_k": self.longest,
+        }  # fmt: skip
+
+    def laid_out(self, *like_targets: Tensor | None) -> Iterator[Any]:
+        """Each of them in the layout in which the loss takes this batch."""
+        for x in like_targets:
+            yield x if x is None or self.cu_seqlens is None else x.flatten()
 
 
-def collate(rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu") -> Batch:
-    """Pad `rows` into a batch; no rows give a batch of one token without loss."""
-    width = max((len(row.ids) for row in rows), default=1)
-    count = max(len(rows), 1)
-    padded = [list(row.ids) + [pad_token] * (width - len(row.ids)) for row in rows]
-    ids = torch.tensor(padded or [[pad_token]])
-    lengths = torch.tensor([[len(row.ids)] for row in rows] or [[1]])
+def collate(
+    rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu", packed: bool = False
+) -> Batch:
+    """Pad `rows` into a batch, or pack them; no rows give a batch of one token without loss."""
+    rows = rows or (Row((pad_token,), 1, False),)
+    lengths = [len(row.ids) for row in rows]
+    width = max(lengths)
+    if packed:
+        starts = (0, *itertools.accumulate(lengths))
+        ids = torch.tensor([list(itertools.chain(*(row.ids for row in rows)))])
+        places = torch.cat([torch.arange(n) for n in lengths])[None]
+        ends = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))[None]
+        first = torch.tensor([row.start for row in rows])
+        first = first.repeat_interleave(torch.tensor(lengths))[None]
+    else:
+        starts = tuple(range(0, (len(rows) + 1) * width, width))
+        ids = torch.tensor([list(row.ids) + [pad_token] * (width - len(row.ids)) for row in rows])
+        places, ends = torch.arange(width)[None], torch.tensor(lengths)[:, None]
+        first = torch.tensor([[row.start] for row in rows])
     # the first token of all has nothing to predict it
-    starts = torch.tensor([[max(row.start, 1)] for row in rows] or [[1]])
-    place = torch.arange(width)
-    mask = (place < lengths).long()
-    scored = (place >= starts - 1) & (place < lengths - 1)
-    targets = torch.where(scored, ids.roll(-1, 1), -100)
-    advantages = torch.tensor([row.advantage for row in rows] or [0.0])
-    is_demo = torch.tensor([row.is_demo for row in rows] or [False])
-    bounds = None
+    scored = (places >= first.clamp(min=1) - 1) & (places < ends - 1)
+    targets = torch.where(scored, ids.flatten().roll(-1).view_as(ids), -100)
+    advantages = torch.tensor([row.advantage for row in rows])
+    is_demo = torch.tensor([row.is_demo for row in rows])
+    bounds = starts if packed else None
     if any(row.kind[1] for row in rows):
         # position t predicts token t + 1, so the demonstration's part ends one place early
-        cuts = [(b * width, b * width + max(row.switch, 1) - 1) for b, row in enumerate(rows)]
-        bounds = torch.tensor([*sum(cuts, ()), count * width], dtype=torch.int32).to(device)
+        cuts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
+        bounds = (*itertools.chain(*cuts), starts[-1])
         advantages = advantages.repeat_interleave(2)
-        is_demo = torch.tensor([True, False]).repeat(count)
-    return Batch(ids.to(device), mask.to(device), targets.to(device), advantages, is_demo, bounds)
+        is_demo = torch.tensor([True, False]).repeat(len(rows))
 
+    def there(x: Tensor | tuple[int, ...] | None) -> Tensor | None:
+        x = torch.tensor(x, dtype=torch.int32) if isinstance(x, tuple) else x
+        return x if x is None else x.to(device)
 
-def split(rows: Sequence[Row], size: int | None, unit: int = 1) -> Iterator[Sequence[Row]]:
-    """Micro-batches of at most `size` rows, in order; None = one. `unit` rows stay together."""
-    size = max(size // unit, 1) * unit if size else max(len(rows), 1)
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+    return Batch(
+        ids.to(device), targets.to(device), advantages, is_demo, starts[:-1], width,
+        attention_mask=None if packed else there((places < ends).long()),
+        position_ids=there(places if packed else None),
+        row_bounds=there(starts if packed else None), cu_seqlens=there(bounds),
+    )  # fmt: skip
 
 
 class Counts(NamedTuple):

@@ -18,7 +18,8 @@ from gac.parallel.collectives import gather, rank
 FORMAT = 2  # of what a checkpoint holds; raised when an older one cannot be gone on from
 # keys of TrainConfig that a run may change when it goes on: none changes what is learned from
 HARMLESS = {
-    "out", "name", "steps", "eval", "micro_batch", "checkpoint_every", "keep_checkpoints",
+    "out", "name", "steps", "eval", "micro_batch", "micro_tokens", "checkpoint_every",
+    "keep_checkpoints",
     "trackers", "export", "guards", "parallel",
 }  # fmt: skip
 
@@ -52,6 +53,17 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
         raise RunError(
             f"out={str(out)!r}: {free / 1e9:.3g} GB free, and {checkpoints} checkpoints of this "
             f"model need {need / 1e9:.3g} GB: make room, or lower keep_checkpoints"
+        )
+
+
+def check_budget(key: str, tokens: int | None, longest: int, together: int) -> None:
+    """Raise ConfigError unless `together` rows of `longest` tokens fit into the key's `tokens`."""
+    need = longest * together
+    if tokens is not None and tokens < need:
+        rows = "the longest row" if together == 1 else f"{together} rows that stay together"
+        raise ConfigError(
+            f"{key}={tokens}: {rows}, prompt and response, can have {need} tokens: use {need} or "
+            "more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
         )
 
 

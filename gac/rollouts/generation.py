@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -14,6 +15,26 @@ from gac.model import stop_tokens
 from gac.parallel.setup import calls, in_lockstep
 
 from .advantages import ADVANTAGES
+
+ENGINES = ("generate", "paged")
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """The cache of the engine `paged`; on a CPU give all three, e.g. 64, 128 and 32."""
+
+    max_batch_tokens: int | None = None
+    """Tokens per forward; null: from the free memory of the GPU."""
+    num_blocks: int | None = None
+    """Blocks of the cache, each a page per layer; null: from the free memory of the GPU."""
+    page_size: int = 256
+    """Tokens per page, >= 4."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch_tokens", 1), ("num_blocks", 1), ("page_size", 4)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r}: use a number >= {least}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,14 @@ class RolloutConfig:
     """Optimiser steps per set of rollouts; above 1 the ratio and its clip come into play."""
     batch: int | None = None
     """Rollouts generated at once; null: all."""
+    batch_tokens: int | None = None
+    """Tokens generated at once, instead of `batch`: prompts of like lengths together, each rollout
+    counted as its padded prompt and `max_new_tokens`."""
+    engine: str = "generate"
+    """generate: whole batches, each until its longest response ends. paged: transformers'
+    continuous batching, where a new response takes the place of each that ends."""
+    paged: PagedConfig = PagedConfig()
+    """Of the engine `paged`."""
     advantages: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
@@ -48,63 +77,118 @@ class RolloutConfig:
             raise ValueError(f"temperature={self.temperature!r}: use a number > 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine={self.engine!r}: use one of {', '.join(ENGINES)}")
+        least = self.completions * (self.max_new_tokens + 1)
+        if self.batch_tokens is not None and self.batch_tokens < least:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens!r}: the {self.completions} rollouts of a prompt "
+                f"take at least {least} tokens, without the prompt: use more, or null"
+            )
         if self.advantages not in ADVANTAGES:
             raise ValueError(f"advantages={self.advantages!r}: use one of {', '.join(ADVANTAGES)}")
 
 
+class Draws(NamedTuple):
+    """How responses are drawn, whichever engine draws them."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 decodes greedily."""
+    top_p: float = 1.0
+    samples: int = 1
+    """Responses to each prompt."""
+    stop: Sequence[str] = ()
+
+
+Responses = list[tuple[int, ...]]  # token ids up to and with the stop token
+
+
 @torch.no_grad()
 def generate(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float = 1.0,
-    samples: int = 1,
-    stop: Sequence[str] = (),
-    batch: int | None = None,
-) -> list[tuple[int, ...]]:
-    """`samples` responses to each prompt, in order: token ids up to and with the stop token.
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[int, ...]], *,
+    batch: int | None = None, batch_tokens: int | None = None, **keywords: Any,
+) -> Responses:  # fmt: skip
+    """Responses to each prompt, in order; keywords as in `Draws`.
 
-    temperature 0 decodes greedily. The model samples in evaluation mode and returns to its mode.
+    batch: responses drawn at once; None = all. batch_tokens: see `RolloutConfig`.
     """
-    stops = stop_tokens(tokenizer, stop)
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_p=top_p if temperature else None,
-        top_k=0 if temperature else None,
-        num_return_sequences=samples,
+    draws = Draws(**keywords)
+    stops = stop_tokens(tokenizer, draws.stop)
+    settings = generation_config(draws, stops, tokenizer.pad_token_id)
+    device = next(model.parameters()).device
+    parts = _parts(prompts, draws, batch, batch_tokens)
+    responses: list[Responses] = [[] for _ in prompts]
+    idle = calls(model, len(parts)) - len(parts)
+    with sampling_mode(model):
+        for part in parts + [[]] * idle:
+            texts = [prompts[i] for i in part] or [(stops[0],)]
+            width = max(map(len, texts))
+            ids = torch.full((len(texts), width), tokenizer.pad_token_id)
+            mask = torch.zeros_like(ids)
+            for i, prompt in enumerate(texts):  # padded on the left: it continues at the end
+                ids[i, width - len(prompt) :] = torch.tensor(prompt)
+                mask[i, width - len(prompt) :] = 1
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=settings,
+                synced_gpus=in_lockstep(model),
+            )
+            found = [_until(row, stops) for row in out[:, width:].tolist()]
+            for at, i in enumerate(part):
+                responses[i] = found[at * draws.samples : (at + 1) * draws.samples]
+    return [response for drawn in responses for response in drawn]
+
+
+def _parts(
+    prompts: Sequence[tuple[int, ...]], draws: Draws, batch: int | None, tokens: int | None
+) -> list[list[int]]:
+    """Which prompts are generated together: those of like lengths, the longest first.
+
+    tokens: at most so many at once, prompts padded and responses of full length; at least a prompt.
+    """
+    per_call = max((batch or len(prompts) * draws.samples) // draws.samples, 1)
+    if tokens is None and per_call >= len(prompts):
+        return [list(range(len(prompts)))] if prompts else []
+    parts: list[list[int]] = []
+    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        full = not parts or len(parts[-1]) == per_call
+        if full:
+            parts.append([])
+            each = draws.samples * (len(prompts[i]) + draws.max_new_tokens)  # the widest
+            per_call = max(tokens // each, 1) if tokens else per_call
+        parts[-1].append(i)
+    return parts
+
+
+def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> GenerationConfig:
+    """Samples from the policy itself: no top-k, no penalties."""
+    drawn = draws.temperature > 0
+    return GenerationConfig(
+        max_new_tokens=draws.max_new_tokens,
+        do_sample=drawn,
+        temperature=draws.temperature or None,
+        top_p=draws.top_p if drawn else None,
+        top_k=0 if drawn else None,
+        num_return_sequences=draws.samples,
         eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token,
         use_cache=True,
     )
-    device = next(model.parameters()).device
-    per_call = max((batch or len(prompts) * samples) // samples, 1)
+
+
+@contextlib.contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """Evaluation mode, without the model's own sampling defaults, which would be off-policy."""
     was_training, defaults = model.training, model.generation_config
     model.eval()
-    model.generation_config = GenerationConfig()  # its own top-k or penalties would be off-policy
-    responses: list[tuple[int, ...]] = []
-    parts = [prompts[i : i + per_call] for i in range(0, len(prompts), per_call)]
-    for part in parts + [((stops[0],),)] * (calls(model, len(parts)) - len(parts)):
-        width = max(map(len, part))
-        ids = torch.full((len(part), width), tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for i, prompt in enumerate(part):  # padded on the left: generation continues at the end
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, width - len(prompt) :] = 1
-        out = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=settings,
-            synced_gpus=in_lockstep(model),
-        )
-        responses += [_until(row, stops) for row in out[:, width:].tolist()]
-    model.generation_config = defaults
-    model.train(was_training)
-    return responses[: len(prompts) * samples]
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = defaults
+        model.train(was_training)
 
 
 def _until(tokens: list[int], stops: list[int]) -> tuple[int, ...]:

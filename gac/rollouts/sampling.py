@@ -6,6 +6,7 @@ Legend: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,13 +16,21 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
-from gac.data.rows import Row, demo_row
+from gac.data.rows import Batch, Row, demo_row
 
 from .advantages import Credit
-from .generation import RolloutConfig, generate
+from .engines import sample
+from .generation import RolloutConfig
 from .plan import Sampling, Stage
 
 Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
+
+
+class Drawn(NamedTuple):
+    """The work of this rank's sampling."""
+
+    tokens: int  # of all responses
+    seconds: float  # without the rewards
 
 
 @dataclass
@@ -32,6 +41,8 @@ class Rollouts:
     """What is learnt from; `Row.sequence` is the place in this list."""
     rewards: list[float]
     """Reward of each rollout that has one, also of those that are not learnt from."""
+    drawn: Drawn
+    """What drawing them took."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
 
@@ -45,12 +56,12 @@ class Draw(NamedTuple):
     learns_given: bool
 
 
-def place(logps: Sequence[Tensor], rows: Sequence[Row], targets: Tensor) -> Tensor:
-    """[B, T]: each row's response log-probs where `targets` has its response tokens."""
-    out = torch.zeros(targets.shape)
-    for b, (row, values) in enumerate(zip(rows, logps, strict=True)):
-        out[b, max(row.start, 1) - 1 : len(row.ids) - 1] = values
-    return out.to(targets.device)
+def place(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
+    """Like the targets: each row's response log-probs where `batch` has its response tokens."""
+    out = torch.zeros(batch.targets.numel())
+    for at, row, values in zip(batch.starts, rows, logps, strict=True):
+        out[row.scored(at)] = values
+    return out.view(batch.targets.shape).to(batch.targets.device)
 
 
 class Sampler:
@@ -62,11 +73,13 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.reward = config, tokenizer, reward
         self.plan, self.credit = plan, credit
+        self.drawn = Drawn(0, 0.0)
         self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations where these are learnt from."""
         self.reward.at(step)
+        self.drawn = Drawn(0, 0.0)
         draws: list[list[Draw]] = [[] for _ in examples]
         for stage in self.stages:
             self._draw(model, examples, stage, draws)
@@ -81,7 +94,7 @@ class Sampler:
             rows += [row._replace(unit=unit) for row in mine]
         rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
-        return Rollouts(rows, [r for r in sampled if not math.isnan(r)])
+        return Rollouts(rows, [r for r in sampled if not math.isnan(r)], self.drawn)
 
     def _draw(
         self, model: nn.Module, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
@@ -94,11 +107,10 @@ class Sampler:
         whole = [bool(g) and g == e.demo for g, e in zip(given, examples, strict=True)]
         starts = [e.prompt + (g[:-1] if w else g)
                   for e, g, w in zip(examples, given, whole, strict=True)]  # fmt: skip
-        responses = generate(
-            model, self.tokenizer, starts,
-            max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            top_p=config.top_p, samples=stage.size, stop=config.stop, batch=config.batch,
-        )  # fmt: skip
+        began = time.perf_counter()
+        responses = sample(config, model, self.tokenizer, starts, stage.size)
+        self.drawn = Drawn(self.drawn.tokens + sum(map(len, responses)),
+                           self.drawn.seconds + time.perf_counter() - began)  # fmt: skip
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
         responses = [() if whole[q] else r for q, r in zip(owners, responses, strict=True)]
         full = [given[q] + r for q, r in zip(owners, responses, strict=True)]

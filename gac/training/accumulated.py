@@ -48,6 +48,11 @@ def square_norm(gradients: Sequence[Any], device: torch.device) -> Tensor:
 def check_accumulation(config: TrainConfig, ranks: int) -> None:
     """Raises ConfigError unless the run's micro-batches tell all that `accumulator` reads."""
     group, limit = config.rollouts.completions, config.micro_batch
+    if config.micro_tokens is not None:
+        raise ConfigError(
+            f"micro_tokens={config.micro_tokens}: signals: accumulator counts micro-batches in "
+            "rows; set micro_batch instead"
+        )
     if limit is not None and limit % group:
         raise ConfigError(
             f"micro_batch={limit}: signals: accumulator wants a prompt's rollouts together; use a "

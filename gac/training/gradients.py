@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.evidence import Norms
-from gac.data.rows import Batch, Row, collate, norms, split
+from gac.data.micro import MicroBatches
+from gac.data.rows import Batch, Row, collate, norms
 from gac.methods.base import Loss, Mix
 from gac.model import Head
 from gac.pair import Pair
@@ -34,20 +36,21 @@ class Gradients:
     Args:
         model: the prepared policy. reference: the frozen initial policy; None = the policy
             without its adapters.
-        loss: of the method. pairs: rows come in pairs that stay together.
-        temperature: of the rollouts; demonstrations are scored at 1.
-        micro_batch: rows per forward; None = all rows of a kind.
+        loss: of the method. temperature: of the rollouts; demonstrations are scored at 1.
+        micro: which rows of a kind share a forward, and how they lie in it.
+        kl_rows: so many of this rank's rollouts tell the KL where it is only measured; None = all.
         averages: whether moving averages of the gradients are kept, in `tracked`.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, loss: Loss,
-        *, temperature: float, micro_batch: int | None, pad_token: int, pairs: bool,
-        averages: bool,
+        *, temperature: float, micro: MicroBatches, pad_token: int, averages: bool,
+        kl_rows: int | None = None,
     ) -> None:  # fmt: skip
         self.accelerator, self.model, self.reference = accelerator, model, reference
         self.loss, self.spec, self.temperature = loss, loss.spec, temperature
-        self.micro_batch, self.pad_token, self.unit = micro_batch, pad_token, 1 + pairs
+        self.micro, self.pad_token = micro, pad_token
+        self.kl_rows = None if self.spec.kl_coef else kl_rows
         self.tracked: dict[str, Tensor] = {}  # moving averages by part and parameter
         if averages:
             self.tracked = {
@@ -61,6 +64,8 @@ class Gradients:
         live = [r for r in step.rows if not self._silent(r, even)]
         dead = [r for r in step.rows if self._silent(r, even)]
         run = _Run(self, step)
+        if step.needs.kl and self.kl_rows:
+            run.sampled = self._sampled_reference(step)
         # those without gradient first: no forward may run between the last backward and the update
         run(dead, step.mix, grad=False)
         if step.needs.parts:
@@ -134,7 +139,7 @@ class Gradients:
         micro: dict[bool, list[list[Row]]] = {False: [], True: []}
         for kind in sorted({r.kind for r in rows}):
             alike = [r for r in rows if r.kind == kind]
-            micro[kind[0]] += map(list, split(alike, self.micro_batch, self.unit))
+            micro[kind[0]] += self.micro.split(alike)
         most = collectives.largest([len(parts) for parts in micro.values()])
         return [
             (demo, parts[i] if i < len(parts) else [])
@@ -151,17 +156,31 @@ class Gradients:
         run(step.rows, step.mix, grad=False)
         return run.measured().losses
 
+    def _sampled_reference(self, step: Step) -> dict[int, Tensor]:
+        """Reference log-probs by `Row.sequence` of `kl_rows` rollouts, others in each step."""
+        rows = [r for r in step.rows if not r.is_demo and not r.demo_tokens]
+        count = min(self.kl_rows or 0, len(rows))
+        chosen = [rows[(step.number + i * len(rows) // count) % len(rows)] for i in range(count)]
+        with self.reference_model() as model:
+            found = self.row_logprobs(chosen, model)
+        return {r.sequence: logps for r, logps in zip(chosen, found, strict=True)}
+
     @torch.no_grad()
-    def row_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+    def row_logprobs(self, rows: Sequence[Row], model: nn.Module | None = None) -> list[Tensor]:
         """The policy's log-probs of each row's response tokens, on the CPU, by `Row.sequence`."""
+        model = self.model if model is None else model
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
-            batch = collate(micro, self.pad_token, self.accelerator.device)
-            logps = self.model(**inputs(batch), request=self._scores(batch)).cpu()
-            for b, r in enumerate(micro):
-                found[r.sequence] = logps[b, max(r.start, 1) - 1 : len(r.ids) - 1].clone()
-        reshard(self.model)
+            batch = self.collate(micro)
+            logps = model(**batch.model_inputs, request=self._scores(batch)).cpu().flatten()
+            for at, r in zip(batch.starts, micro, strict=False):  # an empty batch has one place
+                found[r.sequence] = logps[r.scored(at)].clone()
+        reshard(model)
         return [found[r.sequence] for r in rows]
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One forward's tensors."""
+        return collate(rows, self.pad_token, self.accelerator.device, self.micro.packed)
 
     @contextlib.contextmanager
     def reference_model(self):
@@ -174,11 +193,12 @@ class Gradients:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
-        """[B, T] log-probs under the reference; 0 for demonstrations, where nothing reads them."""
+        """Log-probs under the reference, like the targets; 0 for demonstrations: nothing reads
+        them."""
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
         with self.reference_model() as model:
-            return model(**inputs(batch), request=self._scores(batch))
+            return model(**batch.model_inputs, request=self._scores(batch))
 
     def _scores(self, batch: Batch) -> Callable[[Head], Tensor]:
         """What is asked of the model's last layer for the targets' log-probs."""
@@ -196,6 +216,8 @@ class _Run:
         self.moments = TokenMoments.zeros(owner.accelerator.device)
         self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
         self.sketches = UnitSketches(step.needs.sketch, step.sketch_seed)
+        self.sampled: dict[int, Tensor] | None = None  # see `Gradients.kl_rows`
+        self.kl = torch.zeros(2, dtype=torch.float64)  # sum over their tokens, and how many
 
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
@@ -204,8 +226,10 @@ class _Run:
         micro_batches = self.owner.schedule(rows)
         for i, (demo, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            out = self._one(demo, micro, mix, grad, last, spec or self.owner.spec)
+            batch = self.owner.collate(micro)
+            out = self._one(batch, demo, micro, mix, grad, last, spec or self.owner.spec)
             if spec is None:
+                self._note_kl(batch, micro, out.logps)
                 self.moments = self.moments + out.moments
                 self.losses += torch.stack([out.demo_loss, out.rollout_loss])
                 self.sketches.add(micro, out.sketch)
@@ -215,30 +239,42 @@ class _Run:
     def measured(self) -> Measured:
         """What all ranks found together."""
         losses = Pair(*collectives.mean(self.losses.tolist()))
+        kl = None
+        if self.sampled is not None:
+            total, tokens = collectives.total(self.kl.tolist())
+            kl = total / tokens if tokens else math.nan
         sketches = self.sketches.gathered() if self.step.needs.sketch else None
-        return Measured(losses, self.moments.all_reduce(), sketches=sketches)
+        return Measured(losses, self.moments.all_reduce(), sketches=sketches, kl=kl)
+
+    def _note_kl(self, batch: Batch, rows: list[Row], logps: Tensor) -> None:
+        """Add the k3 estimates of the sampled rollouts among `rows`."""
+        for at, row in zip(batch.starts, rows, strict=False):  # an empty batch has one place
+            if self.sampled and not row.is_demo and row.sequence in self.sampled:
+                gap = self.sampled[row.sequence] - logps.flatten()[row.scored(at)].cpu()
+                self.kl += torch.tensor([(gap.double().exp() - gap - 1).sum(), len(gap)])
 
     def _one(
-        self, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool, spec: LossSpec
-    ) -> Any:
-        owner, device = self.owner, self.owner.accelerator.device
-        batch = collate(rows, owner.pad_token, device)
+        self, batch: Batch, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool,
+        spec: LossSpec,
+    ) -> Any:  # fmt: skip
+        owner = self.owner
         weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
-        ref = owner.reference_logprobs(batch, demo) if self.step.needs.kl else None
+        scored = self.step.needs.kl and self.sampled is None
+        ref = owner.reference_logprobs(batch, demo) if scored else None
         old = None
         if self.step.old_logps and rows and not demo:
             known = [self.step.old_logps[r.sequence] for r in rows]
-            old = place(known, rows, batch.targets)
+            old = place(known, rows, batch)
         # a sketch of rows that move no weight sees them alone, whatever their weight is
         mu = float(demo) if self.step.needs.sketch and not grad else mix.mu
         request = self._request(batch, mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
         if not grad:
             with torch.no_grad():
-                return model(**inputs(batch), request=request)
+                return model(**batch.model_inputs, request=request)
         with torch.enable_grad() if sync else accelerator.no_sync(model):
-            out = model(**inputs(batch), request=request)
+            out = model(**batch.model_inputs, request=request)
             accelerator.backward(out.loss * mix.scale)
         return out
 
@@ -252,27 +288,15 @@ class _Run:
             reference = None
             if owner.loss.reference:
                 with torch.no_grad(), owner.reference_model() as model:
-                    reference = model(**inputs(batch), request=lambda head: head.detached())
+                    reference = model(**batch.model_inputs, request=lambda head: head.detached())
             return lambda head: own_loss(token, head, reference, batch, mu, old, ref, spec, norms)
-        pack = (lambda x: None if x is None else x.flatten()) if _mixed(batch) else (lambda x: x)
+        targets, old, ref = batch.laid_out(batch.targets, old, ref)
         keywords: dict[str, Any] = {
-            "mu": mu, "old_logps": pack(old), "ref_logps": pack(ref), "spec": spec,
-            "rollout_norm": norms.rollout, "demo_norm": norms.demo,
+            "mu": mu, "old_logps": old, "ref_logps": ref, "spec": spec,
+            "rollout_norm": norms.rollout, "demo_norm": norms.demo, "cu_seqlens": batch.cu_seqlens,
         }  # fmt: skip
-        if _mixed(batch):
-            keywords["cu_seqlens"] = batch.cu_seqlens
-            return lambda head: head.packed().loss(
-                pack(batch.targets), batch.advantages, batch.is_demo, **keywords
-            )
-        if self.sketches.sketch is not None:
-            keywords["sketch"] = self.sketches.sketch
-        return lambda head: head.loss(batch.targets, batch.advantages, batch.is_demo, **keywords)
-
-
-def _mixed(batch: Batch) -> bool:
-    return batch.cu_seqlens is not None
-
-
-def inputs(batch: Batch) -> dict[str, Tensor]:
-    """What the model's own forward takes."""
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if self.sketches.sketch is not None and len(batch.is_demo) == len(batch.starts):
+            keywords["sketch"] = self.sketches.sketch  # a row is a sequence
+        given = targets, batch.advantages, batch.is_demo
+        packed = batch.cu_seqlens is not None
+        return lambda head: (head.packed() if packed else head).loss(*given, **keywords)

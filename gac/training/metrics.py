@@ -22,6 +22,7 @@ def observe(
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
     scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
     kl, entropy, clip_fraction = scalars.tolist()  # in one copy
+    kl = kl if measured.kl is None else measured.kl
     row: dict[str, Any] = {
         "step": step.number + 1, "mu": update.mix.mu, "mu_star": None, "prior": None,
         "alpha": None, "kl": kl if step.needs.kl and rewards.number else None,

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 from accelerate import Accelerator
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.data.micro import MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss, Needs
 from gac.model import load_model
 from gac.parallel import setup
+from gac.parallel.setup import reshard
 from gac.train_config import TrainConfig
 
 from .accumulated import check_accumulation
 from .gradients import Gradients
+from .rows_apart import keeps_rows_apart
+
+logger = logging.getLogger(__name__)
 
 
 def loss_of(config: TrainConfig) -> Loss:
@@ -53,9 +59,9 @@ def make_gradients(
         check_accumulation(config, accelerator.num_processes)
     return Gradients(
         accelerator, model, reference, loss_of(config),
-        temperature=config.rollouts.temperature, micro_batch=config.micro_batch,
+        temperature=config.rollouts.temperature, micro=_micro_batches(config, model, reference),
         pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
-        pairs=config.method.sampling(config.rollouts.completions).pairs,
+        kl_rows=config.kl_rows and -(-config.kl_rows // accelerator.num_processes),
     )  # fmt: skip
 
 
@@ -70,6 +76,21 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
             f"signals: sketch needs the weight of a plain head, and that of {type(model).__name__} "
             "is none: the loss takes its logits; set method.signals: gradients"
         )
+
+
+def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
+    """Packed where there is a token budget and every model keeps packed rows apart."""
+    packed = config.micro_tokens is not None
+    for model in filter(None, models):
+        if packed and not keeps_rows_apart(model):
+            packed = False
+            logger.warning(
+                "micro_tokens=%s: attention of this model does not stay within packed rows, so "
+                "rows of like lengths are padded instead", config.micro_tokens,
+            )  # fmt: skip
+        reshard(model)
+    pairs = config.method.sampling(config.rollouts.completions).pairs
+    return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
 
 
 def _prepared(

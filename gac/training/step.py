@@ -102,6 +102,8 @@ class Measured:
     """Of every unit's gradient of the head's weight."""
     norms: Norms | None = None
     """Of the accumulated gradient, micro-batch by micro-batch."""
+    kl: float | None = None
+    """Mean k3 KL to the reference of a sample of the rollouts; None: `moments` has that of all."""
 
     @property
     def broken(self) -> bool:

@@ -71,8 +71,10 @@ def own_loss(
 ) -> LossOutput:  # fmt: skip
     """`Head.loss` with `token_loss(TokenView) -> [N]` as the loss of a token."""
     targets = batch.targets
+    flat, old, ref = batch.laid_out(targets, old_logps, ref_logps)
     inputs = BatchInputs(
-        *(targets, batch.advantages, batch.is_demo, mu, old_logps, ref_logps),
+        *(flat, batch.advantages, batch.is_demo, mu, old, ref),
+        cu_seqlens=batch.cu_seqlens,
         rollout_norm=norms.rollout,
         demo_norm=norms.demo,
     )

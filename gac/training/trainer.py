@@ -73,6 +73,8 @@ class Trainer:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
+        self.plan = self.method.sampling(config.rollouts.completions)
+        self._check_budgets()
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
         self.model = load_policy(config, self.accelerator)
@@ -82,7 +84,6 @@ class Trainer:
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
         plain, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
-        self.plan = self.method.sampling(config.rollouts.completions)
         self.sampler = Sampler(
             config.rollouts, self.tokenizer, reward, self.plan, self.method.credit
         )
@@ -97,6 +98,17 @@ class Trainer:
         self._start_from(found)
 
     # ---- set-up
+
+    def _check_budgets(self) -> None:
+        rollouts, feed = self.config.rollouts, self.feed
+        longest = feed.longest_row(rollouts.max_new_tokens)
+        preflight.check_budget(
+            "micro_tokens", self.config.micro_tokens, longest, 1 + self.plan.pairs
+        )
+        longest = feed.longest_start() + rollouts.max_new_tokens
+        preflight.check_budget(
+            "rollouts.batch_tokens", rollouts.batch_tokens, longest, rollouts.completions
+        )
 
     def _open_folder(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; what forbids a start is found before any work."""
@@ -323,9 +335,17 @@ class Trainer:
             self.state, reading = self.method.after_step(self.state, outcome)
         row, self.last = observe(step, measured, update, reading)
         return {
-            **row, "skipped": self.guard.skipped, **self.tally.news(),
+            **row, **self._drawn(step.number), "skipped": self.guard.skipped, **self.tally.news(),
             **self.method.report(self.state),
         }  # fmt: skip
+
+    def _drawn(self, step: int) -> dict[str, Any]:
+        """The tokens of all ranks' responses in a step that sampled, and the ranks' mean time."""
+        fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
+        drawn = self.rollouts.drawn if self.rollouts and fresh else (0, 0.0)
+        tokens, seconds = collectives.total(drawn)
+        mean = seconds / self.accelerator.num_processes
+        return {"sampled_tokens": int(tokens), "sampling_seconds": mean}
 
     def _keep(self, skipped: SkippedStep) -> None:
         """Log a skipped step, and keep it for `gac replay` while there is room."""

@@ -1,0 +1,201 @@
+"""What GAC costs on top of the same mix at a constant mu: `python -m bench.overhead`.
+
+Each step's rollouts and demonstrations are learnt from twice, in turns of changing order: by GAC,
+and by the bare mixed loss at the same mu, without statistics, KL or controller. So the two differ
+in nothing else, and the share is that of their difference in a whole step, sampling included. The
+lengths and batches are those of examples/gsm8k.yaml divided by 16, on a model whose head is the
+share of its weights that it is in a model of 1.5B (15 %). On a CPU, processor time is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+import gac.model
+from gac.config import load
+from gac.data.rows import Row
+from gac.demo.task import write_task
+from gac.methods.base import Needs
+from gac.parallel import collectives
+from gac.train_config import TrainConfig
+from gac.training.metrics import observe
+from gac.training.trainer import Trainer
+from gac_kernels import TokenMoments
+
+PARTS = ("statistics", "reference forward", "controller", "exchange")
+SIZES = {"hidden_size": 96, "intermediate_size": 560, "num_hidden_layers": 4, "vocab_size": 1400,
+         "num_attention_heads": 3, "num_key_value_heads": 1}  # fmt: skip
+
+
+def clock() -> float:
+    """Seconds: of the processor, or of the wall once the GPU is idle."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def configuration(folder: Path, kl_rows: int | None, updates: int) -> TrainConfig:
+    """examples/gsm8k.yaml in small, on an untrained model."""
+    write_task(folder / "task", seed=0)
+    start = folder / "task" / "init"
+    model = AutoConfig.from_pretrained(start)
+    model.update({**SIZES, "layer_types": None, "max_position_embeddings": 1024})
+    model.save_pretrained(start)
+    data = {"prompts": str(folder / "task" / "prompts.jsonl"),
+            "demos": str(folder / "task" / "demos.jsonl")}  # fmt: skip
+    return load(TrainConfig, {
+        "out": str(folder / "run"), "model": {"path": str(start), "random_init": True},
+        "method": "gac", "data": data, "reward": "bench.overhead:chance", "steps": updates + 1,
+        "rollouts": {"prompts": 2, "completions": 8, "max_new_tokens": 32}, "demo_batch": 4,
+        "micro_batch": 8, "kl_rows": kl_rows, "optim": {"lr": 1e-6, "warmup": 1},
+    })  # fmt: skip
+
+
+def chance(completion: str, example: Any) -> float:
+    """A coin: every group has something to learn."""
+    return float(random.random() < 0.5)
+
+
+@contextlib.contextmanager
+def bare_loss() -> Iterator[None]:
+    """The fused loss without its statistics."""
+    whole = gac.model.fused_linear_gac_loss
+
+    def loss(hidden: Any, *batch: Any, **keywords: Any) -> Any:
+        out = whole(hidden, *batch, moments=False, **keywords)
+        return out._replace(moments=TokenMoments.zeros(hidden.device))
+
+    gac.model.fused_linear_gac_loss = loss  # type: ignore[assignment] # same call, fewer outputs
+    try:
+        yield
+    finally:
+        gac.model.fused_linear_gac_loss = whole
+
+
+class Parts:
+    """Seconds in the parts of GAC that have a call of their own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.on = False
+        gradients = trainer.gradients
+        for owner, names, part in (
+            (gradients, ("reference_logprobs", "_sampled_reference"), "reference forward"),
+            (type(trainer.method), ("mix", "after_step", "report"), "controller"),
+            (collectives, ("total",), "exchange"),
+            (TokenMoments, ("all_reduce",), "exchange"),
+        ):
+            for name in names:
+                self._watch(owner, name, part)
+
+    def _watch(self, owner: Any, name: str, part: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **keywords: Any) -> Any:
+            if not self.on:
+                return inner(*args, **keywords)
+            began = clock()
+            try:
+                return inner(*args, **keywords)
+            finally:
+                self.seconds[part] += clock() - began
+
+        setattr(owner, name, timed)
+
+
+def with_gac(trainer: Trainer, rows: list[Row]) -> None:
+    """A step as the trainer makes it."""
+    trainer.state, mix = trainer.method.mix(trainer.state, trainer.last)
+    step = trainer._assemble(rows, mix)
+    measured = trainer.gradients(step)
+    trainer._observe(step, measured, trainer._apply(step, measured))
+
+
+def without(trainer: Trainer, rows: list[Row], mu: float) -> None:
+    """The same step at a given mu, of which only the losses are measured."""
+    step = trainer._assemble(rows, gac.methods.Mix(mu))
+    step = dataclasses.replace(step, needs=Needs())
+    with bare_loss():
+        measured = trainer.gradients(step)
+    observe(step, measured, trainer._apply(step, measured), None)
+
+
+class Turn(dict[str, float]):
+    """Seconds of one step: sampling, bare, gac, and the parts of gac."""
+
+
+def measure(config: TrainConfig, cycles: int) -> list[Turn]:
+    """Cycles of `update_every` steps after the first one, which warms up; one Turn per cycle."""
+    trainer = Trainer(config, resume=False)
+    parts, found = Parts(trainer), []
+    every = config.method.update_every  # type: ignore[attr-defined] # GAC's own field
+    for number in range((cycles + 1) * every):
+        if number % every == 0:
+            found.append(Turn(dict.fromkeys(("sampling", "bare", "gac", *PARTS), 0.0)))
+        turn, mu = found[-1], 0.5
+        began = clock()
+        rows = trainer._sample()
+        turn["sampling"] += clock() - began
+        for arm in ("bare", "gac") if number % 2 else ("gac", "bare"):
+            parts.seconds.clear()
+            parts.on = arm == "gac"
+            began = clock()
+            with_gac(trainer, rows) if parts.on else without(trainer, rows, mu)
+            turn[arm] += clock() - began
+            parts.on = False
+            for part, seconds in parts.seconds.items():
+                turn[part] += seconds
+        trainer.step += 1
+    for turn in found:
+        known = sum(turn[part] for part in PARTS)
+        turn["statistics"] = turn["gac"] - turn["bare"] - known  # what has no call of its own
+    return found[1:]
+
+
+def share(turns: list[Turn], part: Callable[[Turn], float]) -> tuple[float, float, float]:
+    """Percent of a whole step, and its 95 % interval by resampling the cycles."""
+    rng = random.Random(0)
+
+    def ratio(some: list[Turn]) -> float:
+        return 100 * sum(map(part, some)) / sum(t["sampling"] + t["bare"] for t in some)
+
+    drawn = sorted(ratio(rng.choices(turns, k=len(turns))) for _ in range(2000))
+    return ratio(turns), drawn[50], drawn[-51]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
+    parser.add_argument("--cycles", type=int, default=8, help="refreshes of the signals, >= 2")
+    parser.add_argument("--kl-rows", type=int, help="rollouts that tell the KL; all if not given")
+    arguments = parser.parse_args()
+    if arguments.cycles < 2:
+        parser.error(f"--cycles {arguments.cycles}: use 2 or more, for an interval")
+    random.seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(Path(folder), arguments.kl_rows, 10 * (arguments.cycles + 1))
+        turns = measure(config, arguments.cycles)
+    step = statistics.mean(t["sampling"] + t["bare"] for t in turns) / 10
+    sampled = sum(t["sampling"] for t in turns) / sum(t["sampling"] + t["bare"] for t in turns)
+    print(f"a bare step takes {1e3 * step:.1f} ms, of which sampling is {sampled:.0%}")
+    for part in PARTS:
+        print("{:18} {:6.2f} % [{:.2f}, {:.2f}]".format(part, *share(turns, lambda t: t[part])))  # noqa: B023 - called at once
+    value, low, high = share(turns, lambda t: t["gac"] - t["bare"])
+    print(f"overhead {value:.2f} % [{low:.2f}, {high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Which rows go through the model together: micro-batches by a number of rows or of tokens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .rows import Row
+
+Unit = Sequence[Row]  # rows that stay together, in their order
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How a rank's rows of one kind are cut into forward passes."""
+
+    rows: int | None = None
+    """Rows in one, without `tokens`; None: all."""
+    tokens: int | None = None
+    """Tokens in one: of the rows alone where they are packed, with their padding where not."""
+    packed: bool = False
+    """Rows lie end to end instead of padded. Needs `tokens`."""
+    unit: int = 1
+    """So many rows in a row stay together, and are counted as one."""
+
+    def split(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """The micro-batches of `rows`. Raises ValueError for a unit beyond `tokens`."""
+        if self.tokens is None:
+            size = max(self.rows // self.unit, 1) * self.unit if self.rows else max(len(rows), 1)
+            return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+        units = [rows[i : i + self.unit] for i in range(0, len(rows), self.unit)]
+        self._check(units)
+        parts = self._pack(units) if self.packed else self._fill(units)
+        return [[row for unit in part for row in unit] for part in parts]
+
+    def _cost(self, unit: Unit) -> int:
+        lengths = [len(row.ids) for row in unit]
+        return sum(lengths) if self.packed else len(lengths) * max(lengths)
+
+    def _check(self, units: Sequence[Unit]) -> None:
+        longest = max(map(self._cost, units), default=0)
+        if self.tokens is not None and longest > self.tokens:
+            what = "a row" if self.unit == 1 else f"{self.unit} rows that stay together"
+            raise ValueError(
+                f"micro_tokens={self.tokens}: {what} of this step need {longest} tokens in one "
+                f"forward: use {longest} or more, or null"
+            )
+
+    def _pack(self, units: Sequence[Unit]) -> list[list[Unit]]:
+        """Few parts of nearly equal tokens: longest first, each to the part with the fewest."""
+        assert self.tokens is not None
+        costs = list(map(self._cost, units))
+        order = sorted(range(len(units)), key=lambda i: (-costs[i], i))
+        count = -(-sum(costs) // self.tokens)
+        while True:
+            heap = [(0, part) for part in range(count)]
+            parts: list[list[int]] = [[] for _ in heap]
+            for i in order:
+                load, part = heapq.heappop(heap)
+                parts[part].append(i)
+                heapq.heappush(heap, (load + costs[i], part))
+            if all(load <= self.tokens for load, _ in heap):
+                return [[units[i] for i in sorted(part)] for part in parts]
+            count += 1  # ends at one unit per part
+
+    def _fill(self, units: Sequence[Unit]) -> list[list[Unit]]:
+        """Rows of like lengths together, as many as fit with their padding."""
+        assert self.tokens is not None
+        parts: list[list[Unit]] = []
+        widest = room = 0
+        for unit in sorted(units, key=self._cost, reverse=True):
+            if not parts or widest > room:
+                parts.append([])
+                widest, room = self._cost(unit), self.tokens  # the first of a part is its widest
+            parts[-1].append(unit)
+            room -= widest
+        return parts

@@ -1,0 +1,232 @@
+"""Random inputs of the public losses against the float64 reference: no crash, no wrong number.
+
+Shapes, strides, dtypes, layouts, masks, options and extreme values, drawn by hypothesis. The suite
+runs a small fixed budget; `pytest -m full tests/test_fuzz.py` runs 10,000 new inputs of each kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gac_kernels import (
+    DemoWeight,
+    LossSpec,
+    backends,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    token_logprobs,
+)
+
+from .cases import available, check
+
+CPU = torch.device("cpu")
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+brief = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=QUIET)
+long = settings(deadline=None, max_examples=10_000, database=None, suppress_health_check=QUIET)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = [name for name in ("native", "reference")
+            if backends.unavailable(name, CPU, torch.float32) is None]  # fmt: skip
+OUTPUTS = ("loss", "rollout_loss", "demo_loss", "kl", "logps", "entropy")
+MARGIN = 0.02  # ratios nearer to the clip than this may fall on either side of it
+
+
+class Input(NamedTuple):
+    """One call: positional arguments after the logits, and keywords."""
+
+    logits: Tensor
+    batch: tuple[Tensor, Tensor, Tensor]
+    keywords: dict[str, Any]
+
+    def double(self) -> Input:
+        """The very same numbers in float64."""
+        wide = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+                for k, x in self.keywords.items()}  # fmt: skip
+        targets, advantages, is_demo = self.batch
+        return Input(self.logits.double(), (targets, advantages.double(), is_demo), wide)
+
+    @property
+    def clear(self) -> bool:
+        """No ratio lies where rounding decides whether it is clipped."""
+        exact, spec, old = self.double(), self.keywords["spec"], self.keywords["old_logps"]
+        if old is None:
+            return True
+        logps, _ = token_logprobs(exact.logits, self.batch[0], temperature=spec.temperature,
+                                  backend="reference")  # fmt: skip
+        ratio = (logps - old.double()).exp()[self.batch[0] >= 0]
+        edges = [
+            1 - spec.clip_low if spec.clip_low is not None else None,
+            1 + spec.clip_high if spec.clip_high is not None else None,
+            spec.dual_clip,
+        ]
+        return all(e is None or bool(((ratio - e).abs() > MARGIN).all()) for e in edges)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> LossSpec:
+    reductions = st.sampled_from(["sequence", "token", "constant"])
+    clips = st.sampled_from([None, 0.0, 0.2, 0.9])
+    return LossSpec(
+        clip_low=draw(clips), clip_high=draw(clips), dual_clip=draw(st.sampled_from([None, 3.0])),
+        kl_coef=draw(st.sampled_from([0.0, 0.1])),
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
+        entropy_coef=draw(st.sampled_from([0.0, 0.05, -0.01])),
+        demo_weight=draw(st.sampled_from(list(DemoWeight))),
+        demo_shape=draw(st.sampled_from([1e-3, 0.1, 1.0])),
+        rollout_reduction=draw(reductions), demo_reduction=draw(reductions),
+        max_tokens=draw(st.sampled_from([1, 40])),
+        temperature=draw(st.sampled_from([0.05, 0.7, 1.0, 3.0])),
+    )  # fmt: skip
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> Input:
+    """A batch with empty sequences, masked words, peaked rows and any row stride."""
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype, spec = draw(st.sampled_from(DTYPES)), draw(specs())
+    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    words = draw(st.sampled_from([1, 2, 3, 7, 15, 16, 17, 31, 64, 101, 130, 1027]))
+    scale = draw(st.sampled_from([0.0, 1e-3, 1.0, 10.0, 300.0, 2e4]))
+    shift = draw(st.sampled_from([0.0, -300.0, 2e4]))
+    room = draw(st.sampled_from([0, 1, 5, 16]))
+    wide = torch.randn(rows, width, words + room, generator=g)
+    logits = (wide * scale + shift).to(dtype)[..., :words]  # rows further apart than their length
+    dead = draw(st.integers(0, words - 1))
+    logits[..., words - dead :] = -torch.inf if draw(st.booleans()) else logits[..., words - dead :]
+    targets = torch.randint(0, words - dead, (rows, width), generator=g)
+    targets[torch.rand(rows, width, generator=g) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = -100
+    is_demo = torch.rand(rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    size = draw(st.sampled_from([0.0, 1.0, 1e4]))
+    advantages = torch.randn((rows, width) if draw(st.booleans()) else (rows,), generator=g) * size
+    past, _ = token_logprobs(logits.double(), targets, temperature=spec.temperature,
+                             backend="reference")  # fmt: skip
+    spread = draw(st.sampled_from([0.0, 0.3, 3.0]))
+    old, ref = ((past + spread * torch.randn(rows, width, generator=g)).float() for _ in "ab")
+    keywords: dict[str, Any] = {
+        "mu": draw(st.sampled_from([0.0, 0.3, 1.0])), "spec": spec,
+        "old_logps": old if draw(st.booleans()) else None,
+        "ref_logps": ref if spec.kl_coef or draw(st.booleans()) else None,
+    }  # fmt: skip
+    if draw(st.booleans()):
+        keywords |= {"rollout_norm": 7.0, "demo_norm": 3.0}
+    if not draw(st.booleans()):
+        return Input(logits, (targets, advantages, is_demo), keywords)
+    # the same rows packed, cut anywhere: sequences of any length, empty ones too
+    total = rows * width
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=rows - 1, max_size=rows - 1)))
+    keywords["cu_seqlens"] = torch.tensor([0, *cuts, total], dtype=torch.int32)
+    keywords |= {
+        k: x.flatten() for k in ("old_logps", "ref_logps") if (x := keywords[k]) is not None
+    }
+    flat = torch.empty(total, words + room, dtype=dtype)[:, :words]
+    flat.copy_(logits.flatten(0, 1))
+    if advantages.dim() == 2:
+        advantages = advantages.flatten()
+    return Input(flat, (targets.flatten(), advantages, is_demo), keywords)
+
+
+def result(given: Input, backend: str) -> tuple[Any, Tensor]:
+    """The outputs of a call and the gradient of its logits."""
+    logits = given.logits.detach().requires_grad_()
+    out = fused_gac_loss(logits, *given.batch, **given.keywords, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    return out, grad
+
+
+def right(given: Input) -> None:
+    """The native kernels are as near to float64 as the reference in the input's own dtype."""
+    assume(given.clear)
+    truth, d_truth = result(given.double(), "reference")
+    same, d_same = result(given, "reference")
+    out, grad = result(given, available("native"))
+    for name in OUTPUTS:
+        agree(name, *(getattr(o, name) for o in (out, same, truth)))
+    agree("gradient of logits", grad, d_same, d_truth, torch.finfo(given.logits.dtype).eps)
+
+
+def agree(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
+    """`check`, where float64 itself is finite and float32 has the range for it."""
+    limit = torch.finfo(ours.dtype).max / 4
+    if not bool((truth.abs() < limit).all()):  # nan, or beyond the dtype
+        assert name == "kl" or not bool(truth.isnan().any()), f"{name}: nan in float64"
+        return
+    check(name, ours, same, truth, unit)
+
+
+@brief
+@given(inputs())
+def test_random_inputs_of_the_loss(given: Input) -> None:
+    right(given)
+
+
+@brief
+@given(inputs(), st.sampled_from([torch.nan, torch.inf]), st.integers(0, 10**6))
+def test_a_broken_row_is_never_a_finite_number(given: Input, value: float, where: int) -> None:
+    broken(given, value, where)
+
+
+def broken(given: Input, value: float, where: int) -> None:
+    """nan or +inf in a row with a loss is nan; in one without a loss it is not read."""
+    rows = given.logits.reshape(-1, given.logits.shape[-1]).clone()
+    live = given.batch[0].flatten() >= 0
+    row = where % len(rows)
+    rows[row, where % rows.shape[1]] = value
+    poisoned = given._replace(logits=rows.view((*given.batch[0].shape, -1)))
+    for backend in BACKENDS:
+        out, grad = result(poisoned, backend)
+        if live[row]:
+            assert out.loss.isnan() and out.logps.flatten()[row].isnan(), backend
+            continue
+        plain, d_plain = result(given, backend)
+        assert torch.equal(out.loss, plain.loss) or plain.loss.isnan(), backend
+        assert torch.equal(grad.nan_to_num(), d_plain.view_as(grad).nan_to_num()), backend
+
+
+@brief
+@given(inputs(), st.integers(1, 40), st.booleans())
+def test_random_inputs_of_the_head(given: Input, width: int, biased: bool) -> None:
+    head(given, width, biased)
+
+
+def head(given: Input, width: int, biased: bool) -> None:
+    """`fused_linear_gac_loss` against the float64 reference on its own logits."""
+    g = torch.Generator().manual_seed(width)
+    words, dtype = given.logits.shape[-1], given.logits.dtype
+    leaves = [
+        torch.randn(*given.batch[0].shape, width, generator=g),
+        torch.randn(words, width, generator=g),
+    ]
+    leaves += [torch.randn(words, generator=g)] if biased else []
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+
+    def loss(leaves: list[Tensor], case: Input, backend: str) -> tuple[Any, tuple[Tensor, ...]]:
+        bias = leaves[2] if biased else None
+        out = fused_linear_gac_loss(
+            *leaves[:2], *case.batch, bias=bias, **case.keywords, backend=backend
+        )
+        return out, torch.autograd.grad(out.loss, leaves)
+
+    logits = exact[0].detach() @ exact[1].detach().T
+    assume(given._replace(logits=logits + (exact[2].detach() if biased else 0)).clear)
+    truth, d_truth = loss(exact, given.double(), "reference")
+    same, d_same = loss(leaves, given, "reference")
+    ours, d_ours = loss(leaves, given, available("native"))
+    for name in OUTPUTS:
+        agree(name, *(getattr(o, name) for o in (ours, same, truth)))
+    for name, *grads in zip(("hidden", "weight", "bias"), d_ours, d_same, d_truth, strict=False):
+        agree(f"gradient of {name}", *grads, unit=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.full
+@long
+@given(inputs(), st.sampled_from([torch.nan, torch.inf]), st.integers(1, 10**6), st.booleans())
+def test_ten_thousand_inputs(given: Input, value: float, where: int, biased: bool) -> None:
+    broken(given, value, where)
+    right(given)
+    head(given, 1 + where % 40, biased)
