@@ -200,7 +200,7 @@ def test_defects_keep_their_traceback(tmp_path, monkeypatch):
     def defect(*_: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("gac.report.find_runs", defect)
+    monkeypatch.setattr("gac.report.find_folders", defect)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["report", str(tmp_path)])
 
