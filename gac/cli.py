@@ -190,7 +190,11 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "are welcome.",
     )
     report.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a folder of runs"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, an `out` of gac eval, or a folder of them",
     )
     report.add_argument(
         "--out", type=Path, metavar="DIR", help="where to (default: the folder common to the runs)"
@@ -303,12 +307,12 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from gac.report import find_runs, results_table, write_report
+    from gac.report import find_folders, results_table, write_report
 
-    runs = find_runs(options.runs)
-    out = options.out or Path(os.path.commonpath([run.resolve() for run in runs]))
-    page = write_report(runs, writable_folder("--out", out))
-    print(f"{results_table(runs)}\n\nThe page: {page}")
+    folders = find_folders(options.runs)
+    out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    page = write_report(folders, writable_folder("--out", out))
+    print(f"{results_table(folders)}\n\nThe page: {page}")
     return OK
 
 

@@ -7,34 +7,13 @@ import json
 import math
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
-
 from gac.config import load
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
 
-from .tiny import metrics
+from .tiny import metrics, write_reader
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.yaml"
-
-
-def write_model(folder: Path, rows: list[dict]) -> None:
-    """A byte-level BPE tokenizer trained on GSM8K's own text, and a random Qwen2 for it."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
-    bpe.train_from_iterator((r["prompt"] + r["solution"] for r in rows), trainer)
-    words = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-    words.save_pretrained(folder)
-    Qwen2Config(
-        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
-    ).save_pretrained(folder)  # fmt: skip
 
 
 def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
@@ -42,7 +21,7 @@ def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("GAC_DATA", str(data_dir))
     with gzip.open(source, "rt") as file:
         rows = [json.loads(line) for _, line in zip(range(500), file, strict=False)]
-    write_model(tmp_path / "model", rows)
+    write_reader(tmp_path / "model", [r["prompt"] + r["solution"] for r in rows])
     config = load(TrainConfig, EXAMPLE, [
         f"out={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "model.random_init=true",
         "model.dtype=float32", "steps=2", "rollouts.prompts=2", "rollouts.completions=2",

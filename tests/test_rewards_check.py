@@ -55,8 +55,10 @@ def test_check_on_the_command_line(config, capsys):
 def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1}
     assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
-    tasks = {"a": {"data": data, "reward": "code"}, "b": {"data": data, "reward": "code"}}
-    assert check({"tasks": tasks}).rows == 2
+    tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
+    assert check({"tasks": tasks, "reward": "code"}).failing == ()
+    found = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
+    assert found.rows == 2 and [failing.task for failing in found.failing] == ["shared"]
     assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
     assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
     config.write_text("reward: code")

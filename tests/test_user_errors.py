@@ -77,6 +77,10 @@ def train(task: Path, tmp_path: Path, *changes: str) -> list[str]:
         ("model.attention=nonsense", "cannot be loaded: Specified `attn_implementation"),
         ("data.prompts=null", "data.prompts is not set: name a .jsonl file"),
         ("data.prompts=no.jsonl", "data.prompts='no.jsonl': there is no such file or folder"),
+        (
+            "data.prompts=$NO_FOLDER/no.jsonl",
+            "data.prompts='$NO_FOLDER/no.jsonl': $NO_FOLDER is not",
+        ),
         ("data.demos=no.jsonl", "data.demos='no.jsonl': there is no such file or folder"),
         ("data.prompts={task}/torn.jsonl", "torn.jsonl, line 1: not valid JSON"),
         ("data.prompts={task}/cut.jsonl.gz", "the compressed file is damaged or cut short"),
@@ -196,7 +200,7 @@ def test_defects_keep_their_traceback(tmp_path, monkeypatch):
     def defect(*_: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("gac.report.find_runs", defect)
+    monkeypatch.setattr("gac.report.find_folders", defect)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["report", str(tmp_path)])
 

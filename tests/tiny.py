@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,27 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
         "steps": 4, "demo_batch": 4, "checkpoint_every": 2, "export": False,
         **changes,
     })  # fmt: skip
+
+
+def write_reader(folder: Path, texts: Iterable[str]) -> None:
+    """A byte-level BPE tokenizer trained on real text, and a random Qwen2 for it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator(texts, trainer)
+    words = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    words.save_pretrained(folder)
+    Qwen2Config(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
+    ).save_pretrained(folder)  # fmt: skip
 
 
 def digit_reward(completion: str, example: Any) -> float:

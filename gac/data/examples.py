@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import string
 from collections import Counter
@@ -225,7 +226,9 @@ def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) ->
     try:
         found = read_rows(source)
     except MissingData as error:
-        raise MissingData(f"data.{key}={source!r}: there is no such file or folder") from error
+        unset = re.findall(r"\$\w+", os.path.expandvars(source))
+        why = f"{unset[0]} is not set" if unset else "there is no such file or folder"
+        raise MissingData(f"data.{key}={source!r}: {why}") from error
     for row in found:
         wanted = True
         for name, value in config.where.items():

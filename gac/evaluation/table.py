@@ -12,6 +12,11 @@ HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "cut
 
 def results_table(results: Mapping[str, Any]) -> str:
     """One line per task and per split of it, in percent; a last column where it was compared."""
+    return aligned(results_lines(results))
+
+
+def results_lines(results: Mapping[str, Any]) -> list[list[str]]:
+    """The table's cells, its head first; lines of splits begin with two spaces."""
     compared = any("against" in row for row in results["tasks"].values())
     lines = [[*HEAD, "against"] if compared else list(HEAD)]
     for name, row in results["tasks"].items():
@@ -19,7 +24,7 @@ def results_table(results: Mapping[str, Any]) -> str:
         for split, part in row["splits"].items():
             cells = [f"  {split}", percent(part["accuracy"]), span(part["ci95"]), ""]
             lines.append([*cells, str(part["prompts"]), *[""] * (len(lines[0]) - 5)])
-    return aligned(lines)
+    return lines
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:

@@ -1,34 +1,62 @@
 """From run directories to one self-contained HTML page, PNG plots and a table for the terminal."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from .evaluations import Evaluation, evaluations_table, find_evaluations
 from .groups import group_runs
 from .reading import find_runs, read_run
 from .table import context_of
 from .table import results_table as _table_of
 
-__all__ = ["find_runs", "results_table", "write_report"]
+__all__ = ["find_folders", "find_runs", "results_table", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Write `out/report.html` and `out/plots` about the given run directories; returns the page.
 
-    A directory without metrics.jsonl stands for the runs below it. Runs may be unfinished. Raises
-    FileNotFoundError where there is no run, ConfigError for a config.yaml that is not YAML.
+    A directory without metrics.jsonl stands for the runs and the results of `gac eval` below it.
+    Runs may be unfinished. Raises FileNotFoundError where there is neither, ConfigError for a
+    config.yaml that is not YAML.
     """
-    from .page import render
+    from .page import render, render_evaluations
     from .plots import draw_plots
 
-    loaded = [read_run(path) for path in find_runs(runs)]
-    groups = group_runs(loaded)
-    plots = draw_plots(groups, out / "plots")
+    found, evaluations = _find(runs)
     page = out / "report.html"
     partial = page.with_suffix(".partial")
-    partial.write_text(render(groups, context_of(loaded), plots), encoding="utf-8")
+    if found:
+        loaded = [read_run(path) for path in found]
+        groups = group_runs(loaded)
+        plots = draw_plots(groups, out / "plots")
+        text = render(groups, context_of(loaded), plots, evaluations)
+    else:
+        text = render_evaluations(evaluations)
+    partial.write_text(text, encoding="utf-8")
     return partial.replace(page)
 
 
 def results_table(runs: Sequence[Path]) -> str:
-    """The report's table as aligned plain text; takes and raises the same as `write_report`."""
-    return _table_of([read_run(path) for path in find_runs(runs)])
+    """The report's tables as aligned plain text; takes and raises the same as `write_report`."""
+    found, evaluations = _find(runs)
+    texts = [_table_of([read_run(path) for path in found])] if found else []
+    return "\n\n".join([*texts, *([evaluations_table(evaluations)] if evaluations else [])])
+
+
+def find_folders(paths: Sequence[Path]) -> list[Path]:
+    """Run directories and folders of results at or under the given ones; raises as `find_runs`."""
+    runs, evaluations = _find(paths)
+    return [*runs, *(one.path for one in evaluations if one.path not in runs)]
+
+
+def _find(paths: Sequence[Path]) -> tuple[list[Path], list[Evaluation]]:
+    """Runs and evaluations at or below each path, of which each must have some."""
+    runs: list[Path] = []
+    evaluations: list[Evaluation] = []
+    for path in paths:
+        results = find_evaluations([path])
+        with contextlib.suppress(FileNotFoundError) if results else contextlib.nullcontext():
+            runs += find_runs([path])
+        evaluations += results
+    return list(dict.fromkeys(runs)), list({one.path: one for one in evaluations}.values())

@@ -27,6 +27,10 @@ class Group:
     def splits(self) -> list[str]:
         return list(dict.fromkeys(split for run in self.runs for split in run.splits))
 
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for run in self.runs for task in run.tasks))
+
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by their configuration without the seed, in order of first appearance.

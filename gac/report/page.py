@@ -12,6 +12,7 @@ from typing import Any
 from gac.config import to_yaml
 from gac.errors import import_extra
 
+from .evaluations import Evaluation, draw, sections
 from .groups import Group, differences
 from .plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
 from .reading import Run
@@ -22,7 +23,10 @@ from .words import HOW_TO_READ, SYMBOLS, definitions
 PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 
-def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path]) -> str:
+def render(
+    groups: Sequence[Group], context: Context, plots: Mapping[str, Path],
+    evaluations: Sequence[Evaluation] = (),
+) -> str:  # fmt: skip
     """The whole page; plots: panel key -> PNG, which is put into the page itself."""
     panels = {
         "Held-out accuracy": evaluation_panels(groups), "Training": TRAINING, "Mixing": MIXING,
@@ -33,7 +37,17 @@ def render(groups: Sequence[Group], context: Context, plots: Mapping[str, Path])
         tables=[_table(table, groups) for table in tables(groups, context)], note=_note(groups),
         figures=[(name, _figures(wanted, plots)) for name, wanted in panels.items()],
         how_to_read=HOW_TO_READ, symbols=SYMBOLS, definitions=definitions(context),
-        differences=_differences(groups), runs=_runs(groups),
+        differences=_differences(groups), runs=_runs(groups), evaluations=sections(evaluations),
+        figure=draw(evaluations) if evaluations else None,
+    )  # fmt: skip
+
+
+def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
+    """A page about results of `gac eval` alone."""
+    models = list(dict.fromkeys(one.model for one in evaluations))
+    return fill(
+        "evaluation.html.j2", title=f"Evaluation: {', '.join(models)}",
+        evaluations=sections(evaluations), figure=draw(evaluations),
     )  # fmt: skip
 
 
@@ -49,8 +63,12 @@ def fill(template: str, **values: Any) -> str:
 
 def headline(groups: Sequence[Group], context: Context) -> str:
     """The result in one or two sentences, with its uncertainty; whoever is ahead."""
-    runs = [[summarise(run, context)["final"] for run in group.runs] for group in groups]
-    start = _start(groups, context)
+    summaries = [[summarise(run, context) for run in group.runs] for group in groups]
+    tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
+    key, where, start = "final", "", _start(groups, context)
+    if tasks and all(math.isnan(one["final"]) for group in summaries for one in group):
+        key, where, start = f"accuracy/{tasks[0]}", f" on {tasks[0]}", ""
+    runs = [[one.get(key, math.nan) for one in group] for group in summaries]
     scored = [(mean_sd(values), group) for values, group in zip(runs, groups, strict=True)]
     scored = [item for item in scored if math.isfinite(item[0][0])]
     scored.sort(key=lambda item: -item[0][0])
@@ -58,10 +76,10 @@ def headline(groups: Sequence[Group], context: Context) -> str:
         return "None of these runs has been evaluated yet."
     (best, sd), leader = scored[0]
     if len(scored) == 1:
-        return f"Final accuracy: {write_cell((best, sd), FINAL)} %.{start}"
+        return f"Final accuracy{where}: {write_cell((best, sd), FINAL)} %.{start}"
     (second, second_sd), runner_up = scored[1]
     words = (
-        f"Highest final accuracy: {leader.label} with {write_cell((best, sd), FINAL)} %, "
+        f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)} %, "
         f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
     )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):

@@ -4,6 +4,7 @@ Figures are made without pyplot: no window system, no global state.
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
 SIZE, SMALL, DPI = (5.6, 3.7), (4.6, 3.5), 160  # inches, inches (three in a row), dots per inch
+TITLE = 42  # letters of a title's line that fit over the small size
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
@@ -87,8 +89,9 @@ MIXING = (
 
 
 def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Overall accuracy, then one panel per split of eval.jsonl."""
+    """Overall accuracy, then one panel per split, further task and split of such a task."""
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
+    tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
     words = (
         "Share of held-out problems that are solved, at each evaluation; at step 0 by the model "
         "that training started from."
@@ -96,10 +99,22 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
     panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
     for number, split in enumerate(splits, 1):  # numbered: `+` and `*` must not share a file
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
-        words = f"The same for the problems of “{split}” alone."
-        title = f"Held-out accuracy: {split}"
+        words, title = _named(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
         panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", words, "accuracy"))
-    return panels
+    return panels[1:] if tasks and not has_data(panels[0], groups) else panels
+
+
+def _named(split: str, tasks: Sequence[str]) -> str:
+    """The caption of the accuracy under this name."""
+    if split in tasks:
+        return (
+            f"Share of the problems of the further task “{split}” that are solved: what training "
+            "does to an ability that it does not ask for."
+        )
+    task, _, part = split.partition("/")
+    if task in tasks:
+        return f"The problems of “{part}” alone, in the further task “{task}”."
+    return f"The same for the problems of “{split}” alone."
 
 
 def look(index: int) -> dict[str, Any]:
@@ -162,7 +177,7 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     span = smoothing_span(groups)
     for index, group in enumerate(groups):
         draw[panel.kind](axes, panel, group, index, span)
-    axes.set_title(panel.title)
+    axes.set_title(textwrap.fill(panel.title, TITLE))
     axes.set_ylabel(panel.axis)
     axes.set_xlabel("optimiser step")
     axes.margins(x=0.01)

@@ -47,8 +47,15 @@ class Run:
         return None
 
     @property
+    def tasks(self) -> list[str]:
+        """Names of the further tasks that were evaluated beside training."""
+        settings = self.config.get("eval")
+        tasks = settings.get("tasks") if isinstance(settings, Mapping) else None
+        return [name for name in tasks or () if f"accuracy/{name}" in self.evals]
+
+    @property
     def splits(self) -> list[str]:
-        """Names after `accuracy/` in the evaluations."""
+        """Names after `accuracy/` in the evaluations: splits, further tasks and their splits."""
         return [name.partition("/")[2] for name in self.evals if name.startswith("accuracy/")]
 
 
@@ -59,7 +66,9 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         here = [path] if (path / "metrics.jsonl").is_file() else []
         under = here or sorted(file.parent for file in path.rglob("metrics.jsonl"))
         if not under:
-            raise FileNotFoundError(f"{path}: no run here (no metrics.jsonl in it or below it)")
+            raise FileNotFoundError(
+                f"{path}: no run here (no metrics.jsonl or results.json in it or below it)"
+            )
         found |= dict.fromkeys(under)
     return list(found)
 

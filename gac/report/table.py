@@ -69,7 +69,8 @@ def context_of(runs: Sequence[Run]) -> Context:
 def summarise(run: Run, context: Context) -> dict[str, float]:
     """Column key -> number of one run, nan where the run did not record what it needs.
 
-    Besides the columns' own keys, `accuracy/<split>` is the final accuracy on each split.
+    Besides the columns' own keys, `accuracy/<split>` is the final accuracy on each split, and
+    `start/<task>` the first on each further task.
     """
     metrics, steps = run.metrics, run.metrics["step"]
     # the evaluation before the first step is a baseline, no result
@@ -78,7 +79,15 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
     kl, target = field(metrics, "kl"), context.kl_target
     events, windows = large_mu_events(steps, field(metrics, "mu"), context.window)
-    return {
+    by_name = {
+        name: final_and_best(evals["step"], evals[name])[0]
+        for name in map("accuracy/{}".format, run.splits)
+    }
+    by_name |= {
+        f"start/{task}": final_and_best(before["step"], before[f"accuracy/{task}"])[0]
+        for task in run.tasks
+    }
+    return by_name | {
         "start": final_and_best(before["step"], field(before, "accuracy"))[0],
         "final": final,
         "best": best,
@@ -88,9 +97,6 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
         "length_variance": variance(field(metrics, "response_length")),
         "tokens": total(field(metrics, "tokens")),
         "minutes": total(field(metrics, "seconds")) / 60,
-    } | {
-        name: final_and_best(evals["step"], evals[name])[0]
-        for name in map("accuracy/{}".format, run.splits)
     }
 
 
@@ -103,8 +109,18 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
     """Accuracy, per split too, then stability and cost, without columns that hold no number."""
     summaries = [[summarise(run, context) for run in group.runs] for group in groups]
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
-    by_split = tuple(Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in splits)
-    blocks = (("Accuracy", ACCURACY + by_split), ("Stability and cost", STABILITY))
+    tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
+    own = [s for s in splits if s.partition("/")[0] not in tasks]  # a task's splits have panels
+    by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in own]
+    by_task = [
+        Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
+        for name in tasks
+        for key, when in (("start", "start"), ("accuracy", "final"))
+    ]
+    blocks = (
+        ("Accuracy", (*ACCURACY, *by_split)), ("Further tasks", by_task),
+        ("Stability and cost", STABILITY),
+    )  # fmt: skip
     result = []
     for title, columns in blocks:
         known = [

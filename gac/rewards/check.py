@@ -108,7 +108,8 @@ def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Task -> the keys of `CheckConfig`; the task is "" where there is only one."""
     tasks = raw.get("tasks")
     if isinstance(tasks, Mapping):
-        return {str(name): _part(task, f"tasks.{name}") for name, task in tasks.items()}
+        shared = {"reward": raw["reward"]} if "reward" in raw else {}
+        return {str(n): {**shared, **_part(t, f"tasks.{n}")} for n, t in tasks.items()}
     return {"": _part(raw, "the configuration")}
 
 

@@ -167,7 +167,7 @@ class Trainer:
                    disable=not self.accelerator.is_main_process,
                    desc=self.config.name or self.method.name)  # fmt: skip
         try:
-            with self.stop, bar, in_use(self.tally.reward):
+            with self.stop, bar, in_use(self.tally.reward), contextlib.closing(self.evaluator):
                 self._loop(bar)
         except RuntimeError as error:
             gone = self.heartbeat.gone()

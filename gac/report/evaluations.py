@@ -1,0 +1,110 @@
+"""Results of `gac eval` on the page: a table of tasks, and a figure of their intervals."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gac.errors import ConfigError
+from gac.evaluation.table import results_lines, results_table
+
+RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One results.json."""
+
+    path: Path
+    """Its folder."""
+    results: Mapping[str, Any]
+
+    @property
+    def model(self) -> str:
+        """The model of its tasks, as the settings name it."""
+        tasks = self.results["tasks"].values()
+        return ", ".join(dict.fromkeys(str(row["setting"]["model"]["path"]) for row in tasks))
+
+    @property
+    def baselines(self) -> str:
+        """What its tasks were compared with."""
+        found = (row["against"]["results"] for row in self.results["tasks"].values()
+                 if "against" in row)  # fmt: skip
+        return ", ".join(dict.fromkeys(found))
+
+
+def find_evaluations(paths: Iterable[Path]) -> list[Evaluation]:
+    """Folders with results at or below the given ones. Raises ConfigError for damaged ones."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        folders = (file.parent for file in path.rglob(RESULTS))  # others may use that name too
+        found |= dict.fromkeys(sorted(f for f in folders if (f / SAMPLES).is_file()))
+    return [_read(folder) for folder in found]
+
+
+def evaluations_table(evaluations: Sequence[Evaluation]) -> str:
+    """The tables as aligned plain text, each after its folder."""
+    return "\n\n".join(f"{one.path}\n{results_table(one.results)}" for one in evaluations)
+
+
+def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """What the template shows of each."""
+    shown = []
+    for one in evaluations:
+        head, *lines = results_lines(one.results)
+        shown.append({
+            "path": str(one.path), "model": one.model, "baselines": one.baselines, "head": head,
+            "rows": [(line[0].strip(), line[0] != line[0].strip(), line[1:]) for line in lines],
+        })  # fmt: skip
+    return shown
+
+
+def draw(evaluations: Sequence[Evaluation]) -> str:
+    """A PNG as base64 text: each task's accuracy with its interval, one colour per folder."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from .plots import COLOURS, DPI, MARKERS, STYLE
+
+    tasks = list(dict.fromkeys(name for one in evaluations for name in one.results["tasks"]))
+    height = 0.3 * len(tasks) * max(len(evaluations), 2) / 2 + 0.35 * len(evaluations) + 0.9
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        for number, one in enumerate(evaluations):
+            shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # beside each other in a task
+            look = {"color": COLOURS[number % len(COLOURS)]}
+            known = {n: r for n, r in one.results["tasks"].items() if r["accuracy"] is not None}
+            places = [-tasks.index(name) - shift for name in known]
+            marker = MARKERS[number % len(MARKERS)]
+            axes.plot([100 * row["accuracy"] for row in known.values()], places, marker,
+                      label=str(one.path), **look)  # fmt: skip
+            for place, row in zip(places, known.values(), strict=True):
+                if row["ci95"] is not None:
+                    axes.plot([100 * end for end in row["ci95"]], [place] * 2, linewidth=2, **look)
+        axes.set_yticks([-i for i in range(len(tasks))], tasks)
+        axes.set_ylim(-len(tasks) + 0.5, 0.5)
+        axes.grid(visible=True, axis="x")
+        axes.set_xlim(-1, 101)
+        axes.set_xlabel("accuracy, %")
+        if len(evaluations) > 1:
+            figure.legend(loc="outside lower center", ncols=1)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _read(folder: Path) -> Evaluation:
+    path = folder / RESULTS
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        found = Evaluation(folder, results)
+        results_lines(results), found.model, found.baselines
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not what gac eval writes ({error!r}); delete it") from error
+    return found

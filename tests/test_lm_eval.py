@@ -1,0 +1,116 @@
+"""lm-evaluation-harness, on the same rows with our graders, agrees with `gac eval`.
+
+Optional: needs lm_eval, e.g. `pip install lm_eval==0.4.13`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gac import cli
+from gac.config import load
+from gac.data import read_rows
+from gac.evaluation.suite import EvalConfig, read_samples, run_suite
+from gac.training.trainer import train
+
+from .tiny import tiny_config, write_reader
+
+lm_eval = pytest.importorskip("lm_eval", reason="an optional second opinion")
+TASKS = Path(__file__).parents[1] / "examples" / "lm_eval"
+FILES = Path(__file__).parents[1] / "examples" / "eval"
+SOURCES = {"gsm8k": "gsm8k_test.jsonl.gz", "mbpp": "mbpp.jsonl.gz"}
+LENGTH = 8  # tokens of an answer
+
+
+@pytest.fixture(scope="module")
+def rows(data_dir) -> dict[str, list[Mapping[str, Any]]]:
+    """The first four rows that each file of `gac eval` asks."""
+    some = {}
+    for name, source in SOURCES.items():
+        found = (row.fields for row in read_rows(str(data_dir / source)))
+        asked = (row for row in found if row.get("split", "test") == "test")
+        some[name] = list(itertools.islice(asked, 4))
+    return some
+
+
+@pytest.fixture(scope="module")
+def model(rows, task, tmp_path_factory) -> Path:
+    """What `gac export` writes of a run of one step."""
+    folder = tmp_path_factory.mktemp("model")
+    write_reader(folder / "init", [row["prompt"] for part in rows.values() for row in part])
+    start = {"path": str(folder / "init"), "random_init": True}
+    train(tiny_config(task, folder / "run", steps=1, eval={}, model=start))
+    assert cli.main(["export", str(folder / "run"), str(folder / "exported")]) == cli.OK
+    return folder / "exported"
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(dict(row)) + "\n" for row in rows)
+    return path
+
+
+def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[str, float]]:
+    """Row id -> (response, score) by `gac eval`."""
+    out = file.with_suffix(".out")
+    config = load(EvalConfig, FILES / f"{name}.yaml", [
+        f"out={out}", f"model.path={model}", "model.dtype=float32",
+        f"tasks.{name}.data.prompts={file}", f"tasks.{name}.max_new_tokens={LENGTH}", *changes,
+    ])  # fmt: skip
+    run_suite(config)
+    return {a.id: (a.response, a.score) for a in read_samples(out)[name]}
+
+
+def theirs(
+    name: str, model: Path, file: Path, changes: Mapping[str, str] | None = None
+) -> dict[str, tuple[str, float]]:
+    """The same by lm_eval; changes: text -> text in the task's file."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = file.with_suffix(".tasks")
+    shutil.copytree(TASKS, folder)
+    text = (folder / f"gac_{name}.yaml").read_text()
+    length = {"max_gen_toks: 512": f"max_gen_toks: {LENGTH}"}
+    for old, new in {SOURCES[name]: str(file), **length, **(changes or {})}.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / f"gac_{name}.yaml").write_text(text)
+    found = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1),
+        tasks=[f"gac_{name}"], log_samples=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )  # fmt: skip
+    samples = found["samples"][f"gac_{name}"]
+    mean = sum(s["score"] for s in samples) / len(samples)
+    assert found["results"][f"gac_{name}"]["score,none"] == pytest.approx(mean)
+    return {s["doc"]["id"]: (s["resps"][0][0], s["score"]) for s in samples}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_same_answers_and_verdicts_on_real_rows(name, model, rows, tmp_path):
+    file = write(tmp_path / SOURCES[name], rows[name])
+    mine = ours(name, model, file)
+    assert len(mine) == 4 and all(text for text, _ in mine.values())
+    assert theirs(name, model, file) == mine
+
+
+def test_the_same_verdicts_where_some_answers_are_right(model, rows, tmp_path):
+    """Every second row asks for what the model says."""
+    said = ours("gsm8k", model, write(tmp_path / "asked.jsonl.gz", rows["gsm8k"]))
+    wanted = [
+        {**row, "answer": said[row["id"]][0] if i % 2 else "something else"}
+        for i, row in enumerate(rows["gsm8k"])
+    ]
+    file = write(tmp_path / "wanted.jsonl.gz", wanted)
+    mine = ours("gsm8k", model, file, "reward=exact")
+    assert [score for _, score in mine.values()] == [0, 1, 0, 1]
+    assert theirs("gsm8k", model, file, {"gac_grader.math": "gac_grader.exact"}) == mine

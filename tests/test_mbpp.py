@@ -1,0 +1,87 @@
+"""Training on code: examples/mbpp.yaml on the real rows, with a model small enough for a CPU."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from gac.config import load
+from gac.data import load_demos, read_rows
+from gac.model import load_tokenizer
+from gac.rewards import build_reward
+from gac.rewards.check import check
+from gac.rewards.code import CodeReward
+from gac.train_config import TrainConfig
+from gac.training.trainer import train
+
+from .tiny import metrics, write_reader
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+EXAMPLE = Path(__file__).parents[1] / "examples" / "mbpp.yaml"
+COUNTS = {f"reward_{name}" for name in ("dropped", "timeouts", "stalled", "crashes", "no_program")}
+
+
+@pytest.fixture(scope="module")
+def model(data_dir, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    rows = [row.fields for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))]
+    write_reader(folder, [row["prompt"] + row["answer"] for row in rows])
+    return folder
+
+
+@pytest.fixture
+def changes(data_dir, model, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setenv("GAC_DATA", str(data_dir))
+    return [
+        f"out={tmp_path / 'run'}", f"model.path={model}", "model.random_init=true",
+        "model.dtype=float32", "steps=2", "rollouts.prompts=2", "rollouts.completions=3",
+        "rollouts.max_new_tokens=8", "demo_batch=4", "data.limit=40", "eval.data.limit=2",
+        "eval.max_new_tokens=4", "data.max_prompt_tokens=null", "export=false",
+    ]  # fmt: skip
+
+
+def test_two_steps_on_real_rows(changes):
+    config = load(TrainConfig, EXAMPLE, changes)
+    found = metrics(train(config))
+    assert len(found) == 2 and all(math.isfinite(row["grad_norm"]) for row in found)
+    for row in found:
+        # a random model writes no program that passes; the rows themselves are sound
+        assert row["reward_mean"] == 0 and row["reward_dropped"] == 0
+        assert row.keys() >= COUNTS
+        assert row["demo_loss"] > 0 and row["sft_variance"] > 0
+
+
+class Written(CodeReward):
+    """The code reward of three written answers per prompt, whatever the policy said."""
+
+    def outcomes(self, completions, examples):
+        texts = ["```python\n{}\n```", "```\nwhile True: pass\n```", "```\n```"]
+        answers = [texts[i % 3].format(e.answer) for i, e in enumerate(examples)]
+        return super().outcomes(answers, examples)
+
+
+def test_what_the_reward_counted_is_in_the_metrics(changes):
+    reward = "{name: 'tests.test_mbpp:Written', timeout: 1, setup_field: test_setup_code}"
+    changes += ["steps=1", f"reward={reward}", "eval.data.prompts=null"]
+    config = load(TrainConfig, EXAMPLE, changes)
+    (row,) = metrics(train(config))
+    assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
+    endless = row["reward_timeouts"] + row["reward_stalled"]  # by the load of the machine
+    assert (endless, row["reward_no_program"], row["reward_crashes"]) == (2, 2, 0)
+
+
+def test_every_demonstration_is_a_program_that_earns_the_reward(changes):
+    config = load(TrainConfig, EXAMPLE, changes)
+    words = load_tokenizer(config.model)
+    demos = load_demos(config.data, words)
+    assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
+    texts = [words.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
+    assert build_reward(config.reward)(texts, demos[:20]) == [1.0] * 20
+
+
+def test_the_check_of_the_file(changes):
+    found = check(EXAMPLE, ["data.limit=5"])
+    assert (found.rows, found.failing) == (5, ())
