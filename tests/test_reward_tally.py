@@ -8,7 +8,7 @@ import pytest
 
 from gac.rewards import Reward, RewardError
 from gac.training.trainer import train
-from tests.tiny import metrics, tiny_config, write_tiny
+from tests.tiny import metrics, tiny_config
 
 
 class Flaky(Reward):
@@ -34,11 +34,6 @@ class Flaky(Reward):
 
     def close(self):
         self.closed += 1
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def run(task, out, caplog, on_error):

@@ -14,12 +14,6 @@ from gac.evaluation.suite import EvalConfig, read_samples, run_suite
 from gac.evaluation.task import Answer, EvalTask, summary
 
 from . import ranks
-from .tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def suite(task, out, **changes) -> EvalConfig:

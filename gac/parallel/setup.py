@@ -100,6 +100,7 @@ def _join(timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     atexit.register(_leave_at_exit)
+    dist.all_reduce(torch.zeros(1))  # who leaves before all have joined keeps the others waiting
 
 
 def prepare(
