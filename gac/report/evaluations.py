@@ -78,7 +78,7 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
         axes = figure.subplots()
         for number, one in enumerate(evaluations):
             shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # beside each other in a task
-            look = {"color": COLOURS[number % len(COLOURS)]}
+            look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)]}
             known = {n: r for n, r in one.results["tasks"].items() if r["accuracy"] is not None}
             places = [-tasks.index(name) - shift for name in known]
             marker = MARKERS[number % len(MARKERS)]

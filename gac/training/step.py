@@ -40,7 +40,8 @@ class Rewards(NamedTuple):
         """Population variance; None without a reward."""
         if not self.number:
             return None
-        return self.squares / self.number - (self.total / self.number) ** 2
+        mean = self.total / self.number
+        return self.squares / self.number - mean * mean  # ** raises where it overflows
 
 
 @dataclass(frozen=True)
