@@ -40,6 +40,7 @@ MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
 JUDGED = "gate-z"  # whose success the protocol defines
 NEAR, COLLAPSE = 0.01, 0.5
+ROUNDING = 1e-9  # a distance of exactly a point is not beyond it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
 """Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
 
@@ -158,7 +159,7 @@ def _verdicts(finals: Finals) -> list[str]:
         found = against_hindsight(finals, scenario, JUDGED)
         if found is None:
             continue
-        verdict = "yes" if found["gap"] >= -NEAR else "no"
+        verdict = "yes" if found["gap"] >= -NEAR - ROUNDING else "no"
         near.append(f"{scenario} {verdict} ({percent(found['gap'], '+')} {span(found['ci95'], '+')}"
                     f" against {found['best']}, {found['seeds']} seeds)")  # fmt: skip
         fallen += found["collapsed"]
