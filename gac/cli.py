@@ -282,6 +282,8 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.table import results_table
 
     config = load(EvalConfig, options.config or {}, options.set)
+    if options.against and not config.tasks:
+        raise ConfigError("--against compares tasks: write the data set as one of `tasks`")
     _show_log()
     if config.tasks:
         text = results_table(run_suite(config, options.against))
@@ -383,7 +385,8 @@ def _keys(module: str, name: str) -> str:
 
 def _show_log() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
+    if os.environ.get("RANK", "0") == "0":  # once, not by each process
+        logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
 
 
 if __name__ == "__main__":

@@ -67,10 +67,17 @@ def test_results_of_other_settings_are_refused(task, tmp_path):
 
 
 def test_two_processes_answer_as_one(task, tmp_path):
-    run_suite(suite(task, tmp_path / "one"))
-    ranks.run(run_suite, suite(task, tmp_path / "two"), ranks=2)
+    counted = {"reward": "tests.tiny:CountedDigits"}
+    run_suite(suite(task, tmp_path / "one", **counted))
+    ranks.run(run_suite, suite(task, tmp_path / "two", **counted), ranks=2)
     one, two = (read_samples(tmp_path / name) for name in ("one", "two"))
     assert one == two
+    one, two = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")
+    )
+    for row in (*one["tasks"].values(), *two["tasks"].values()):
+        del row["seconds"]
+    assert one == two and one["tasks"]["sampled"]["counts"] == {"asked": 32, "never": 0}
 
 
 def test_against_pairs_by_prompt(task, tmp_path):
@@ -111,6 +118,7 @@ def test_summary_by_hand():
         ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use numbers in"),
         ({"tasks": {"a": {"samples": 2}}}, "at temperature=0 are all the same"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
+        ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
     ],
 )
 def test_mistakes_name_the_key(task, tmp_path, changes, message):
@@ -121,8 +129,37 @@ def test_mistakes_name_the_key(task, tmp_path, changes, message):
 def test_an_absent_split_field_names_the_row(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
     tasks = {"a": {"data": data, "split_field": "kind", "max_new_tokens": 2}}
-    with pytest.raises(ValueError, match="split_field='kind' is not among the further fields"):
+    with pytest.raises(ConfigError, match="tasks.a: split_field='kind' is not among the fields"):
         run_suite(suite(task, tmp_path, tasks=tasks))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": "mth"}, "tasks.a: unknown reward 'mth'; did you mean 'math'"),
+        ({"data": {"prompts": "no.jsonl"}}, "tasks.a: data.prompts='no.jsonl': there is no such"),
+    ],
+)
+def test_what_loading_refuses_names_the_task(task, tmp_path, change, message):
+    plain = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 2}
+    with pytest.raises(ConfigError, match=message):
+        run_suite(suite(task, tmp_path, tasks={"a": plain | change}))
+
+
+def test_an_out_that_cannot_hold_results_is_refused_before_any_work(task, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="out=.*cannot be written"):
+        run_suite(suite(task, tmp_path / "file"))
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "results.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"results.json: not what gac eval writes"):
+        run_suite(suite(task, torn))
+    (torn / "samples.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"samples.jsonl.gz: not what gac eval writes"):
+        run_suite(suite(task, tmp_path / "new"), torn)
+    assert cli.main(["eval", "--against", str(torn)]) == cli.USAGE
+    assert "--against compares tasks" in capsys.readouterr().err
 
 
 def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):

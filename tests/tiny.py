@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import load
+from gac.data import Example
 from gac.demo.task import model_config, rows, tokenizer, write_rows
+from gac.rewards.base import RowReward
 from gac.train_config import TrainConfig
 
 
@@ -70,6 +72,20 @@ def write_reader(folder: Path, texts: Iterable[str]) -> None:
 def digit_reward(completion: str, example: Any) -> float:
     """Share of characters that are digits: a random model earns some of it, not all."""
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+class CountedDigits(RowReward):
+    """The same, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def score(self, completion: str, example: Example) -> float:
+        self.asked += 1
+        return digit_reward(completion, example)
+
+    def counts(self) -> dict[str, int]:
+        return {"asked": self.asked, "never": 0}
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

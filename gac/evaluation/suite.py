@@ -11,6 +11,8 @@ import gzip
 import json
 import logging
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +23,13 @@ from accelerate import Accelerator
 
 from gac.config import dump
 from gac.data import Examples, load_prompts
-from gac.errors import ConfigError, refusals_are
+from gac.errors import ConfigError, refusals_are, writable_folder
 from gac.model import ModelConfig, load_model, load_tokenizer
 from gac.parallel import collectives, setup
 from gac.rewards import Reward, build_reward, in_use
 
 from .estimates import paired_difference
-from .task import Answer, EvalSettings, EvalTask, answer, prompt_means, summary
+from .task import Answer, EvalSettings, EvalTask, answer, prompt_means, split_of, summary
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
@@ -87,6 +89,7 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     """
     out = Path(config.out)
     other = read_samples(against) if against else None
+    writable_folder("out", out)
     accelerator = _join(config)
     results, answers = _resume(config, out)
     accelerator.wait_for_everyone()  # a rank that reads late must not find this run's results
@@ -96,7 +99,10 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
         started = time.perf_counter()
         answers[name] = run(job)
         row = summary(answers[name], job.task)
-        row |= {"counts": job.reward.counts(), "seconds": time.perf_counter() - started}
+        counts: Counter[str] = Counter()
+        for mine in collectives.gather(job.reward.counts()):
+            counts.update(mine)
+        row |= {"counts": dict(counts), "seconds": time.perf_counter() - started}
         results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
         logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
         _write(out, results, answers)
@@ -129,15 +135,17 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
 
 def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dict[str, Job]:
     """Read the data and build the reward of each task; `reward` is for those that name none."""
-    return {
-        name: Job(
-            task,
-            load_prompts(task.data, tokenizer),
-            reward if isinstance(reward, Reward) and task.reward is None
-            else build_reward(reward if task.reward is None else task.reward),
-        )
-        for name, task in tasks.items()
-    }  # fmt: skip
+    jobs = {}
+    for name, task in tasks.items():
+        try:
+            examples = load_prompts(task.data, tokenizer)
+            for example in examples:
+                split_of(task, example)  # refused before any work
+            own = reward if task.reward is None else task.reward
+            jobs[name] = Job(task, examples, own if isinstance(own, Reward) else build_reward(own))
+        except ValueError as error:  # what a part refuses, bad rows, and absent files
+            raise ConfigError(f"tasks.{name}: {error}" if name else str(error)) from error
+    return jobs
 
 
 def read_samples(source: Path) -> dict[str, list[Answer]]:
@@ -147,11 +155,18 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
     if not path.is_file():
         raise ConfigError(f"{source}: no {SAMPLES} there; give the folder of an earlier gac eval")
     found: dict[str, list[Answer]] = {}
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            found.setdefault(row.pop("task"), []).append(Answer(**row))
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                found.setdefault(row.pop("task"), []).append(Answer(**row))
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
     return found
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: not what gac eval writes, or damaged ({error}); delete its folder")
 
 
 def _join(config: EvalConfig) -> Accelerator:
@@ -183,10 +198,14 @@ def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, li
     path = out / RESULTS
     if not path.exists():
         return {"tasks": {}}, {}
-    results = json.loads(path.read_text())
-    for name, row in results["tasks"].items():
+    try:
+        results = json.loads(path.read_text())
+        settings = {name: row["setting"] for name, row in results["tasks"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    for name, setting in settings.items():
         task = config.tasks.get(name)
-        if task is not None and row["setting"] != _setting(config, task):
+        if task is not None and setting != _setting(config, task):
             raise ConfigError(
                 f"out={config.out!r} holds task {name!r} of other settings: choose another out, "
                 "or give the settings that it was made with"

@@ -58,6 +58,8 @@ class EvalTask:
             raise ValueError(f"batch={self.batch!r}: use a number >= 1, or null")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: use a number >= 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
         for k in self.pass_at:
             if not 1 <= k <= self.samples:
                 raise ValueError(f"pass_at={k!r}: use numbers in [1, samples={self.samples}]")
@@ -126,7 +128,7 @@ def answer(
     scores = reward(texts, [examples[i] for i in owners])
     stops = set(stop_tokens(tokenizer, task.stop))
     found = [
-        Answer(i, examples[i].id, _split(task, examples[i]), text, len(tokens), score,
+        Answer(i, examples[i].id, split_of(task, examples[i]), text, len(tokens), score,
                not tokens or tokens[-1] not in stops)
         for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
     ]  # fmt: skip
@@ -191,12 +193,13 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _split(task: EvalTask, example: Example) -> str | None:
+def split_of(task: EvalTask, example: Example) -> str | None:
+    """The example's value of `split_field`. Raises ConfigError where the row lacks it."""
     if task.split_field is None:
         return None
     if task.split_field not in example.extra:
         raise ConfigError(
-            f"split_field={task.split_field!r} is not among the further fields of row "
+            f"split_field={task.split_field!r} is not among the fields of row "
             f"{example.id!r}: {', '.join(example.extra) or 'none'}"
         )
     return str(example.extra[task.split_field])
