@@ -59,7 +59,7 @@ kernel-report: setup  ## compile every kernel for sm_80, sm_90, sm_100; register
 	$(BIN)/python -m gac_kernels.inspect
 
 docs: setup  ## the documentation site, docs/_build/html; warnings are errors
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 
 docs-serve: docs  ## show it at http://localhost:8000
 	$(BIN)/python -m http.server 8000 --directory docs/_build/html

@@ -264,11 +264,11 @@ def tables(study: dict[str, Any]) -> str:
         if title == "base, each":
             claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
             rows.append(["the paper's claim for its proxies", *claims])
-        parts.append(f"### {title.capitalize()}\n\n{_markdown(head, rows)}\n")
+        parts.append(f"## {title.capitalize()}\n\n{_markdown(head, rows)}\n")
     rows = [[f"`{name}`", f"{cost['percent']:.2f} %",
              f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
             for name, cost in study["cost"].items()]  # fmt: skip
-    parts.append("### Cost of a step that measures\n\n"
+    parts.append("## Cost of a step that measures\n\n"
                  + _markdown(("source", "of a step", "95 % interval"), rows) + "\n")  # fmt: skip
     return "\n".join(parts)
 
