@@ -99,9 +99,11 @@ def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) ->
 
 @pytest.mark.slow
 def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
-    """The shared memory of the tiles in flight fits twice into that of sm_80, 163 KiB."""
+    """The shared memory of the tiles in flight fits twice into that of sm_80, 163 KiB; with the
+    signs of a sketch into that of sm_90 and later, 227 KiB."""
     for report in reports:
-        assert 2 * (report["shared"] + 1024) <= 163 * 1024, report
+        size = 227 if "sketch" in report["config"] else 163
+        assert 2 * (report["shared"] + 1024) <= size * 1024, report
 
 
 @pytest.mark.slow

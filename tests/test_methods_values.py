@@ -178,7 +178,8 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     # mean log-ratios 0.0001 (inside the clip), -0.01 (outside, below), 0.02 (outside, above)
     old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02]])).float()
     method = METHODS["gspo"]()
-    batch = Batch(targets, targets, targets, advantages, torch.zeros(3, dtype=torch.bool))
+    is_demo = torch.zeros(3, dtype=torch.bool)
+    batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10), 5)
     spec = method.loss(LossSpec()).spec
     out = own_loss(method.token_loss, Head(None, logits=logits), None, batch, 0.0, old, None, spec,
                    Pair(demo=1.0, rollout=3.0))  # fmt: skip

@@ -12,7 +12,7 @@ from gac.config import ConfigError
 from gac.methods import Mix
 from gac.parallel import setup
 from gac.parallel.setup import ParallelConfig, make_accelerator
-from gac.rollouts import sampling
+from gac.rollouts import engines
 from gac.rollouts.generation import generate
 from gac.training import gradients
 from gac.training.trainer import Trainer, train
@@ -69,7 +69,7 @@ def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
 
 def losses(made, reshard):
     """Before and after two updates, with a forward between each backward and its update."""
-    sampling.generate = fixed_responses
+    engines.generate = fixed_responses
     trainer = Trainer(made)
     if not reshard:
         setup.reshard = gradients.reshard = lambda model: None

@@ -14,7 +14,7 @@ from gac.control.signals import sketch_moments
 from gac.errors import ConfigError
 from gac.methods import METHODS, Mix
 from gac.methods.base import Loss
-from gac.rollouts import sampling
+from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from gac_kernels import HeadSketch
 
@@ -35,7 +35,7 @@ def config(task, out, **changes):
 
 def measure(config, mu):
     """What the passes of a first step at `mu` find, and the trainer and the step."""
-    sampling.generate = fixed_responses  # in a process of its own, or put back by its caller
+    engines.generate = fixed_responses  # in a process of its own, or put back by its caller
     trainer = Trainer(config)
     step = trainer._assemble(trainer._sample(), Mix(mu))
     return trainer, step, trainer.gradients(step)
@@ -49,7 +49,7 @@ def units_found(config, mu):
 
 @pytest.fixture
 def fixed(monkeypatch):
-    monkeypatch.setattr(sampling, "generate", fixed_responses)
+    monkeypatch.setattr(engines, "generate", fixed_responses)
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.3, 1.0])
