@@ -39,9 +39,11 @@ struct Sketch {
 
   // Word v alone, by the thread that holds it.
   GAC_DEVICE void add(const Arguments& a, const Slice& s, int64_t v, float g) {
+    const int place = static_cast<int>((v + s.shift) % kWidth);
+    const float signed_g = a.signs[v] * g;
+    // a choice of the value, not of the sum: an index that varies would put all sums in memory
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e)
-      if (e == (v + s.shift) % kWidth) sums[e] = fmaf(a.signs[v], g, sums[e]);
+    for (int e = 0; e < kWidth; ++e) sums[e] += e == place ? signed_g : 0.0f;
   }
 
   GAC_DEVICE void store(const Arguments& a, const Slice& s, int64_t n) {
