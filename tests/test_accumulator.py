@@ -12,7 +12,7 @@ from gac.control.evidence import Evidence, Norms
 from gac.errors import ConfigError
 from gac.methods import Mix
 from gac.pair import Pair
-from gac.rollouts import sampling
+from gac.rollouts import engines
 from gac.training.accumulated import progress
 from gac.training.trainer import Trainer
 
@@ -31,7 +31,7 @@ def config(task, out, **changes):
 
 
 def norms_found(config, mu):
-    sampling.generate = fixed_responses  # in a process of its own, or put back by its caller
+    engines.generate = fixed_responses  # in a process of its own, or put back by its caller
     trainer = Trainer(config)
     found = trainer.gradients(trainer._assemble(trainer._sample(), Mix(mu)))
     norm = trainer._clip(0.0)
@@ -86,7 +86,7 @@ def test_readings_take_their_error_from_the_last_one_and_keep_to_what_is_told():
 
 @pytest.mark.dist
 def test_norms_are_those_of_the_gradient_on_any_number_of_processes(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "generate", fixed_responses)
+    monkeypatch.setattr(engines, "generate", fixed_responses)
     squares, seen, norm = norms_found(config(task, tmp_path / "one"), 0.4)
     assert squares[-1] == pytest.approx(norm**2, rel=1e-5) and seen[-1] == [1.0, 1.0]
     points = [[0, 1 / 3], [2 / 3, 1 / 3], [1, 1 / 3], [1, 2 / 3], [1, 1]]

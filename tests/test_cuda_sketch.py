@@ -167,7 +167,7 @@ BROKEN = {
     "an unaligned row starts at bucket 0": ("* kWidth - s.shift;", "* kWidth;"),
     "lanes of other buckets are added": ("step * kWidth >= size", "step >= 1"),
     "the target's own gradient goes to its neighbour's bucket": (
-        "(e == (v + s.shift) % kWidth)", "(e == (v + s.shift + 1) % kWidth)",
+        "((v + s.shift) % kWidth)", "((v + s.shift + 1) % kWidth)",
     ),
 }  # fmt: skip
 

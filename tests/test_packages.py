@@ -21,10 +21,10 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(s
 LOOK = """
 import gac, gac_kernels, sys
 from gac_kernels import build_cuda
-from gac_kernels.backends import native
+from gac_kernels.backends import cpu
 print(gac.__file__)
 print((build_cuda.SOURCES / "cuda" / "launch.cu").is_file())
-print(native.capability() if sys.argv[1] == "1" else "none")
+print(cpu.capability() if sys.argv[1] == "1" else "none")
 """
 
 
