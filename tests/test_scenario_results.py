@@ -10,12 +10,15 @@ from gac.config import ConfigError
 from gac.demo.scenarios import SCENARIOS
 from tools import scenario_results as results
 from tools import scenario_study as study
-from tools.scenario_study import FIRST, MAIN, SEEDS, known_finals
+from tools.scenario_study import FIRST, MAIN, STUDIES, known_finals
+
+GATE = STUDIES["gate"]
+SEEDS = len(GATE.seeds)
 
 
 def finals_of(tmp_path, **arms):
     """Nothing but `arms` in the main scenarios: label -> accuracies of the first seeds."""
-    finals = known_finals(tmp_path / "none.json")
+    finals = known_finals(GATE, tmp_path / "none")
     for scenario in MAIN:
         for arm, values in arms.items():
             finals[scenario][arm.replace("_", "-")][: len(values)] = values
@@ -40,56 +43,63 @@ def test_an_arm_is_compared_on_common_seeds_with_the_best_constant(finals):
     single = results.against_single(finals, MAIN, "gate-z")
     assert single["best"] == "mu-0.5" and single["gap"] == pytest.approx(1.4 / 3 - 0.6)
     assert results.against_single(finals, tuple(SCENARIOS), "gate-z") is None
-    assert results.groups(finals) == {"the first four scenarios": MAIN}
+    assert results.groups(GATE, finals) == {"the first four scenarios": MAIN}
 
 
 def test_the_page_says_what_was_found_and_what_was_not_run(finals, tmp_path):
-    study_ = {"finals": finals, "code": "abc", "command": "run", "collected_by": "collect"}
-    text = results.page(study_)
+    text = results.page("gate", {"finals": finals, "code": "abc"})
     assert "base no (-13.3 [" in text and "mean: 4." in text
-    assert "- `late`: all first arms" in text and "- `base`: chord, gac" in text
+    assert "- `late`: all of mu-0.1, mu-0.3" in text and "- `base`: chord, gac" in text
     assert f"gate-z ({SEEDS - 3} seeds)" in text and f"mu-0.5 ({SEEDS - 4} seeds)" in text
-    results.draw(finals, tmp_path / "study.png")
+    results.draw(GATE, finals, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 1000
 
 
 def test_the_brief_table_takes_whole_seeds_only(tmp_path):
     arms = {arm: [0.25, 0.75, 0.5] for arm in FIRST}
     whole = finals_of(tmp_path, **{**arms, "gate-z": [0.5, 1.0]})
-    text = results.brief(whole)
+    text = results.brief(GATE, whole)
     assert "over 2 of 10 seeds" in text and text.count("\n| `") == len(FIRST)
     assert "| `chord` | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | [25.0, 75.0] |" in text
     assert "| `gate-z` | 75.0 |" in text
 
 
+def test_a_study_judges_its_own_arm_on_its_own_seeds(tmp_path):
+    second = STUDIES["confirmation"]
+    finals = known_finals(second, tmp_path)
+    for scenario in MAIN:
+        for arm, value in {**dict.fromkeys(results.FIXED, 0.5), "gate-cosine": 0.6}.items():
+            finals[scenario][arm][:] = [value] * len(second.seeds)
+    text = results.page("confirmation", {"finals": finals, "code": "abc"})
+    assert "base yes (+10.0 [+10.0, +10.0] against mu-0.1, 10 seeds)" in text
+    assert "excludes 0: yes" in text and "sketch-cosine" in text and "gate-z" not in text
+    grid = dict.fromkeys(second.seeds)
+    assert not set(grid) & set(GATE.seeds) and set(second.arms) < {*GATE.arms, "sketch-cosine"}
+
+
 def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monkeypatch, capsys):
-    path, page = tmp_path / "study.json", tmp_path / "study.md"
-    for module in (study, results):
-        monkeypatch.setattr(module, "KNOWN", path)
-    monkeypatch.setattr(results, "PAGE", page)
-    monkeypatch.setattr(results, "CHOICE", tmp_path / "choice.md")
-    (tmp_path / "choice.md").write_text(results.MARK)
-    monkeypatch.setattr(results, "FIGURE", tmp_path / "study.png")
+    path, page, choice = (tmp_path / n for n in (GATE.file, "study.md", "choose_mu.md"))
+    choice.write_text(results.MARK)
     page.write_text(f"# Protocol\n\n{results.MARK}old")
-    held = {"setting": study.grid_setting(), "finals": finals, "code": "abc", "bases": {}}
+    held = {"setting": GATE.setting, "finals": finals, "code": "abc", "bases": {}}
     path.write_text(json.dumps(held))
-    monkeypatch.setattr(study, "known_finals", lambda: known_finals(path))
-    monkeypatch.setattr(results.collect, "__defaults__", (path,))
-    assert results.main(["--out", str(tmp_path / "nothing")]) == 0
-    assert json.loads(path.read_text())["finals"] == finals
+    results.write("gate", tmp_path / "nothing", None, tmp_path)
+    assert json.loads(path.read_text()) == held
     assert page.read_text().startswith(f"# Protocol\n\n{results.MARK}\n76 of ")
-    assert "No seed has run" in (tmp_path / "choice.md").read_text()
+    assert "No seed has run" in choice.read_text()
+    assert (tmp_path / "study.png").stat().st_size > 1000
     # only what the file lacks is run
     ran = []
     grid = [(c, a, s, (c, a, s)) for c in SCENARIOS for a in FIRST for s in range(SEEDS)]
-    monkeypatch.setattr(study, "cells", lambda out, seeds: grid)
+    monkeypatch.setattr(study, "known_finals", lambda given: known_finals(given, tmp_path))
+    monkeypatch.setattr(study, "cells", lambda given, out: grid)
     monkeypatch.setattr(study, "run_all", lambda configs, *_, **__: ran.extend(configs))
-    assert study.main(["--out", str(tmp_path)]) == 0
+    assert study.main(["gate", "--out", str(tmp_path)]) == 0
     assert len(ran) == len(grid) - 4 * (3 * 5 + 4) and ("base", "mu-0.5", 3) not in ran
     path.write_text(json.dumps({**held, "setting": {"steps": 1}}))
     with pytest.raises(ConfigError, match="holds another grid"):
-        known_finals(path)
-    page.write_text("no mark")
+        known_finals(GATE, tmp_path)
     path.unlink()
+    page.write_text("no mark")
     with pytest.raises(ConfigError, match="has no line"):
-        results.main(["--out", str(tmp_path / "nothing")])
+        results.write("gate", tmp_path / "nothing", None, tmp_path)

@@ -1,8 +1,9 @@
-"""The results of the study of the gate: `python -m tools.scenario_results --out runs/study`.
+"""The results of a study of the gate: `python -m tools.scenario_results gate --out runs/study`.
 
-Collects the finished runs of `python -m tools.scenario_study` into docs/scenario_study.json, which
+Collects the finished runs of `python -m tools.scenario_study` into the study's file in docs/, which
 keeps what earlier collections found, so that run folders are not needed to go on elsewhere. Then
-writes the parts of docs/study.md and docs/choose_mu.md below their marks, and docs/study.png.
+writes the part of the study's page below its mark, and the page's figure; of the study `gate` also
+that of docs/choose_mu.md.
 """
 
 from __future__ import annotations
@@ -25,42 +26,35 @@ from gac.study.runs import result
 from tools.scenario_study import (
     CONSTANTS,
     DOCS,
-    FIRST,
-    FURTHER,
-    KNOWN,
     MAIN,
-    SEEDS,
+    STUDIES,
+    Study,
     cells,
-    grid_setting,
     known_finals,
 )
 
-PAGE, FIGURE, CHOICE = DOCS / "study.md", DOCS / "study.png", DOCS / "choose_mu.md"
+CHOICE = "choose_mu.md"
 MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
-JUDGED = "gate-z"  # whose success the protocol defines
 NEAR, COLLAPSE = 0.01, 0.5
 ROUNDING = 1e-9  # a distance of exactly a point is not beyond it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
 """Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
 
 
-def collect(out: Path, code: str | None, path: Path = KNOWN) -> dict[str, Any]:
-    """What `path` holds and what the run folders add to it."""
-    setting = grid_setting()
-    finals = known_finals(path)
+def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dict[str, Any]:
+    """What the study's file in `docs` holds and what the run folders add to it."""
+    path, finals = docs / study.file, known_finals(study, docs)
     old = json.loads(path.read_text()) if path.exists() else {}
     if (out / "scenarios").is_dir():
-        for scenario, arm, seed, config in cells(out, SEEDS):
+        for scenario, arm, place, config in cells(study, out):
             found = result(config)
             if found is not None:
-                finals[scenario][arm][seed] = round(found["final"]["accuracy"], 6)
+                finals[scenario][arm][place] = round(found["final"]["accuracy"], 6)
     bases = {p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest()
              for p in sorted(out.glob("scenarios/*/model/model.safetensors"))}  # fmt: skip
     return {
-        "command": "python -m tools.scenario_study --seeds 10",
-        "collected_by": "python -m tools.scenario_results --out FOLDER --code COMMIT",
-        "code": code or old.get("code"), "setting": setting,
+        "code": code or old.get("code"), "setting": study.setting,
         "bases": {**old.get("bases", {}), **bases}, "finals": finals,
     }  # fmt: skip
 
@@ -69,8 +63,8 @@ def collect(out: Path, code: str | None, path: Path = KNOWN) -> dict[str, Any]:
 
 
 def common(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str]) -> list[int]:
-    """Seeds that all of `arms` have."""
-    return [s for s in range(SEEDS) if all(rows[arm][s] is not None for arm in arms)]
+    """Places of the seeds that all of `arms` have."""
+    return [s for s in range(len(rows[FIXED[0]])) if all(rows[arm][s] is not None for arm in arms)]
 
 
 def table(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str], seeds: Sequence[int]):
@@ -103,7 +97,7 @@ def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any]
 def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[str, Any] | None:
     """The average over `scenarios` against that of the constant with the highest one."""
     arms = (*FIXED, arm)
-    seeds = [s for s in range(SEEDS) if all(s in common(finals[c], arms) for c in scenarios)]
+    seeds = _whole(finals, scenarios, arms)
     if not seeds or arm in FIXED:
         return None
     mean = np.mean([table(finals[c], arms, seeds) for c in scenarios], 0)  # [arms, seeds]
@@ -116,47 +110,54 @@ def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[s
     }  # fmt: skip
 
 
-def groups(finals: Finals) -> dict[str, tuple[str, ...]]:
+def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
     """What is averaged over: the first four scenarios, and all that are complete."""
-    whole = [c for c in SCENARIOS if len(common(finals[c], list(FIRST))) == SEEDS]
+    first = list(study.phases[0][1])
+    whole = [c for c in SCENARIOS if len(common(finals[c], first)) == len(study.seeds)]
     found: dict[str, tuple[str, ...]] = {"the first four scenarios": MAIN}
     if len(whole) > len(MAIN):
         found[f"all {len(whole)} complete scenarios"] = tuple(whole)
     return found
 
 
+def _whole(finals: Finals, scenarios: Sequence[str], arms: Sequence[str]) -> list[int]:
+    """Places of the seeds that all of `arms` have in all of `scenarios`."""
+    return sorted(set.intersection(*(set(common(finals[c], arms)) for c in scenarios)))
+
+
 # ---- the page
 
 
-def page(study: Mapping[str, Any]) -> str:
-    """The part of docs/study.md below its mark."""
-    finals: Finals = study["finals"]
+def page(name: str, found: Mapping[str, Any]) -> str:
+    """The part of the study's page below its mark."""
+    study, finals = STUDIES[name], found["finals"]
     counts = {c: {a: sum(v is not None for v in finals[c][a]) for a in finals[c]} for c in finals}
     done = sum(sum(row.values()) for row in counts.values())
-    whole = SEEDS * sum(map(len, counts.values()))
+    whole = len(study.seeds) * sum(map(len, counts.values()))
     parts = [
-        f"{done} of {whole} runs are in `docs/scenario_study.json`, made by the code of commit "
-        f"`{study['code']}`. Values are percent; brackets are 95 % intervals. A cell is compared "
+        f"{done} of {whole} runs are in `docs/{study.file}`, made by the code of commit "
+        f"`{found['code']}`. Values are percent; brackets are 95 % intervals. A cell is compared "
         "on the seeds that both sides have; a dash is a cell without such a seed.",
-        "![Final accuracy by scenario](study.png)",
-        "### Success of the gate", *_verdicts(finals),
+        f"![Final accuracy by scenario]({study.page}.png)",
+        "### Success of the gate", _verdicts(study, finals),
         "### Final accuracy", _means(finals),
         "### Distance to the best constant in hindsight", _hindsight(finals),
-        "### Average over scenarios against the best single constant", _single(finals),
-        "### Not run", _missing(counts),
-        "### Going on", f"`{study['command']}` runs the missing cells only, also where there are "
-        "no run folders: it reads `docs/scenario_study.json`. Then collect with "
-        f"`{study['collected_by']}`. Bases are trained anew on another machine, and rounding may "
-        "differ there: the file holds the SHA-256 of each, to tell.",
+        "### Average over scenarios against the best single constant", _single(study, finals),
+        "### Not run", _missing(study, counts),
+        "### Going on", f"`python -m tools.scenario_study {name} --out FOLDER` runs the missing "
+        f"cells only, also where there are no run folders: it reads `docs/{study.file}`. Then "
+        f"collect with `python -m tools.scenario_results {name} --out FOLDER --code COMMIT`. Bases "
+        "are trained anew on another machine, and rounding may differ there: the file holds the "
+        "SHA-256 of each, to tell.",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
-def _verdicts(finals: Finals) -> list[str]:
-    """The three questions about `JUDGED`, answered as far as there are runs."""
-    near, fallen = [], 0
+def _verdicts(study: Study, finals: Finals) -> str:
+    """The three questions about the judged arm, answered as far as there are runs."""
+    judged, near, fallen = study.judged, [], 0
     for scenario in SCENARIOS:
-        found = against_hindsight(finals, scenario, JUDGED)
+        found = against_hindsight(finals, scenario, judged)
         if found is None:
             continue
         verdict = "yes" if found["gap"] >= -NEAR - ROUNDING else "no"
@@ -164,12 +165,12 @@ def _verdicts(finals: Finals) -> list[str]:
                     f" against {found['best']}, {found['seeds']} seeds)")  # fmt: skip
         fallen += found["collapsed"]
     lines = [
-        f"1. `{JUDGED}` at most 1 point below the best constant in hindsight: "
+        f"1. `{judged}` at most 1 point below the best constant in hindsight: "
         + ("; ".join(near) or "no run yet") + ".",
-        f"2. Runs of `{JUDGED}` that end below half of the best constant's mean: {fallen}.",
+        f"2. Runs of `{judged}` that end below half of the best constant's mean: {fallen}.",
     ]  # fmt: skip
-    for words, scenarios in groups(finals).items():
-        found = against_single(finals, scenarios, JUDGED)
+    for words, scenarios in groups(study, finals).items():
+        found = against_single(finals, scenarios, judged)
         if found is None:
             lines.append(f"3. Over {words}: no seed has all of it.")
             continue
@@ -180,13 +181,13 @@ def _verdicts(finals: Finals) -> list[str]:
             f"{found['seeds']} seeds: ahead with an interval that excludes 0: "
             f"{'yes' if excludes else 'no'}."
         )
-    return ["\n".join(lines)]
+    return "\n".join(lines)
 
 
 def _arms(finals: Finals) -> list[str]:
     """Those with a run, in the order of the grid."""
-    return [a for a in (*FIRST, *FURTHER)
-            if any(v is not None for c in finals for v in finals[c][a])]  # fmt: skip
+    (arms, *_) = finals.values()
+    return [a for a in arms if any(v is not None for c in finals for v in finals[c][a])]
 
 
 def _means(finals: Finals) -> str:
@@ -197,7 +198,9 @@ def _means(finals: Finals) -> str:
             known = [v for v in finals[scenario][arm] if v is not None]
             ends = bootstrap_interval(known) if len(known) > 1 else None
             text = f"{percent(float(np.mean(known)))} {span(ends)}" if known else "-"
-            row.append(text + (f" ({len(known)})" if 0 < len(known) < SEEDS else ""))
+            row.append(
+                text + (f" ({len(known)})" if 0 < len(known) < len(finals[scenario][arm]) else "")
+            )
         rows.append(row)
     return ("In parentheses the number of seeds where it is not 10.\n\n"
             + _markdown(("arm", *SCENARIOS), rows))  # fmt: skip
@@ -220,9 +223,9 @@ def _distance(found: dict[str, Any] | None) -> str:
     return f"{percent(found['gap'], '+')} {span(found['ci95'], '+')}{fallen}"
 
 
-def _single(finals: Finals) -> str:
+def _single(study: Study, finals: Finals) -> str:
     parts = []
-    for words, scenarios in groups(finals).items():
+    for words, scenarios in groups(study, finals).items():
         rows = []
         for arm in _arms(finals):
             x = against_single(finals, scenarios, arm)
@@ -234,32 +237,34 @@ def _single(finals: Finals) -> str:
     return "\n\n".join(parts)
 
 
-def brief(finals: Finals) -> str:
+def brief(study: Study, finals: Finals) -> str:
     """The part of docs/choose_mu.md below its mark: the first arms where all have run."""
-    seeds = [s for s in range(SEEDS) if all(s in common(finals[c], list(FIRST)) for c in MAIN)]
+    arms = list(study.phases[0][1])
+    seeds = _whole(finals, MAIN, arms)
     if not seeds:
         return "No seed has run all of it yet.\n"
-    values = np.array([table(finals[c], list(FIRST), seeds) for c in MAIN])  # [scenarios, arms, n]
+    values = np.array([table(finals[c], arms, seeds) for c in MAIN])  # [scenarios, arms, n]
     rows = []
-    for arm, name in enumerate(FIRST):
+    for arm, name in enumerate(arms):
         means = [percent(float(x)) for x in values[:, arm].mean(1)]
         all_of_it = values[:, arm].mean(0)
         ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
         rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), span(ends)))
     words = (
-        f"Mean accuracy in percent over {len(seeds)} of {SEEDS} seeds (all arms of a seed have run "
-        "in all four scenarios); the interval is that of the average."
+        f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (all arms of a "
+        "seed have run in all four scenarios); the interval is that of the average."
     )
     return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
 
 
-def _missing(counts: Mapping[str, Mapping[str, int]]) -> str:
+def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
     lines = []
-    for scenario, row in counts.items():
-        for words, arms in (("first arms", FIRST), ("further arms", FURTHER)):
+    for scenarios, arms in study.phases:
+        for scenario in scenarios:
+            row, most = counts[scenario], len(study.seeds)
             none = [a for a in arms if not row[a]]
-            some = [f"{a} ({SEEDS - row[a]} seeds)" for a in arms if 0 < row[a] < SEEDS]
-            texts = [f"all {words}"] if len(none) == len(arms) else [*none, *some]
+            some = [f"{a} ({most - row[a]} seeds)" for a in arms if 0 < row[a] < most]
+            texts = [f"all of {', '.join(arms)}"] if len(none) == len(arms) else [*none, *some]
             if texts:
                 lines.append(f"- `{scenario}`: {', '.join(texts)}")
     return "\n".join(lines) or "Nothing: the grid is complete."
@@ -270,7 +275,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(finals: Finals, path: Path) -> None:
+def draw(study: Study, finals: Finals, path: Path) -> None:
     """A panel per scenario with a run: seeds as dots, means with their intervals as bars."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -288,7 +293,7 @@ def draw(finals: Finals, path: Path) -> None:
         for axes, scenario in zip(panels, shown, strict=True):
             for place, arm in enumerate(arms):
                 known = [100 * v for v in finals[scenario][arm] if v is not None]
-                colour = COLOURS[1] if arm == JUDGED else COLOURS[0]
+                colour = COLOURS[1] if arm == study.judged else COLOURS[0]
                 axes.plot(known, [-place] * len(known), ".", color=colour, alpha=0.3)
                 if known:
                     axes.plot([np.mean(known)], [-place], "o", color=colour, markersize=5)
@@ -304,16 +309,24 @@ def draw(finals: Finals, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Collect, write the results, the page and the figure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_results", description=__doc__)
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--code", help="the commit whose code made the runs")
     args = parser.parse_args(argv)
-    study = collect(args.out, args.code)
-    KNOWN.write_text(json.dumps(study, indent=None, separators=(",", ":")) + "\n")
-    _write(PAGE, page(study))
-    _write(CHOICE, brief(study["finals"]))
-    draw(study["finals"], FIGURE)
-    print(f"wrote {KNOWN}, {PAGE}, {CHOICE} and {FIGURE}")
+    write(args.study, args.out, args.code)
     return 0
+
+
+def write(name: str, out: Path, code: str | None, docs: Path = DOCS) -> None:
+    """Collect the study `name` from the run folders in `out` and write all of it to `docs`."""
+    study = STUDIES[name]
+    found = collect(study, out, code, docs)
+    (docs / study.file).write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    _write(docs / f"{study.page}.md", page(name, found))
+    draw(study, found["finals"], docs / f"{study.page}.png")
+    if name == "gate":
+        _write(docs / CHOICE, brief(study, found["finals"]))
+    print(f"wrote {study.file}, {study.page}.md and {study.page}.png in {docs}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,8 +1,9 @@
-"""The study of the gate: `python -m tools.scenario_study`. docs/study.md holds its protocol.
+"""The studies of the gate: `python -m tools.scenario_study [gate|confirmation]`.
 
-Runs the cells of the grid in the order of their importance, seed by seed, one process at a time;
-finished runs are kept, so the command may be stopped and given again. Cells that
-docs/scenario_study.json holds (`python -m tools.scenario_results`) are not run again.
+docs/study.md and docs/confirmation.md hold their protocols. Runs the cells of a grid in the order
+of their importance, seed by seed, one process at a time; finished runs are kept, so the command may
+be stopped and given again. Cells that the study's file in docs/ holds
+(`python -m tools.scenario_results`) are not run again.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gac.config import ConfigError, dump
 from gac.demo.scenarios import SCENARIOS, write_scenarios
@@ -24,9 +25,7 @@ from gac.train_config import TrainConfig
 
 STEPS = 120
 SMALLER = ("rollouts.prompts=8", "rollouts.completions=6", "demo_batch=16")
-SEEDS = 10
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-KNOWN = DOCS / "scenario_study.json"
 CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -68,21 +67,65 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 """Further designs, and what the printed controller consists of."""
 
+CONFIRMED: dict[str, dict[str, Any]] = {
+    **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
+    "gate-cosine": FIRST["gate-cosine"],
+    "sketch-cosine": _arm("gac-gated-sketch", gate={"form": "cosine"}),
+}
+"""The constants, the gate that did best in the first study, and the same on the head's sketch."""
+
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = tuple(name for name in SCENARIOS if name not in MAIN)
-PHASES = ((MAIN, FIRST), (OTHER, FIRST), (MAIN, FURTHER), (OTHER, FURTHER))
 
 
-def cells(out: Path, seeds: int) -> Iterator[tuple[str, str, int, TrainConfig]]:
-    """(scenario, arm, seed, run) of the whole grid, in the order in which it is run."""
+class Study(NamedTuple):
+    """A grid that was fixed before any of its runs was looked at."""
+
+    judged: str
+    """The arm whose success the protocol defines."""
+    seeds: range
+    phases: tuple[tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]], ...]
+    """(scenarios, arms), the most important first."""
+    page: str
+    """docs/<page>.md: protocol and results; docs/<page>.png: the figure."""
+    file: str
+    """In docs/: what its finished runs found."""
+
+    @property
+    def arms(self) -> dict[str, Mapping[str, Any]]:
+        return {arm: method for _, arms in self.phases for arm, method in arms.items()}
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What every cell depends on, in plain JSON types."""
+        setting = {"steps": STEPS, "changes": SMALLER, "arms": self.arms,
+                   "seeds": [self.seeds.start, self.seeds.stop]}  # fmt: skip
+        return json.loads(json.dumps(setting))
+
+
+STUDIES = {
+    "gate": Study(
+        "gate-z", range(10),
+        ((MAIN, FIRST), (OTHER, FIRST), (MAIN, FURTHER), (OTHER, FURTHER)),
+        "study", "scenario_study.json",
+    ),
+    "confirmation": Study(
+        "gate-cosine", range(10, 20), ((MAIN, CONFIRMED), (OTHER, CONFIRMED)),
+        "confirmation", "scenario_confirmation.json",
+    ),
+}  # fmt: skip
+
+
+def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]]:
+    """(scenario, arm, place of the seed, run) of the whole grid, in the order of the runs."""
     plain = {name: dump(config) for name, config in scenarios(out).items()}
-    for names, arms in PHASES:
-        for seed in range(seeds):
+    for names, arms in study.phases:
+        for place, seed in enumerate(study.seeds):
             for name in names:
                 changes = [*SMALLER, f"out={out / 'runs' / name}"]
                 for label, method in arms.items():
-                    config = arm_config(plain[name], Arm(label, method), seed, changes)
-                    yield name, label, seed, config
+                    config = arm_config(plain[name], Arm(label, dict(method)), seed, changes)
+                    yield name, label, place, config
 
 
 def scenarios(out: Path) -> dict[str, TrainConfig]:
@@ -90,24 +133,18 @@ def scenarios(out: Path) -> dict[str, TrainConfig]:
     return write_scenarios(out / "scenarios", steps=STEPS)
 
 
-def grid_setting() -> dict[str, Any]:
-    """What every cell of the grid depends on, in plain JSON types."""
-    setting = {"steps": STEPS, "changes": SMALLER, "arms": {**FIRST, **FURTHER}}
-    return json.loads(json.dumps(setting))
-
-
-def known_finals(path: Path = KNOWN) -> dict[str, dict[str, list[float | None]]]:
-    """Scenario -> arm -> final accuracy by seed, None where it is not in `path`.
+def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[float | None]]]:
+    """Scenario -> arm -> final accuracy by seed, None where the study's file does not hold it.
 
     Raises ConfigError if its grid was another one.
     """
-    arms = {**FIRST, **FURTHER}
+    path = docs / study.file
     finals: dict[str, dict[str, list[float | None]]]
-    finals = {name: {arm: [None] * SEEDS for arm in arms} for name in SCENARIOS}
+    finals = {c: {arm: [None] * len(study.seeds) for arm in study.arms} for c in SCENARIOS}
     if not path.exists():
         return finals
     found = json.loads(path.read_text())
-    if found["setting"] != grid_setting():
+    if found["setting"] != study.setting:
         raise ConfigError(f"{path}: holds another grid than this program's; move it away")
     for name, row in found["finals"].items():
         finals[name] |= row
@@ -117,16 +154,17 @@ def known_finals(path: Path = KNOWN) -> dict[str, dict[str, list[float | None]]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what is missing; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_study", description=__doc__)
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds per cell, at most 10")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    known = known_finals()
+    study = STUDIES[args.study]
+    known = known_finals(study)
     configs = [
         config
-        for scenario, arm, seed, config in cells(args.out, min(args.seeds, SEEDS))
-        if known[scenario][arm][seed] is None
+        for scenario, arm, place, config in cells(study, args.out)
+        if known[scenario][arm][place] is None
     ]
     failed = run_all(configs, args.jobs, discard=True)
     return 1 if failed else 0
