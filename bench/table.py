@@ -19,13 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
 GPU_TOKENS = (2048, 8192, 32768)
 MARKERS = "<!-- results -->", "<!-- /results -->"
+WORK = "logits", "linear"
 Row = dict[str, Any]
 
 
 def newest(kind: str) -> dict[str, Any] | None:
-    """The newest results file whose rows are of `kind` ("cpu" or "cuda")."""
+    """The newest results file with a table's rows of `kind` ("cpu" or "cuda")."""
     documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    of_kind = [d for d in documents if d["rows"] and d["rows"][0]["device"] == kind]
+    of_kind = [
+        d for d in documents
+        if any(row["device"] == kind and row["work"] in WORK for row in d.get("rows", ()))
+    ]  # fmt: skip
     return max(of_kind, key=lambda d: d["date"], default=None)
 
 
