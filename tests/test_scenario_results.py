@@ -49,8 +49,8 @@ def test_an_arm_is_compared_on_common_seeds_with_the_best_constant(finals):
 def test_the_page_says_what_was_found_and_what_was_not_run(finals, tmp_path):
     text = results.page("gate", {"finals": finals, "code": "abc"})
     assert "base no (-13.3 [" in text and "mean: 4." in text
-    assert "- `late`: all of mu-0.1, mu-0.3" in text and "- `base`: chord, gac" in text
-    assert f"gate-z ({SEEDS - 3} seeds)" in text and f"mu-0.5 ({SEEDS - 4} seeds)" in text
+    assert "`late`, `second`: mu-0.1, mu-0.3," in text
+    assert f"`noisy`: mu-0.1 ({SEEDS - 3} seeds)" in text and f"gac, gate-z ({SEEDS - 3} s" in text
     results.draw(GATE, finals, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 1000
 

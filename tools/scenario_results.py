@@ -258,15 +258,17 @@ def brief(study: Study, finals: Finals) -> str:
 
 
 def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
-    lines = []
+    """What was not run, a line for all scenarios that lack the same."""
+    lack: dict[str, list[str]] = {}
     for scenarios, arms in study.phases:
         for scenario in scenarios:
-            row, most = counts[scenario], len(study.seeds)
-            none = [a for a in arms if not row[a]]
-            some = [f"{a} ({most - row[a]} seeds)" for a in arms if 0 < row[a] < most]
-            texts = [f"all of {', '.join(arms)}"] if len(none) == len(arms) else [*none, *some]
+            missing = {a: len(study.seeds) - counts[scenario][a] for a in arms}
+            texts = [
+                f"{a} ({n} seeds)" if counts[scenario][a] else a for a, n in missing.items() if n
+            ]
             if texts:
-                lines.append(f"- `{scenario}`: {', '.join(texts)}")
+                lack.setdefault(", ".join(texts), []).append(f"`{scenario}`")
+    lines = [f"- {', '.join(scenarios)}: {text}" for text, scenarios in lack.items()]
     return "\n".join(lines) or "Nothing: the grid is complete."
 
 
