@@ -139,6 +139,24 @@ def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
         trainer.stdout.close()
 
 
+ABORTING = """
+import os
+from gac.sandbox.pool import Pool, Program, Suite
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # a judge runs before its solver is gone
+pool = Pool(workers=1)
+for _ in range(20):
+    print(pool.check(Program("import os; os.abort()"), Suite(("f()",)), 5, 256).ending)
+pool.close()
+"""
+
+
+def test_how_a_program_ended_is_known_even_if_its_judge_was_faster():
+    run = subprocess.run(
+        [sys.executable, "-c", ABORTING], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.split() == ["crash"] * 20
+
+
 def test_close_leaves_no_process_and_opens_again(pool):
     before = set(processes_below(os.getpid()))
     assert passes(pool)

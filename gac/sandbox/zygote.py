@@ -25,6 +25,7 @@ from . import confine, judge, modules, probe, solver, wire
 
 WALL_PER_CPU_SECOND = 4  # a program that waits, or a machine with too much to do
 COUNT_EVERY = 1.0  # seconds between two looks at how many threads the uid has
+SOLVER_ENDED = 3  # exit status of a judge whose solver closed the channel: it ends by itself
 
 
 @dataclass
@@ -151,7 +152,7 @@ class Zygote:
             channel = wire.Channel(to_judge[0], to_solver[1])
             found = judge.judge(_take(tests), channel)
             os.write(verdict, json.dumps(found).encode())
-            return 0
+            return SOLVER_ENDED if channel.ended else 0
 
         try:
             helper = self.fork(answer)
@@ -223,14 +224,19 @@ class Zygote:
             if job is None:
                 continue
             if pid == job.main and job.helper and "helper" not in job.ends:
-                # it may have ended by itself before, which must not look like our doing
-                pid, status, usage = os.wait4(job.helper, os.WNOHANG)
-                if not pid:
-                    os.kill(job.helper, signal.SIGKILL)
-                    _, _, usage = os.wait4(job.helper, 0)
-                self._ended(job.helper, status if pid else 0, usage)
+                if not job.stalled and os.waitstatus_to_exitcode(status) == SOLVER_ENDED:
+                    continue  # its end, which says why, comes; a pipe closes before that
+                self._end_helper(job, job.helper)
             if len(job.ends) == 1 + (job.helper is not None):
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
+
+    def _end_helper(self, job: Job, helper: int) -> None:
+        """It may have ended by itself before, which must not look like our doing."""
+        pid, status, usage = os.wait4(helper, os.WNOHANG)
+        if not pid:
+            os.kill(helper, signal.SIGKILL)
+            _, _, usage = os.wait4(helper, 0)
+        self._ended(helper, status if pid else 0, usage)
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
         job = self.jobs.pop(pid, None)
