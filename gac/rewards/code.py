@@ -296,8 +296,10 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
         for pair in pairs
     )
     if not pairs or not good:
+        packed = "; LiveCodeBench's packed tests: examples/eval/livecodebench.py unpacks them"
         raise ValueError(
             f"{field!r} must be a list of [stdin, expected stdout], both text, got {value!r:.80}"
+            f"{packed if isinstance(value, str) else ''}"
         )
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
 
