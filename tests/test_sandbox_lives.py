@@ -158,6 +158,28 @@ pool.close()
 """
 
 
+CROWDED = """
+import os, time
+from gac.sandbox.pool import Pool, Program
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+pool = Pool(workers=5)
+run = lambda text: pool.run(Program(text), b"", 1, 256, 100).ending
+start = time.monotonic()
+endings = pool.map(run, ["while True: pass"] * 5)
+# on a machine so busy that ten times the patience was not enough, nothing can be said
+print(*endings if time.monotonic() - start < 40 else ["timeout"] * 5)
+pool.close()
+"""
+
+
+def test_programs_that_wait_for_a_core_are_not_stalled():
+    """Five seconds of work for one core, where one second of the clock is allowed four times."""
+    run = subprocess.run(
+        [sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert run.stdout.split() == ["timeout"] * 5
+
+
 def test_how_a_program_ended_is_known_even_if_its_judge_was_faster():
     run = subprocess.run(
         [sys.executable, "-c", ABORTING], capture_output=True, text=True, timeout=120, check=True

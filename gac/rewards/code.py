@@ -61,8 +61,8 @@ class CodeReward(Reward):
     setup fails, its tests are not Python, a field is missing.
 
     Args:
-        timeout: CPU seconds of a program, and of each case; whole seconds. Four times that passes
-            at most.
+        timeout: CPU seconds of a program, and of each case; whole seconds. By the clock four times
+            that, without the time in which it waits for a core, and forty times at most.
         memory_mb: what a program may take, beside Python and the preloaded packages.
         partial: the share of tests or cases that pass, in place of all or nothing.
         workers: programs at a time; None: the machine's cores over its ranks.

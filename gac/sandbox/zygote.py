@@ -23,7 +23,6 @@ from typing import Any
 
 from . import confine, judge, modules, probe, solver, wire
 
-WALL_PER_CPU_SECOND = 4  # a program that waits, or a machine with too much to do
 COUNT_EVERY = 1.0  # seconds between two looks at how many threads the uid has
 SOLVER_ENDED = 3  # exit status of a judge whose solver closed the channel: it ends by itself
 
@@ -33,7 +32,10 @@ class Job:
     """A program under way: which processes, until when, who waits for the outcome."""
 
     reply: int
-    deadline: float
+    patience: float
+    """Seconds by the clock, those aside in which it waited for a core."""
+    most: float
+    """Seconds by the clock."""
     main: int
     """The process whose end ends the job."""
     helper: int | None = None
@@ -42,10 +44,26 @@ class Job:
     """"main", "helper" -> [wait status, CPU seconds]; 0 for a helper that was no longer needed."""
     stalled: bool = False
 
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+        self.deadline = self.started + self.patience
+
+    def running(self) -> list[int]:
+        """Its processes that are not reaped: their numbers cannot be another's."""
+        pids = {"main": self.main, "helper": self.helper}
+        return [pid for name, pid in pids.items() if pid and name not in self.ends]
+
+    def overdue(self, now: float) -> bool:
+        """Whether its time is over; else puts the deadline off by what it waited for a core."""
+        if self.deadline > now:
+            return False
+        waited = sum(map(_seconds_without_core, self.running()))
+        self.deadline = self.started + min(self.patience + waited, self.most)
+        return self.deadline <= now
+
     def kill(self) -> None:
-        for pid, name in ((self.main, "main"), (self.helper, "helper")):
-            if pid and name not in self.ends:
-                os.kill(pid, signal.SIGKILL)  # ours until reaped, so the number cannot be another's
+        for pid in self.running():
+            os.kill(pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -123,7 +141,7 @@ class Zygote:
     def start(self, request: dict[str, Any], files: list[int]) -> Job:
         """Fork what a request asks for; `files` are its descriptors, the reply's first."""
         cpu, memory = request["cpu_seconds"], request["memory_bytes"]
-        deadline = time.monotonic() + WALL_PER_CPU_SECOND * cpu
+        times = request["wall_seconds"], request["most_seconds"]
         reply, program, *others = files
         if request["kind"] == "script":
             stdin, stdout = others
@@ -134,7 +152,7 @@ class Zygote:
                 self.confine([program], cpu, memory)
                 return solver.run_script(_take(program))
 
-            return Job(reply, deadline, main=self.fork(script))
+            return Job(reply, *times, main=self.fork(script))
 
         tests, verdict = others
         to_solver, to_judge = os.pipe(), os.pipe()
@@ -157,7 +175,7 @@ class Zygote:
         try:
             helper = self.fork(answer)
             try:
-                return Job(reply, deadline, main=self.fork(rule), helper=helper)
+                return Job(reply, *times, main=self.fork(rule), helper=helper)
             except OSError:
                 os.kill(helper, signal.SIGKILL)
                 raise
@@ -248,9 +266,17 @@ class Zygote:
     def _stop_stalled(self) -> None:
         now = time.monotonic()
         for job in self.jobs.values():  # some stand there twice
-            if job.deadline <= now and not job.stalled:
+            if not job.stalled and job.overdue(now):
                 job.stalled = True
                 job.kill()
+
+
+def _seconds_without_core(pid: int) -> float:
+    """How long this process could have run and was not let, as far as the kernel says."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _take(file: int) -> Any:
