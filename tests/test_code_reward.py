@@ -231,6 +231,7 @@ def test_an_endless_script_costs_its_limit_once():
         ({"tests": TESTS, "cases": [["", ""]]}, "both of the fields"),
         ({"tests": [1]}, "'tests' must be a list of Python statements"),
         ({"cases": ["3"]}, "'cases' must be a list of [stdin, expected stdout]"),
+        ({"cases": "eJxr"}, "packed tests: examples/eval/livecodebench.py unpacks them"),
         ({"cases": [["\ud800", ""]]}, "surrogates not allowed"),
         ({"tests": TESTS, "setup": 5}, "'setup' must be text, got int 5"),
         ({"tests": TESTS, "entry_point": "a.b"}, "'entry_point' must be a name"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
+import re
 
 import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
+from gac.demo.task import tokenizer
+from gac.evaluation.during import Evaluator
 from gac.evaluation.suite import EvalConfig, read_samples, run_suite
 from gac.evaluation.task import Answer, EvalTask, summary
+from gac.rewards import build_reward
 
 from . import ranks
+from .tiny import tiny_config
 
 
 def suite(task, out, **changes) -> EvalConfig:
@@ -124,6 +130,32 @@ def test_summary_by_hand():
 def test_mistakes_name_the_key(task, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         suite(task, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("name", ["", " a", "a/b", "a\nb"])
+def test_a_name_that_no_column_can_show_is_refused(task, tmp_path, name):
+    tasks = {name: {"data": {"prompts": str(task / "eval.jsonl")}}}
+    words = f"tasks.{name!r} is no name for a task: use visible characters"
+    for load_it in (lambda: suite(task, tmp_path, tasks=tasks),
+                    lambda: tiny_config(task, tmp_path, eval={"tasks": tasks})):  # fmt: skip
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            load_it()
+
+
+def test_a_further_task_named_like_a_split_of_the_first_is_refused(task, tmp_path):
+    """Both would be accuracy/NAME; a split may have a slash, as the splits of a task do."""
+    data = {"prompts": str(task / "eval.jsonl")}
+    for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
+        found = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}
+        settings = tiny_config(task, tmp_path, eval=found).eval
+        make = functools.partial(
+            Evaluator, settings, tokenizer(), build_reward("tests.tiny:digit_reward"), 0
+        )
+        if (split, name) == ("op", "+"):
+            with pytest.raises(ConfigError, match=r"^tasks.\+: split '\+' of the first task"):
+                make()
+        else:
+            make().close()
 
 
 def test_an_absent_split_field_names_the_row(task, tmp_path):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.errors import ConfigError
 from gac.rewards import Reward
 
-from .suite import flat, load_jobs
-from .task import EvalSettings, answer
+from .suite import Job, flat, load_jobs
+from .task import EvalSettings, answer, split_of
 
 
 class Evaluator:
@@ -25,6 +27,7 @@ class Evaluator:
     ) -> None:
         tasks = {"": settings, **settings.tasks} if settings.data.prompts else settings.tasks
         self.jobs = load_jobs(tasks, tokenizer, reward)
+        _refuse_equal_columns(self.jobs)
         self.tokenizer, self.seed = tokenizer, seed
 
     def __bool__(self) -> bool:
@@ -43,3 +46,18 @@ class Evaluator:
         """Give back what the rewards hold."""
         for job in self.jobs.values():
             job.reward.close()
+
+
+def _refuse_equal_columns(jobs: Mapping[str, Job]) -> None:
+    """A split of the first task may be named like a further task, or like a split of one."""
+    first = jobs.get("")
+    if first is None:
+        return
+    for split in dict.fromkeys(split_of(first.task, example) for example in first.examples):
+        name = (split or "").partition("/")[0]
+        if name and name in jobs:
+            raise ConfigError(
+                f"tasks.{name}: split {split!r} of the first task (split_field="
+                f"{first.task.split_field!r}) is recorded as accuracy/{split} too: "
+                "give the task another name"
+            )

@@ -29,7 +29,16 @@ from gac.parallel import collectives, setup
 from gac.rewards import Reward, build_reward, in_use
 
 from .estimates import paired_difference
-from .task import Answer, EvalSettings, EvalTask, answer, prompt_means, split_of, summary
+from .task import (
+    Answer,
+    EvalSettings,
+    EvalTask,
+    answer,
+    check_names,
+    prompt_means,
+    split_of,
+    summary,
+)
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
@@ -55,6 +64,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.tasks and self.settings.data.prompts:
             raise ValueError("tasks and settings.data.prompts are both set: give one of them")
+        check_names(self.tasks)
         for name, task in self.tasks.items():
             if not task.data.prompts:
                 raise ValueError(f"tasks.{name}.data.prompts is missing: name its file or data set")

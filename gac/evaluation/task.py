@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,20 @@ class EvalSettings(EvalTask):
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)
     """Further tasks by name, each with `data`, `reward`, `samples` and so on; recorded as
     accuracy/NAME. The best checkpoint is chosen by the task above."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names(self.tasks)
+
+
+def check_names(tasks: Iterable[str]) -> None:
+    """Raise ValueError for a task's name that a column or a table cannot show unmistakably."""
+    for name in tasks:
+        if not name or not name.isprintable() or name != name.strip() or "/" in name:
+            raise ValueError(
+                f"tasks.{name!r} is no name for a task: use visible characters other than '/', "
+                "which parts a task from its split"
+            )
 
 
 class Answer(NamedTuple):

@@ -61,8 +61,8 @@ class CodeReward(Reward):
     setup fails, its tests are not Python, a field is missing.
 
     Args:
-        timeout: CPU seconds of a program, and of each case; whole seconds. Four times that passes
-            at most.
+        timeout: CPU seconds of a program, and of each case; whole seconds. By the clock four times
+            that, without the time in which it waits for a core, and forty times at most.
         memory_mb: what a program may take, beside Python and the preloaded packages.
         partial: the share of tests or cases that pass, in place of all or nothing.
         workers: programs at a time; None: the machine's cores over its ranks.
@@ -296,8 +296,10 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
         for pair in pairs
     )
     if not pairs or not good:
+        packed = "; LiveCodeBench's packed tests: examples/eval/livecodebench.py unpacks them"
         raise ValueError(
             f"{field!r} must be a list of [stdin, expected stdout], both text, got {value!r:.80}"
+            f"{packed if isinstance(value, str) else ''}"
         )
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
 

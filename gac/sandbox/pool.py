@@ -61,7 +61,7 @@ class Outcome:
     """How a program fared."""
 
     ending: Ending
-    """"ended" by itself; "timeout": its CPU time was up; "stalled": the wall limit, 4 times that;
+    """"ended" by itself; "timeout": its CPU time was up; "stalled": it waited for 4 times that;
     "crash": by a signal."""
     passed: tuple[bool, ...] = ()
     """One per test; where the judge itself did not finish, all False."""

@@ -183,6 +183,8 @@ class Channel:
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = reader, writer
+        self.ended = False
+        """Whether the other side closed its end before this one did."""
 
     def send(self, message: Json) -> None:
         """Write one frame.
@@ -199,6 +201,7 @@ class Channel:
             while view:
                 view = view[os.write(self._writer, view) :]
         except BrokenPipeError:
+            self.ended = True
             raise Ended from None
 
     def receive(self) -> Json:
@@ -224,6 +227,7 @@ class Channel:
         while length > 0:
             part = os.read(self._reader, min(length, 1 << 20))
             if not part:
+                self.ended = True
                 raise Ended
             parts.append(part)
             length -= len(part)

@@ -23,8 +23,8 @@ from typing import Any
 
 from . import confine, judge, modules, probe, solver, wire
 
-WALL_PER_CPU_SECOND = 4  # a program that waits, or a machine with too much to do
 COUNT_EVERY = 1.0  # seconds between two looks at how many threads the uid has
+SOLVER_ENDED = 3  # exit status of a judge whose solver closed the channel: it ends by itself
 
 
 @dataclass
@@ -32,7 +32,10 @@ class Job:
     """A program under way: which processes, until when, who waits for the outcome."""
 
     reply: int
-    deadline: float
+    patience: float
+    """Seconds by the clock, those aside in which it waited for a core."""
+    most: float
+    """Seconds by the clock."""
     main: int
     """The process whose end ends the job."""
     helper: int | None = None
@@ -41,10 +44,26 @@ class Job:
     """"main", "helper" -> [wait status, CPU seconds]; 0 for a helper that was no longer needed."""
     stalled: bool = False
 
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+        self.deadline = self.started + self.patience
+
+    def running(self) -> list[int]:
+        """Its processes that are not reaped: their numbers cannot be another's."""
+        pids = {"main": self.main, "helper": self.helper}
+        return [pid for name, pid in pids.items() if pid and name not in self.ends]
+
+    def overdue(self, now: float) -> bool:
+        """Whether its time is over; else puts the deadline off by what it waited for a core."""
+        if self.deadline > now:
+            return False
+        waited = sum(map(_seconds_without_core, self.running()))
+        self.deadline = self.started + min(self.patience + waited, self.most)
+        return self.deadline <= now
+
     def kill(self) -> None:
-        for pid, name in ((self.main, "main"), (self.helper, "helper")):
-            if pid and name not in self.ends:
-                os.kill(pid, signal.SIGKILL)  # ours until reaped, so the number cannot be another's
+        for pid in self.running():
+            os.kill(pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -122,7 +141,7 @@ class Zygote:
     def start(self, request: dict[str, Any], files: list[int]) -> Job:
         """Fork what a request asks for; `files` are its descriptors, the reply's first."""
         cpu, memory = request["cpu_seconds"], request["memory_bytes"]
-        deadline = time.monotonic() + WALL_PER_CPU_SECOND * cpu
+        times = request["wall_seconds"], request["most_seconds"]
         reply, program, *others = files
         if request["kind"] == "script":
             stdin, stdout = others
@@ -133,7 +152,7 @@ class Zygote:
                 self.confine([program], cpu, memory)
                 return solver.run_script(_take(program))
 
-            return Job(reply, deadline, main=self.fork(script))
+            return Job(reply, *times, main=self.fork(script))
 
         tests, verdict = others
         to_solver, to_judge = os.pipe(), os.pipe()
@@ -151,12 +170,12 @@ class Zygote:
             channel = wire.Channel(to_judge[0], to_solver[1])
             found = judge.judge(_take(tests), channel)
             os.write(verdict, json.dumps(found).encode())
-            return 0
+            return SOLVER_ENDED if channel.ended else 0
 
         try:
             helper = self.fork(answer)
             try:
-                return Job(reply, deadline, main=self.fork(rule), helper=helper)
+                return Job(reply, *times, main=self.fork(rule), helper=helper)
             except OSError:
                 os.kill(helper, signal.SIGKILL)
                 raise
@@ -223,14 +242,19 @@ class Zygote:
             if job is None:
                 continue
             if pid == job.main and job.helper and "helper" not in job.ends:
-                # it may have ended by itself before, which must not look like our doing
-                pid, status, usage = os.wait4(job.helper, os.WNOHANG)
-                if not pid:
-                    os.kill(job.helper, signal.SIGKILL)
-                    _, _, usage = os.wait4(job.helper, 0)
-                self._ended(job.helper, status if pid else 0, usage)
+                if not job.stalled and os.waitstatus_to_exitcode(status) == SOLVER_ENDED:
+                    continue  # its end, which says why, comes; a pipe closes before that
+                self._end_helper(job, job.helper)
             if len(job.ends) == 1 + (job.helper is not None):
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
+
+    def _end_helper(self, job: Job, helper: int) -> None:
+        """It may have ended by itself before, which must not look like our doing."""
+        pid, status, usage = os.wait4(helper, os.WNOHANG)
+        if not pid:
+            os.kill(helper, signal.SIGKILL)
+            _, _, usage = os.wait4(helper, 0)
+        self._ended(helper, status if pid else 0, usage)
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
         job = self.jobs.pop(pid, None)
@@ -242,9 +266,17 @@ class Zygote:
     def _stop_stalled(self) -> None:
         now = time.monotonic()
         for job in self.jobs.values():  # some stand there twice
-            if job.deadline <= now and not job.stalled:
+            if not job.stalled and job.overdue(now):
                 job.stalled = True
                 job.kill()
+
+
+def _seconds_without_core(pid: int) -> float:
+    """How long this process could have run and was not let, as far as the kernel says."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _take(file: int) -> Any:
