@@ -19,16 +19,20 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "GAC"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
+smartquotes = False  # quotes and dashes in our words are often code
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"  # others are in the signature
 default_role = "code"  # single backticks in docstrings
 autodoc_preserve_defaults = True  # LossSpec(), not all its fields
 autodoc_class_signature = "separated"
-napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Source"]  # paper and equation
 suppress_warnings = ["config.cache"]  # `setup` below is a function of this file
 # links to others' pages need a network while building: GAC_DOCS_LINKS=1 make docs
 if os.environ.get("GAC_DOCS_LINKS") == "1":
@@ -44,5 +48,12 @@ def generate(app: object) -> None:
     subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
 
 
+def keep_prose(app, what, name, obj, options, lines) -> None:
+    """Words under a field may hold a colon; napoleon takes what precedes it on line 1 for a type."""
+    if what == "attribute":
+        lines.insert(0, "")
+
+
 def setup(app) -> None:
     app.connect("builder-inited", generate)
+    app.connect("autodoc-process-docstring", keep_prose, priority=400)  # before napoleon's 500
