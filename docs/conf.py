@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -23,7 +25,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
-smartquotes = False  # quotes and dashes in our words are often code
+smartquotes_action = "D"  # dashes; quotes in our words are often code
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -42,18 +44,14 @@ if os.environ.get("GAC_DOCS_LINKS") == "1":
         "transformers": ("https://huggingface.co/docs/transformers/main/en", None),
     }
 
+# the words under a field are prose: what stands before a colon is no type
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+
 
 def generate(app: object) -> None:
     """Pages that the program itself writes: the command line and every configuration key."""
     subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
 
 
-def keep_prose(app, what, name, obj, options, lines) -> None:
-    """Words under a field may hold a colon; napoleon takes what precedes it on line 1 for a type."""
-    if what == "attribute":
-        lines.insert(0, "")
-
-
 def setup(app) -> None:
     app.connect("builder-inited", generate)
-    app.connect("autodoc-process-docstring", keep_prose, priority=400)  # before napoleon's 500
