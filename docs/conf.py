@@ -27,6 +27,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 smartquotes_action = "D"  # dashes; quotes in our words are often code
 myst_heading_anchors = 3
+myst_disable_syntax = ["myst_line_comment"]  # a line may begin with a percent sign
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"  # others are in the signature
