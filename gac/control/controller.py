@@ -25,7 +25,7 @@ ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """The options of the controller; the defaults are what we recommend.
+    """The options of the controller; `paper()` gives those of the printed Algorithm 1.
 
     Raises:
         ValueError: an impossible value; the message names the field and what it may be.
