@@ -39,10 +39,10 @@ examples:
   gac report runs/demo                            a page about the runs below a folder
   gac methods gac                                 what a method does and its hyperparameters
 """
-SET_HELP = "one configuration key, e.g. optim.lr=1e-5 or method=grpo; may be repeated, last wins"
+SET_HELP = "one configuration key, e.g. optim.lr=1e-5 or method=grpo; the last of several wins"
 
 
-DEBUG_HELP = "show the traceback of an error too; the same as GAC_DEBUG=1"
+DEBUG_HELP = "also show the traceback of an error; same as GAC_DEBUG=1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,11 +110,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
         help="train a model as a configuration file says",
-        description="Train, writing everything to the run directory `out`, in the end a report. A "
-        "run that was interrupted goes on from its last checkpoint when the command is given "
-        "again.",
+        description="Train a model. Everything is written to the run directory `out`, a report "
+        "included. A run that was interrupted goes on from its last checkpoint when the same "
+        "command is given again.",
     )
-    train.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see the keys below")
+    train.add_argument(
+        "config", type=Path, metavar="CONFIG.yaml", help="describes the run; its keys are below"
+    )
     _add_set(train)
     train.add_argument(
         "--resume",
@@ -131,15 +133,16 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
-        description="Generate and score by the reward: a single task (settings), printed as one "
-        "JSON object, or several (tasks), kept in `out` with every answer and shown as a table.",
+        description="Let a model answer prompts and score the answers: a single task (key "
+        "`settings`), printed as a JSON object, or several (`tasks`), kept in `out` with every "
+        "answer and shown as a table.",
     )
     evaluate.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="optional; keys below"
+        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="optional; its keys are below"
     )
     evaluate.add_argument(
         "--against", type=Path, metavar="RESULTS",
-        help="an earlier `out`: also give paired differences over shared prompts",
+        help="the `out` of another evaluation: also give paired differences over shared prompts",
     )  # fmt: skip
     _add_set(evaluate)
     evaluate.more = lambda: _keys("gac.evaluation.suite", "EvalConfig")
@@ -150,8 +153,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser(
         "export",
         help="write a checkpoint's model as a transformers folder",
-        description="Write what transformers' from_pretrained loads, whatever number of processes "
-        "trained it; adapters are merged.",
+        description="Write a folder that transformers' from_pretrained loads, however many "
+        "processes trained the model. Adapters are merged into it.",
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -187,7 +190,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         help="write a page with plots and tables about one or more runs",
         description="Write report.html (one file, opens without a network) and plots/*.png, and "
         "print the tables. Runs that differ only by their seed are shown as one; unfinished runs "
-        "are welcome.",
+        "are shown as far as they got.",
     )
     report.add_argument(
         "runs",
@@ -206,13 +209,13 @@ def _add_rewards(commands: argparse._SubParsersAction) -> None:
     rewards = commands.add_parser(
         "rewards",
         help="check a data set's own solutions against its reward",
-        description="Look at rewards without a model.",
+        description="Try rewards without a model.",
     )
     check = rewards.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
         "check",
         help="score every row's own solution and name the rows that fail",
         description="Score every row's own solution by the configuration's reward and name the "
-        "rows that fail: no model can earn what they do not.",
+        "rows that fail: a model could not do better on them.",
     )
     check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for train or eval")
     check.add_argument(
@@ -226,7 +229,7 @@ def _add_methods(commands: argparse._SubParsersAction) -> None:
     methods = commands.add_parser(
         "methods",
         help="list the methods, or explain one",
-        description="List the methods; with a name, what it does and its hyperparameters.",
+        description="List the methods; with a NAME, say what it does and which keys it has.",
     )
     methods.add_argument("name", nargs="?", metavar="NAME", help="one method")
     methods.set_defaults(run=_methods)
@@ -236,15 +239,15 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a tiny model by several methods and compare them",
-        description="Train a tiny base model, post-train it by several methods, compare them. "
-        "Stages that are finished are not run again, interrupted ones go on.",
+        description="Train a tiny base model, post-train it by several methods and compare them. "
+        "What is finished is not run again; what was interrupted goes on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of all runs")
     demo.add_argument("--methods", nargs="+", default=list(COMPARED), help="see `gac methods`")
     demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
     demo.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
-    demo.add_argument("--jobs", type=int, default=None, help="runs at a time; None: the cores")
+    demo.add_argument("--jobs", type=int, default=None, help="runs at a time; None: one per core")
     demo.set_defaults(run=_demo)
 
 

@@ -14,11 +14,22 @@ from gac.train_config import TrainConfig
 
 
 def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
-    """Write the model of a run directory as `from_pretrained` reads it: what `gac export` does.
+    """Write the model of a run as a folder for `from_pretrained`: what `gac export` does.
 
-    step: which checkpoint; None = the last intact one, "best" = of the evaluated ones the most
-    accurate. Adapters are merged into the model. Returns the checkpoint. Raises NoCheckpoint if
-    there is none, FileExistsError if `out` is not empty.
+    Adapters are merged into the model.
+
+    Args:
+        run: a run directory.
+        out: a new or empty folder.
+        step: which checkpoint; "best": the most accurate of the evaluated ones; None: the last
+            intact one.
+
+    Returns:
+        The checkpoint that was read.
+
+    Raises:
+        NoCheckpoint: there is none.
+        FileExistsError: `out` is not empty.
     """
     if not (run / "config.yaml").is_file():
         raise NoCheckpoint(f"RUN={str(run)!r} is no run directory: it has no config.yaml")

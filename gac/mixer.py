@@ -1,16 +1,4 @@
-"""Our side of a step inside another trainer: which demonstrations, which weight, what was seen.
-
-The trainer keeps its own rollout loss; an adapter adds the demonstrations' to it:
-
-    rows = mixer.draw()                       # at the start of an optimiser step
-    loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)      # in its micro-batches
-    mixer.observe(moments)                    # of whatever a micro-batch scored
-    log = mixer.close(group)                  # at the end of the step: the next mu
-
-Every rank draws the same rows without asking the others, and `close` sees to it that all ranks had
-one mu. Losses are those that gradient averaging turns into the step's: each rank's micro-batches
-add up, and the ranks' sums are averaged.
-"""
+"""Our side of a step inside another trainer, whichever it is; see `Mixer`."""
 
 from __future__ import annotations
 
@@ -38,16 +26,28 @@ FILE = "gac.json"
 
 
 class Mixer:
-    """The controller, the order of the demonstrations and the sums of one optimiser step.
+    """The controller inside another trainer: which demonstrations, which weight, what was seen.
+
+    The trainer keeps its own rollout loss, and the demonstrations' loss is added to it::
+
+        rows = mixer.draw()                  # at the start of an optimiser step
+        loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)  # in each micro-batch
+        mixer.observe(out.moments)           # of whatever a micro-batch scored
+        log = mixer.close()                  # at the end of the step: the next mu
+
+    Every rank draws the same rows without asking the others, and `close` makes sure that all ranks
+    had one mu. Losses are those that gradient averaging turns into the step's: the micro-batches of
+    a rank add up, and the sums of the ranks are averaged.
 
     Args:
         controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
-            only: GAC (proxy signals), CHORD, Constant, KLControl; None = GAC().
+            only: GAC (proxy signals), CHORD, Constant, KLControl; None: GAC().
         rows: number of demonstrations that there are.
         batch: demonstrations of one optimiser step, over all ranks.
-        seed: of the order of the demonstrations.
+        seed: seed of the order of the demonstrations.
 
-    Raises ValueError for a method that an outer mixture cannot serve.
+    Raises:
+        ValueError: a method that needs more than log-probabilities, or a bad number.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class Mixer:
         return self._mix.pair.demo * loss
 
     def observe(self, moments: TokenMoments | None) -> None:
-        """Add the statistics of a micro-batch's rollouts, or of its demonstrations."""
+        """Add the statistics of what a micro-batch scored: rollouts, demonstrations or both.
+
+        Raises:
+            ValueError: there are none, because the loss was called with `moments=False`.
+        """
         if moments is None:
             raise ValueError("moments=None: call the loss with moments=True")
         totals = moments.totals.clone()
@@ -101,11 +105,16 @@ class Mixer:
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """End the optimiser step: one small gather, the next mu, and this step's values.
 
-        group: the data-parallel ranks; None = all processes, or this one alone.
+        Args:
+            group: the data-parallel ranks; None: all processes, or this one alone.
 
-        Returns mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
-        sft_variance, rl_variance, disagreement, kl and demo_tokens; what was not measured is left
-        out. Raises RuntimeError where the ranks' mu differ, or no rank has scored anything.
+        Returns:
+            mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
+            sft_variance, rl_variance, disagreement, kl and demo_tokens; without what was not
+            measured.
+
+        Raises:
+            RuntimeError: the ranks' mu differ, or no rank has scored anything.
         """
         total, losses = self._gather(group)
         seen: dict[str, Any] = {
@@ -170,7 +179,11 @@ class Mixer:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. Raises ValueError for the state of another method or data."""
+        """Go on from `state_dict()`.
+
+        Raises:
+            ValueError: the state of another method, or of other demonstrations.
+        """
         missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
         require(not missing, "state", missing, "a dict from state_dict(): these keys are missing")
         if state["name"] != self.method.name:
@@ -191,7 +204,11 @@ class Mixer:
         part.replace(path)
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. Raises FileNotFoundError where the folder has no such file."""
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: the folder has no such file.
+        """
         path = Path(folder) / FILE
         if not path.is_file():
             raise FileNotFoundError(

@@ -128,9 +128,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: ModelConfig, seed: int = 0) -> Any:
-    """The PreTrainedModel (or peft's wrap of it) with its head attached, in training mode.
+    """The PreTrainedModel (or peft's wrapper of it) with its head attached, in training mode.
 
-    seed: draws new weights and adapters.
+    Args:
+        config: which model, and how it is held in memory.
+        seed: seed of new weights and adapters.
     """
     check_source("model.path", config.path)
     remedy = "give what transformers' save_pretrained wrote"
@@ -176,12 +178,15 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
 
 
 def attach_head(model: PreTrainedModel) -> bool:
-    """Teach `model.forward` the keyword `request`; True if it reaches hidden states and weight.
+    """Teach a causal model's forward the keyword `request`.
 
-    `model.plain_head` says the same later.
+    `model(input_ids, request=f)` returns `f(head)` with a `Head`, inside the forward, where FSDP
+    holds the head's weight whole. Without `request` the model is as before. Whether the head is a
+    plain matrix product is measured on a few tokens, not looked up by name: a model with a scaled
+    or soft-capped head falls back to its logits, with a warning.
 
-    Whether the head is a plain matrix product is measured on a few tokens, not looked up by name:
-    a model with a scaled or soft-capped head falls back to its logits, with a warning.
+    Returns:
+        Whether the head is a plain matrix product; `model.plain_head` says the same later.
     """
     plain = _plain_head(model)
     if not plain:

@@ -46,7 +46,8 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     """Prompts to sample on, and demonstrations."""
     reward: Any = "math"
-    """A name, a mapping or package.module:function; see the rewards."""
+    """How responses are scored: math, exact, choice, format, code, package.module:function, or a
+    mapping with a `name` and its options, or a `sum` of several."""
     reward_noise: RewardNoise | None = None
     """Wrong rewards in training, for experiments: {rate: 0.35, start: 64}."""
     rollouts: RolloutConfig = RolloutConfig()
@@ -71,8 +72,8 @@ class TrainConfig:
     monitor_kl_every: int = 0
     """Measure the KL to the reference policy every so many steps even if nothing needs it."""
     kl_rows: int | None = None
-    """Rollouts per step, over all ranks, that tell the KL to the reference policy where it is only
-    measured, not part of the loss; null: all of them."""
+    """Rollouts per step, over all ranks, on which the KL to the reference policy is measured where
+    it is not part of the loss; null: all of them."""
     checkpoint_every: int = 100
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = 2

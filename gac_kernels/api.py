@@ -44,26 +44,42 @@ def fused_gac_loss(
 ) -> LossOutput:
     """The mixed loss (1 - mu) rollout_loss + mu demo_loss of a batch, and its statistics.
 
+    Rows are rollouts or demonstrations, as `is_demo` says. A batch is padded, [B, T], or packed:
+    S sequences end to end, N tokens in all, with `cu_seqlens`.
+
     Args:
         logits: [B, T, V], or packed [N, V]; float32, bfloat16 or float16, rows of any stride.
-        targets: int64 [B, T] or [N], the token that each row of logits scores; -100 = no loss.
-        advantages: [B] or [B, T]; packed: [S] or [N].
-        is_demo: bool [B]; packed: [S]. True = demonstration.
-        mu: weight of the demonstrations; a 0-d tensor is used where it lives. Under torch.compile
-            use a tensor: a new number compiles anew.
-        old_logps: like targets, log-probs of the sampling policy; None = on-policy.
-        ref_logps: like targets, needed when `spec.kl_coef` is not 0.
-        cu_seqlens: int32 [S + 1], where each packed sequence starts and the last one ends.
+        targets: int64 [B, T], or packed [N]: the token that each row of logits predicts; -100
+            where there is no loss.
+        advantages: [B] or [B, T]; packed: [S] or [N]. Read on rollouts only.
+        is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout.
+        mu: weight of the demonstrations, in [0, 1]. A 0-d tensor stays on its device. Under
+            torch.compile pass a tensor: each new number would compile again.
+        old_logps: like targets: log-probabilities under the policy that sampled the rollouts;
+            None if it is the policy being trained.
+        ref_logps: like targets: log-probabilities under the reference policy; required when
+            `spec.kl_coef` is not 0.
+        cu_seqlens: int32 [S + 1]: where each packed sequence starts, and where the last one ends.
         spec: clip, KL, entropy, demonstration weight, reductions, temperature.
-        rollout_norm, demo_norm: global count that divides the term; None = this batch's own.
+        rollout_norm: count that divides the rollout term, over all micro-batches and ranks;
+            None: the count of this batch.
+        demo_norm: the same for the demonstration term.
         moments: False skips the statistics.
-        overwrite: the gradient may take the logits' own storage; they are gone after the call.
-            No effect on rows that share memory (an expanded tensor has no room for their
+        overwrite: let the gradient take the logits' memory; they are gone after the call. Has no
+            effect on rows that share memory (an expanded tensor has no room for their
             gradients), nor under torch.compile, which plans its own memory.
         backend: "auto", "reference", "triton" or "native".
 
-    Raises TypeError or ValueError naming the argument, RuntimeError for a backend that cannot run.
-    Source: the paper's equations 1 to 9; arXiv 2402.03300 (GRPO), 2508.11408 (CHORD).
+    Returns:
+        The loss, differentiable once with respect to `logits`, with its parts and statistics.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; the message names it.
+        ValueError: a wrong shape or an impossible value; the message names the argument.
+        RuntimeError: the chosen backend cannot run here; the message says why.
+
+    Source:
+        The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
     checks.rows("logits", logits, targets)
     inputs = BatchInputs(
@@ -105,10 +121,14 @@ def token_logprobs(
     Args:
         logits: [B, T, V] or [N, V]; float32, bfloat16 or float16, rows of any stride.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it before the softmax.
         backend: "auto", "reference", "triton" or "native".
 
-    Returns (logps, entropy), float32, like targets; entropy in nats.
+    Returns:
+        (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fused_gac_loss`.
     """
     checks.rows("logits", logits, targets)
     checks.temperature(temperature)
@@ -147,22 +167,27 @@ def fused_linear_gac_loss(
 ) -> LossOutput:
     """`fused_gac_loss` of the logits hidden @ weight.T + bias, which never exist as a whole.
 
-    Gradients are made in the forward (6 N H V FLOPs in all); rows without a loss enter no GEMM,
-    rows whose gradient is known to be 0 the forward GEMM only, a frozen weight costs no GEMM.
-    Under autocast the operands are rounded to its dtype and gradients reach float32 weights in
-    float32. Needs a plain weight: under FSDP call it inside the module's forward.
+    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in all. Rows
+    without a loss take part in no matrix product, rows whose gradient is known to be 0 only in the
+    forward one, and a frozen weight costs none. Under autocast the operands are rounded to its
+    dtype, and the gradients of float32 weights are float32. The weight must be whole: under FSDP
+    call this inside the module's forward.
+
+    The arguments that are not listed, and the errors, are those of `fused_gac_loss`.
 
     Args:
         hidden: [B, T, H], or packed [N, H]; float32, bfloat16 or float16, rows of any stride.
-        weight: [V, H], hidden's dtype (any under autocast).
+        weight: [V, H], of hidden's dtype; of any float dtype under autocast.
         bias: [V], or None.
-        overwrite: accepted as in `fused_gac_loss`; there are no logits to overwrite.
-        chunk_bytes: memory for what is in flight; None = 128 MiB on a CPU, 1000 MiB on a GPU.
-        sketch: also return `out.sketch`, [S, size, size]: both projections of each sequence's part
-            in the gradient of the weight, of its own term at weight 1, also where no gradient is
-            wanted. nan for sequences whose rows were skipped because mu is 0 or 1.
+        overwrite: accepted for symmetry; there are no logits to overwrite.
+        chunk_bytes: memory for one chunk of logits and gradients; None: 128 MiB on a CPU, 1000
+            MiB on a GPU.
+        sketch: also compute `LossOutput.sketch`, even where no gradient is wanted. nan for
+            sequences whose rows were skipped because mu is 0 or 1.
 
-    The other arguments, the result and the errors are those of `fused_gac_loss`.
+    Returns:
+        The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
+        and statistics.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     inputs = BatchInputs(
@@ -197,16 +222,23 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the logits hidden @ weight.T + bias, which never exist as a whole.
 
-    The backward recomputes the logits of the rows that have an upstream gradient (8 N H V FLOPs).
+    The backward pass recomputes the logits of the rows that receive a gradient: 8 N H V FLOPs in
+    all.
 
     Args:
         hidden: [B, T, H] or [N, H]; float32, bfloat16 or float16, rows of any stride.
-        weight: [V, H], hidden's dtype (any under autocast); bias: [V] or None.
+        weight: [V, H], of hidden's dtype; of any float dtype under autocast.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
-        temperature: the logits are divided by it.
+        bias: [V], or None.
+        temperature: the logits are divided by it before the softmax.
+        backend: "auto", "reference", "triton" or "native".
         chunk_bytes: as in `fused_linear_gac_loss`.
 
-    Returns (logps, entropy), float32, like targets; entropy in nats.
+    Returns:
+        (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fused_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     checks.temperature(temperature)
@@ -238,17 +270,21 @@ def loss_from_logprobs(
     demo_norm: float | Tensor | None = None,
     moments: bool = True,
 ) -> LossOutput:
-    """`fused_gac_loss` for a caller who has log-probabilities; differentiable in them.
+    """`fused_gac_loss` for a caller who has log-probabilities instead of logits.
+
+    The arguments that are not listed, and the errors, are those of `fused_gac_loss`.
 
     Args:
         logps: [B, T] or packed [N]: log-probability of each target under the policy at
-            `spec.temperature`, which is not applied again; any float dtype, computed in float32
-            or better. Not read where targets are -100.
-        targets: int64, like logps; only whether they are -100 is read.
-        entropy: like logps: entropy of each distribution, nats; None = unknown, which is an error
-            if `spec.entropy_coef` is not 0, and nan in the output where there is a loss.
+            `spec.temperature`, which is not applied again. Any float dtype; the arithmetic is
+            float32 or better. Not read where the target is -100.
+        targets: int64, like logps; only whether a target is -100 is read.
+        entropy: like logps: entropy of each distribution, nats. None if unknown: an error when
+            `spec.entropy_coef` is not 0, else nan in the output.
 
-    The other arguments, the result and the errors are those of `fused_gac_loss`.
+    Returns:
+        The loss, differentiable with respect to `logps` and `entropy`, with its parts and
+        statistics.
     """
     checks.logprobs(logps, entropy, targets)
     inputs = BatchInputs(

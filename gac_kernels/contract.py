@@ -15,13 +15,21 @@ IGNORE = -100  # a target with this value has no loss
 
 
 class DemoWeight(enum.Enum):
-    """Weight w of a demonstration token whose probability is p; w is never differentiated."""
+    """The loss of a demonstration token whose probability is p.
 
-    ONE = "one"  # w = 1: cross-entropy
-    P = "p"  # w = p: DFT, arXiv 2508.05629
-    PHI = "phi"  # w = p (1 - p): CHORD, arXiv 2508.11408
-    SHAPED = "shaped"  # loss = -A p / (p + c), differentiated: LUFFY, arXiv 2504.14945
-    TRUST = "trust"  # loss = -p / max(p, c), denominator detached: TRAPO, arXiv 2512.17636
+    It is -w log p with a weight w that is not differentiated, or a function of p (the last two).
+    """
+
+    ONE = "one"
+    """w = 1: plain cross-entropy."""
+    P = "p"
+    """w = p: DFT, arXiv 2508.05629."""
+    PHI = "phi"
+    """w = p (1 - p): CHORD, arXiv 2508.11408. Small where the model is sure or clueless."""
+    SHAPED = "shaped"
+    """loss = -A p / (p + c), differentiated, A the advantage: LUFFY, arXiv 2504.14945."""
+    TRUST = "trust"
+    """loss = -p / max(p, c), the denominator not differentiated: TRAPO, arXiv 2512.17636."""
 
 
 REDUCTIONS = ("sequence", "token", "constant")
@@ -41,30 +49,37 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Everything about the loss that is not a tensor. Raises ValueError on an impossible value."""
+    """Everything about the loss that is not a tensor.
+
+    Raises:
+        TypeError: a field that is not a number.
+        ValueError: an impossible value; the message names the field and what it may be.
+    """
 
     clip_low: float | None = 0.2
-    """The ratio is clipped below at 1 - clip_low; None: not at all."""
+    """The probability ratio to the sampling policy is clipped below at 1 - clip_low; None: not at
+    all."""
     clip_high: float | None = 0.2
     """The ratio is clipped above at 1 + clip_high; None: not at all."""
     dual_clip: float | None = None
-    """c > 1: with a negative advantage the policy term is at most -c A (arXiv 1912.09729)."""
+    """c > 1: with a negative advantage A the policy term is at most -c A (arXiv 1912.09729)."""
     kl_coef: float = 0.0
-    """Weight of the KL estimator to `ref_logps` in every rollout token."""
+    """Weight of the KL to the reference policy (`ref_logps`) on every rollout token."""
     kl_estimator: str = "k3"
-    """"k1", "k2" or "k3" (joschu.net/blog/kl-approx.html)."""
+    """Estimator of that KL: "k1", "k2" or "k3" (joschu.net/blog/kl-approx.html)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus in every rollout token."""
+    """Weight of the entropy bonus on every rollout token."""
     demo_weight: DemoWeight = DemoWeight.PHI
-    """Weight of the demonstration tokens."""
+    """Weight of the demonstration tokens: one, p, phi, shaped or trust."""
     demo_shape: float = 0.1
-    """The constant c of SHAPED and TRUST."""
+    """The constant c of the weights "shaped" and "trust"."""
     rollout_reduction: str = "sequence"
-    """"sequence", "token" or "constant"."""
+    """How token losses become the rollout term: "sequence" (mean per row, then over rows), "token"
+    (mean over all tokens) or "constant" (sum over rows times `max_tokens`)."""
     demo_reduction: str = "token"
-    """"sequence", "token" or "constant"."""
+    """The same for the demonstration term."""
     max_tokens: float | None = None
-    """Tokens that every sequence counts for under a "constant" reduction."""
+    """Tokens that every row counts for under a "constant" reduction."""
     temperature: float = 1.0
     """The logits are divided by it before the softmax."""
 
@@ -110,22 +125,22 @@ def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:
 
 
 class Signals(NamedTuple):
-    """The controller's three inputs; nan where the batch could not tell."""
+    """The controller's three inputs; nan where the batch does not tell (no rollouts, say)."""
 
     sft_variance: float
     """sigma_s^2: trimmed variance of the demonstrations' mean negative log-likelihood, nats^2."""
     rl_variance: float
     """sigma_r^2: variance of the rollouts' sequence-level advantage."""
     disagreement: float
-    """Delta g~^2: mean squared difference of the z-scored coefficients phi(p_t) and A_t."""
+    """Delta g~^2: mean squared difference of the z-scored phi(p_t) and A_t of rollout tokens."""
 
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Sufficient statistics of a batch. Adding them over micro-batches and ranks loses nothing.
+    """Sufficient statistics of a batch: `a + b` is exactly those of both batches together.
 
-    The rollout moments are means and centred sums, so that merging does not cancel (Chan's rule).
-    With w = 1 / (tokens of the sequence) per rollout token, s = phi(p_t) and r = A_t:
+    The rollout moments are means and centred sums, so merging loses no precision (Chan's rule).
+    They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
     """
 
     rollouts: Tensor
@@ -133,8 +148,8 @@ class TokenMoments:
     sum w (s - mean s)^2, sum w (r - mean r)^2, sum w (s - mean s)(r - mean r), and
     sum over rollouts of (mean_t A_t - mean r)^2."""
     demo_nll: Tensor
-    """float64 [S]: each demonstration's mean negative log-likelihood; -inf in other places, which
-    no log-likelihood can be, while nan tells of a broken one."""
+    """float64 [S]: each demonstration's mean negative log-likelihood; -inf, which no likelihood
+    gives, marks rollouts, and nan a broken demonstration."""
     totals: Tensor
     """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
     sum of the entropy over rollout tokens, sum of the entropy over demonstration tokens."""
@@ -157,7 +172,7 @@ class TokenMoments:
         return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
-        """The sum over all ranks of `group`, identical on each; a no-op without process group."""
+        """The sum over all ranks of `group`, identical on each; without a process group, self."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return self
         ranks = dist.get_world_size(group)
@@ -173,9 +188,13 @@ class TokenMoments:
         return sum(parts[1:], parts[0])
 
     def signals(self, trim: float = 0.1) -> Signals:
-        """The paper's equations 7 to 9 from the sums: one device-to-host copy.
+        """What the controller reads, by the paper's equations 7 to 9: one copy to the host.
 
-        trim: share of the sorted demonstrations that is dropped at each end, in [0, 0.5).
+        Args:
+            trim: share of the sorted demonstrations that is dropped at each end, in [0, 0.5).
+
+        Raises:
+            ValueError: a share outside of that.
         """
         if not 0 <= trim < 0.5:
             raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
@@ -233,10 +252,9 @@ def _merge(a: Tensor, b: Tensor) -> Tensor:
 
 
 class LossOutput(NamedTuple):
-    """What `fused_gac_loss` returns. All but `loss` are detached; losses are float32 0-d tensors.
+    """What the fused losses return. All but `loss` are detached; losses are float32 0-d tensors."""
 
-    A named tuple, because FSDP's hooks look for the tensors inside and do not see a dataclass's.
-    """
+    # a named tuple, because FSDP's hooks look for the tensors inside and do not see a dataclass's
 
     loss: Tensor
     """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
@@ -255,5 +273,6 @@ class LossOutput(NamedTuple):
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None under `moments=False`."""
     sketch: Tensor | None = None
-    """float32 [S, size, size]: R G_s S^T of each sequence's part in the gradient of the head's
-    weight, see `HeadSketch`; None where none was asked for."""
+    """float32 [S, k, k], k rows in both projections: R G S^T, with G each sequence's share of the
+    gradient of its own term with respect to the head's weight, see `HeadSketch`; None unless asked
+    for."""

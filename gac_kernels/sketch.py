@@ -29,12 +29,21 @@ _VOCABULARY, _HIDDEN = range(2)  # streams of signs
 
 @dataclass(frozen=True)
 class HeadSketch:
-    """Which projections: `size` rows each, drawn from `seed`."""
+    """Two random projections R [size, V] and S [size, H] of the gradient of the head's weight.
+
+    They keep inner products on average: the mean of <R A S^T, R B S^T> over seeds is <A, B>.
+
+    Raises:
+        ValueError, TypeError: a size or a seed that cannot be used.
+
+    Source:
+        R is a count sketch (Charikar, Chen and Farach-Colton, 2002), S a dense sign matrix.
+    """
 
     size: int = 16
     """Rows of both projections, a power of two from 4 to 64."""
     seed: int = 0
-    """Another seed draws other projections."""
+    """Seed of both projections."""
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:

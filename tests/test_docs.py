@@ -11,6 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from gac import cli
+from gac.config import load, parse_yaml
+from gac.evaluation.suite import EvalConfig
+from gac.train_config import TrainConfig
 from tools import quickstart
 
 from .tiny import write_tiny
@@ -76,6 +79,22 @@ def test_commands_run_as_written(page, tmp_path, monkeypatch):
             words = line.split("#")[0].replace("'", "").split()
             assert words[0] == "gac", f"{line!r}: say why it does not run here"
             assert cli.main(words[1:]) == cli.OK, line
+
+
+@pytest.mark.parametrize("page", with_code("yaml"), ids=name)
+def test_configurations_can_be_read(page):
+    """As that of a run or of an evaluation, whose keys differ."""
+    for block in blocks(page, "yaml"):
+        if not block.reason:
+            keys = parse_yaml(block.text)
+            load(EvalConfig if {"tasks", "settings"} & set(keys) else TrainConfig, keys)
+
+
+@pytest.mark.parametrize("page", with_code("json"), ids=name)
+def test_rows_can_be_read(page):
+    for block in blocks(page, "json"):
+        for line in block.text.splitlines():
+            assert {"prompt", "answer"} <= set(json.loads(line))
 
 
 def save_weights(folder: Path) -> None:

@@ -6,18 +6,20 @@ come from the annotations and every error names the key, the offending value and
 
 from .build import choose, load
 from .dump import dump, save
-from .help import describe, field_docs
+from .help import Key, describe, field_docs, keys
 from .types import Choice, ConfigError
 from .yaml_text import YamlError, parse_yaml, to_yaml
 
 __all__ = [
     "Choice",
     "ConfigError",
+    "Key",
     "YamlError",
     "choose",
     "describe",
     "dump",
     "field_docs",
+    "keys",
     "load",
     "parse_yaml",
     "save",

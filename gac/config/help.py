@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 from .dump import to_plain
 from .types import Choice, choice_of, type_name
@@ -15,13 +15,42 @@ WIDTH = 96
 FEW = 8  # so many names of a choice stand on the key's own line
 
 
+class Key(NamedTuple):
+    """One key of a configuration, as people read it."""
+
+    name: str
+    """With those around it: `optim.lr`."""
+    kind: str
+    """Its type, and its default as in YAML."""
+    words: str
+    """The docstring under the field, or else the comment on its line."""
+    choices: list[str]
+    """The names of a long choice, a line per family."""
+    section: bool
+    """Whether it holds the keys that follow."""
+
+
 def describe(cls: type, prefix: str = "") -> str:
     """One paragraph per key of the dataclass `cls`, nested dataclasses as `key.sub`.
 
-    A field's words are the docstring under it or else the comment on its line. prefix: put before
-    every key, for a dataclass that is itself a field.
+    prefix: put before every key, for a dataclass that is itself a field.
     """
-    return "\n".join(_paragraphs(cls, None, f"{prefix}." if prefix else ""))
+    lines = []
+    for key in keys(cls, prefix):
+        lines += [""] * key.section + [f"{key.name}: {key.kind}"]
+        if key.words:
+            lines.append(textwrap.indent(textwrap.fill(key.words, WIDTH - 4), " " * 4))
+        lines += [
+            textwrap.fill(line, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8,
+                          break_on_hyphens=False)
+            for line in key.choices
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def keys(cls: type, prefix: str = "") -> list[Key]:
+    """Every key of the dataclass `cls`: plain ones first, then each nested one with its own."""
+    return _keys(cls, None, f"{prefix}." if prefix else "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -54,30 +83,26 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _paragraphs(cls: type, instance: Any, prefix: str) -> list[str]:
-    """Plain keys first, then each nested dataclass after an empty line.
-
-    `instance` supplies the defaults where the field that holds `cls` sets its own.
-    """
+def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
+    """`instance` supplies the defaults where the field that holds `cls` sets its own."""
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = field_docs(cls)
-    plain, nested = [], []
+    plain: list[Key] = []
+    nested: list[Key] = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         hint, default = hints[field.name], _default(field, instance)
-        key, inside = f"{prefix}{field.name}", _nested_class(hint)
-        lines = [f"{key}: {_kind(hint, default)}"]
-        if docs.get(field.name):
-            lines.append(textwrap.indent(textwrap.fill(docs[field.name], WIDTH - 4), " " * 4))
+        name, inside = f"{prefix}{field.name}", _nested_class(hint)
         choice = choice_of(hint)
-        if choice and len(choice.table()) > FEW:
-            lines += _names(choice)
+        names = _names(choice) if choice and len(choice.table()) > FEW else []
+        words = docs.get(field.name, "")
+        key = Key(name, _kind(hint, default), words, names, inside is not None)
         if inside:
             inner = default if dataclasses.is_dataclass(default) else None
-            nested += ["", *lines, *_paragraphs(inside, inner, f"{key}.")]
+            nested += [key, *_keys(inside, inner, f"{name}.")]
         else:
-            plain += lines
+            plain.append(key)
     return plain + nested
 
 
@@ -100,13 +125,7 @@ def _names(choice: Choice) -> list[str]:
     families: dict[str, list[str]] = {}
     for name, cls in choice.table().items():
         families.setdefault(choice.family(cls) if choice.family else "names", []).append(name)
-    return [
-        textwrap.fill(
-            ", ".join(names), WIDTH, initial_indent=f"      {family}: ",
-            subsequent_indent=" " * 8, break_on_hyphens=False,
-        )
-        for family, names in families.items()
-    ]  # fmt: skip
+    return [f"{family}: {', '.join(names)}" for family, names in families.items()]
 
 
 def _default(field: dataclasses.Field, instance: Any) -> Any:

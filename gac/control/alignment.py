@@ -16,15 +16,17 @@ class Alignment(NamedTuple):
     inner_variance: float
     """Squared standard error of `inner`; an unbiased estimate, so it may come out negative."""
     sft_square: float
-    """|g_s|^2, noise taken off; may come out negative."""
+    """`|g_s|^2` without the part of the noise; may come out negative."""
     rl_square: float
-    """|g_r|^2, noise taken off; may come out negative."""
+    """`|g_r|^2` without the part of the noise; may come out negative."""
 
 
 def alignment(gram: Tensor, sft_count: int) -> Alignment:
     """From inner products of independent micro-batch gradients of each side.
 
-    gram: float64 [M_s + M_r, M_s + M_r], micro-batches of equal size, SFT first. sft_count: M_s.
+    Args:
+        gram: float64 [M_s + M_r, M_s + M_r], micro-batches of equal size, SFT first.
+        sft_count: M_s.
 
     Each is a U-statistic. The mean C of the block C_ij = <x_i, y_j> is unbiased because the sides
     are independent, and C^2 minus the mean of C_ij C_kl over i != k, j != l, an unbiased estimate

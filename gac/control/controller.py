@@ -25,21 +25,29 @@ ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """The options of the controller. Raises ValueError on an impossible value."""
+    """The options of the controller; `paper()` gives those of the printed Algorithm 1.
+
+    Raises:
+        ValueError: an impossible value; the message names the field and what it may be.
+
+    Source:
+        The paper's Algorithm 1 and equations 3 to 13; see the page about the controller.
+    """
 
     ema: str = "state"
-    """"state": m_t = beta m_{t-1} + (1 - beta) mu*, blended with the prior. "literal":
-    beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": mu* itself."""
+    """How mu* is averaged. "state": m_t = beta m_{t-1} + (1 - beta) mu*, then blended with the
+    prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": not at
+    all."""
     ema_decay: float = 0.99
-    """beta in [0, 1)."""
+    """Decay beta of that average, in [0, 1)."""
     prior_blend: float = 0.5
     """lambda in [0, 1]: share of the adaptive weight; 1 is no prior, 0 is the prior alone."""
     max_step: float = 0.01
     """c-bar >= 0: largest change of mu in one step; 1 is no cap."""
     update_every: int = 10
-    """f_mu: the signals are refreshed every so many steps."""
+    """f_mu: optimiser steps between two refreshes of the signals."""
     early_update_every: int | None = None
-    """f_mu of the first `early_steps` steps (the paper tried 2); None: as later."""
+    """f_mu of the first `early_steps` steps (the paper tried 2); null: as later."""
     early_steps: int = 100
     """Number of steps under `early_update_every`."""
     signal_decay: float = 0.9
@@ -57,26 +65,26 @@ class ControllerConfig:
     alpha_max: float = 0.95
     """Largest alpha."""
     kl_target: float = 0.02
-    """KL_tgt > 0, nats per token."""
+    """KL_tgt > 0: the KL to the reference policy that alpha steers to, nats per token."""
     kl_up: float = 0.2
-    """eta_up >= 0: gain above the band."""
+    """eta_up >= 0: gain of alpha's move while the KL is above the band around its target."""
     kl_down: float = 0.3
-    """eta_down >= 0: gain below the band."""
+    """eta_down >= 0: gain while it is below the band."""
     kl_hysteresis: float = 0.1
-    """h >= 0: no move while KL / KL_tgt is in [1 - h, 1 + h]."""
+    """h >= 0: alpha does not move while KL / KL_tgt is in [1 - h, 1 + h]."""
     kl_decay: float = 0.9
-    """EMA decay of the KL, in [0, 1), started at the first value."""
+    """EMA decay of the KL, in [0, 1); the average starts at the first value."""
     kl_sign: int = 1
     """+1: a high KL asks for more SFT, as printed; -1: for less."""
     alpha_every: str = "refresh"
-    """Alpha moves at "refresh" steps, or at every "step"."""
+    """When alpha moves: on "refresh" steps, or on every "step"."""
     estimator: str = "independent"
     """mu* by equation 3 ("independent"), 4 ("correlated"), the exact optimum under biases
     ("biased"), or equation 5 with b_r as its g-bar ("biased_paper")."""
     prior: Callable[[int], float] = field(default_factory=Prior)
-    """mu_prior(t) in [0, 1], t from 0; see gac.control.schedules."""
+    """mu_prior(t) in [0, 1] as a function of the step t, from 0; see `gac.control.schedules`."""
     gate: Gate | None = None
-    """The blend is a proposal that is multiplied by the gate's trust; None: it is mu itself."""
+    """A gate multiplies the blend by its trust; null: the blend is mu itself."""
 
     def __post_init__(self) -> None:
         for name in ("ema_decay", "signal_decay", "kl_decay"):
@@ -113,12 +121,16 @@ class ControllerConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> ControllerConfig:
-        """Algorithm 1 exactly as printed, with the paper's numbers; `changes` override fields."""
+        """Algorithm 1 exactly as printed, with the paper's numbers.
+
+        Args:
+            changes: fields that differ from those.
+        """
         printed: dict[str, Any] = {"ema": "literal", "alpha_every": "step", "signal_decay": 0.99}
         return cls(**(printed | changes))
 
     def is_refresh(self, t: int) -> bool:
-        """Whether update t, counted from 0, wants signals."""
+        """Whether update `t`, counted from 0, wants signals."""
         early = self.early_update_every
         return t % (self.update_every if early is None or t >= self.early_steps else early) == 0
 
@@ -162,7 +174,11 @@ class ControllerState:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> ControllerState:
-        """Inverse of `to_dict`. Raises ValueError on missing, unknown or non-finite entries."""
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: missing, unknown or non-finite entries.
+        """
         plain = {"gate": None, **plain}  # earlier versions had no gate
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
         require(not wrong, "state", wrong, "a dict from to_dict(): these keys are amiss")
@@ -196,10 +212,14 @@ def step(
 ) -> ControllerState:
     """One update: Algorithm 1 with the options of `config`.
 
-    signals: this refresh's sigma_s^2, sigma_r^2 and disagreement; a non-finite one keeps its old
-        average. kl: mean KL per token to the reference, nats; non-finite counts as not given.
-    corrections: for the estimators other than "independent"; zero until the first.
-    alignment: this refresh's inner product of both gradients, for a gate.
+    Args:
+        config: the options.
+        state: the state before the update, which is not modified.
+        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; one that is not finite
+            keeps its old average. None between refreshes.
+        kl: mean KL to the reference policy per token, nats; not finite counts as not given.
+        corrections: for the estimators other than "independent"; zero until the first.
+        alignment: inner product of both gradients at this refresh, for a gate.
     """
     decay = config.signal_decay
     known = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -285,9 +305,13 @@ def _clip(value: float, low: float, high: float) -> float:
 
 
 class GuidedController:
-    """Keeps the state of one run: call `update` once per optimiser step, in step order.
+    """Chooses mu in a training loop of your own: call `update` once per optimiser step, in order.
 
-    The same inputs give the same mu on every rank, so feed it all-reduced signals and KL.
+    The same inputs give the same mu on every rank, so feed it signals and a KL that are reduced
+    over all ranks.
+
+    Args:
+        config: the options; None: `ControllerConfig()`.
     """
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
@@ -304,7 +328,19 @@ class GuidedController:
         corrections: Corrections | None = None,
         alignment: Alignment | None = None,
     ) -> float:
-        """mu of this step; arguments as in `step`. Signals belong to refresh steps only."""
+        """Take in what a step measured and return the next mu.
+
+        Args:
+            signals: the three signals, on steps where `is_refresh()`; one that is not finite keeps
+                its old average. None: no news.
+            kl: mean KL to the reference policy per rollout token, nats; None or not finite: no
+                news.
+            corrections: covariance and biases, for the estimators other than "independent".
+            alignment: inner product of both gradients, for a gate.
+
+        Returns:
+            mu, the weight of the demonstrations, in [mu_min, mu_max].
+        """
         self.state = step(self.config, self.state, signals, kl, corrections, alignment)
         return self.state.mu
 
@@ -338,12 +374,13 @@ class GuidedController:
         return 1.0 if self.config.gate is None else self.config.gate.trust(self.state.gate)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain JSON types: `ControllerState.to_dict`."""
+        """The state in plain JSON types, for a checkpoint."""
         return self.state.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the trajectory that `state_dict` was taken from, under the same config.
 
-        Raises ValueError on missing, unknown or non-finite entries, and changes nothing then.
+        Raises:
+            ValueError: missing, unknown or non-finite entries; the state is unchanged then.
         """
         self.state = ControllerState.from_dict(state)

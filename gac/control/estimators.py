@@ -14,12 +14,12 @@ from gac.checks import finite, require
 
 
 class Corrections(NamedTuple):
-    """What equations 4 and 5 add to equation 3. With d = g_s* - g_r* and Delta = b_s - b_r:"""
+    """What equations 4 and 5 add to equation 3, with d = g_s* - g_r* and Delta = b_s - b_r."""
 
     covariance: float = 0.0
     """c = tr Cov of the two noises."""
     bias_gap_sq: float = 0.0
-    """|Delta|^2."""
+    """`|Delta|^2`."""
     bias_gap_dot_d: float = 0.0
     """<Delta, d>."""
     rl_bias_dot_d: float = 0.0
@@ -39,14 +39,21 @@ def mu_star(
 
     Args:
         alpha: target share of the SFT gradient, in [0, 1].
-        disagreement: D >= 0, like the next two in one common unit.
-        sft_variance: sigma_s^2 >= 0.
-        rl_variance: sigma_r^2 >= 0.
-        covariance: c. True moments satisfy 2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a
-            denominator <= 0, whose quotient is clipped as the paper does.
+        disagreement: `D = |g_s* - g_r*|^2` >= 0; this and the next two in one common unit.
+        sft_variance: sigma_s^2 >= 0, total variance of the SFT gradient.
+        rl_variance: sigma_r^2 >= 0, total variance of the RL gradient.
+        covariance: c, trace of the covariance of both. True moments satisfy
+            2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a denominator <= 0, whose quotient is
+            clipped as the paper does.
 
-    With every term zero nothing is known, and alpha is returned. Raises ValueError on nan,
-    infinity, a negative variance, or alpha outside of [0, 1].
+    Returns:
+        mu*, in [0, 1]; alpha where every term is zero, which says nothing.
+
+    Raises:
+        ValueError: nan, infinity, a negative variance, or alpha outside of [0, 1].
+
+    Source:
+        The paper's Theorem 1 and its extension to correlated noise.
     """
     plain = Corrections(covariance=covariance)
     return mu_star_biased(alpha, disagreement, sft_variance, rl_variance, plain)
@@ -65,8 +72,21 @@ def mu_star_biased(
         ------------------------------------------
         |d + Delta|^2 + sigma_s^2 + sigma_r^2 - 2 c
 
-    Our derivation (docs/controller.md); equation 5 is its special case where d is orthogonal to
-    both biases and the paper's g-bar is b_r. Arguments and errors as in `mu_star`.
+    Equation 5 is its special case where d is orthogonal to both biases and the paper's g-bar is
+    b_r. Errors as in `mu_star`.
+
+    Args:
+        alpha: target share of the SFT gradient, in [0, 1].
+        disagreement: `|d|^2` >= 0, with `d = g_s* - g_r*`.
+        sft_variance: sigma_s^2 >= 0.
+        rl_variance: sigma_r^2 >= 0.
+        corrections: covariance and bias terms.
+
+    Returns:
+        mu*, in [0, 1].
+
+    Source:
+        Our derivation, on the page about the controller.
     """
     alpha, d, ss, rr = _checked(alpha, disagreement, sft_variance, rl_variance)
     cov, gap, gap_d, rl_d, rl_gap = map(finite, Corrections._fields, corrections)
@@ -85,11 +105,12 @@ def mu_star_biased_paper(
     bias_dot_gradient: float,
     bias_gap_sq: float,
 ) -> float:
-    """Equation 5 as printed, clipped to [0, 1]. Arguments and errors as in `mu_star`, and:
+    """Equation 5 as printed, clipped to [0, 1]; the arguments not listed are those of `mu_star`.
 
-    bias_dot_gradient: <b_r - b_s, g-bar>; the paper does not define g-bar. In its appendix:
-        gamma |g-bar|^2.
-    bias_gap_sq: |b_r - b_s|^2 >= 0.
+    Args:
+        bias_dot_gradient: `<b_r - b_s, g-bar>`; the paper does not define g-bar. In its appendix:
+            `gamma |g-bar|^2`.
+        bias_gap_sq: `|b_r - b_s|^2` >= 0.
     """
     alpha, d, ss, rr = _checked(alpha, disagreement, sft_variance, rl_variance)
     cov = finite("covariance", covariance)

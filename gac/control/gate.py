@@ -47,7 +47,11 @@ class GateState(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> GateState:
-        """From plain JSON types. Raises ValueError on a wrong number of values or nan."""
+        """From plain JSON types.
+
+        Raises:
+            ValueError: a wrong number of values, or nan.
+        """
         known = len(cls._fields)
         require(len(values) == known, "gate", values, f"{known} numbers, or None")
         return cls(*(finite("gate", value) for value in values))
@@ -55,10 +59,10 @@ class GateState(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """mu = proposal * trust, trust = clip(at_zero + slope * measure, 0, 1).
+    """Lowers mu where the gradient of the demonstrations opposes that of the rewards.
 
-    What is not known (nan) changes nothing, and before the first measurement the trust is that of
-    a measure of 0.
+    mu = proposal * trust with trust = clip(at_zero + slope * measure, 0, 1). What is not known
+    (nan) changes nothing, and before the first measurement the trust is that of a measure of 0.
     """
 
     form: str = "z"

@@ -194,7 +194,7 @@ class RandomDisagreement(SpoiltSignals):
         require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
 
     def spoil(self, signals: Signals, step: int) -> Signals:
-        """A draw that hangs on the seed and the step."""
+        """A draw that depends on the seed and the step alone."""
         draw = uniform("disagreement", self.seed, step)
         return signals._replace(disagreement=self.low + (self.high - self.low) * draw)
 
@@ -214,14 +214,18 @@ Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> Reading:
     """Unbiased moments of the two mean gradients from the Gram matrix of their micro-batches.
 
-    gram: [M_s + M_r, M_s + M_r] inner products; micro-batches of equal size, SFT first.
-    sft_count: M_s.
-    paired: micro-batch j of both sides was drawn jointly (M_s = M_r); otherwise c = 0.
-
     With xbar the mean of M gradients x_i: tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)), and
     |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average, which
-    is taken off: the disagreement may come out negative. A variance needs two micro-batches, and
-    is nan without. Raises ValueError on a shape that does not fit.
+    is subtracted: the disagreement may come out negative. A variance needs two micro-batches, and
+    is nan without.
+
+    Args:
+        gram: [M_s + M_r, M_s + M_r] inner products; micro-batches of equal size, SFT first.
+        sft_count: M_s.
+        paired: micro-batch j of both sides was drawn jointly (M_s = M_r); otherwise c = 0.
+
+    Raises:
+        ValueError: a shape that does not fit.
     """
     gram, sft = _checked_gram(gram, sft_count)
     rl = gram.shape[0] - sft
@@ -254,9 +258,10 @@ def sketch_moments(sketches: Sketches) -> Reading:
 def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
     """The bias terms of the exact optimum from a 4 x 4 Gram matrix of mean gradients.
 
-    gram: [4, 4] inner products of: SFT as used, RL as used, SFT without bias, RL without bias
-        (for instance phi-weighted and plain, clipped and unclipped), all on the same tokens.
-    covariance: c, handed through.
+    Args:
+        gram: [4, 4] inner products of: SFT as used, RL as used, SFT without bias, RL without bias
+            (for instance phi-weighted and plain, clipped and unclipped), all on the same tokens.
+        covariance: c, passed through.
     """
     gram = torch.as_tensor(gram, dtype=torch.float64)
     require(gram.shape == (4, 4), "gram", tuple(gram.shape), "a [4, 4] matrix")

@@ -73,23 +73,23 @@ class DataConfig:
     prompts: str | None = None
     """Source of the prompts that are sampled and scored."""
     demos: str | None = None
-    """Source of the demonstrations; None: those rows of `prompts` that carry `demo_field`."""
+    """Source of the demonstrations; null: those rows of `prompts` that have a `demo_field`."""
     demo_shifts: tuple[DemoShift, ...] | None = None
-    """Exchanges of `demos` in the middle of a run, e.g. [{step: 64, demos: worse.jsonl}]."""
+    """Other `demos` from some step on, for experiments, e.g. [{step: 64, demos: worse.jsonl}]."""
     prompt_field: str = "prompt"
     """Field with the question."""
     answer_field: str | None = "answer"
-    """Field with the gold answer, needed in every row of `prompts`; None: there are no answers."""
+    """Field with the right answer, needed in every row of `prompts`; null: there are no answers."""
     answer_pattern: str | None = None
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
-    """Field with the expert response; None: there are no demonstrations."""
+    """Field with the expert response; null: there are no demonstrations."""
     id_field: str = "id"
     """Field with the row's id; rows without it are named after their line."""
     choices_field: str = "choices"
     """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Keep the rows whose field has this value, or one of this list of values."""
+    """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
     template: str | None = None
     """Text around the question: `{prompt}` and any other field of the row; `{{` is a brace."""
     demo_template: str | None = None

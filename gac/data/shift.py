@@ -37,7 +37,9 @@ def check_shifts(shifts: Sequence[DemoShift]) -> None:
 class ShiftingOrder:
     """Which set a step reads, and which of its rows: an `Order` for each set.
 
-    starts: the first step of each set, rising; the first is 0. sizes: rows of each set.
+    Args:
+        starts: the first step of each set, rising; the first is 0.
+        sizes: rows of each set.
     """
 
     def __init__(self, starts: Sequence[int], sizes: Sequence[int], seed: int) -> None:
@@ -55,7 +57,11 @@ class ShiftingOrder:
         return {**first, "later": later} if later else first
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises ValueError if it belongs to other sets."""
+        """Go on from `state`.
+
+        Raises:
+            ValueError: it belongs to other sets.
+        """
         states = [state, *state.get("later", [])]
         if len(states) != len(self.orders):
             raise ValueError(

@@ -27,8 +27,13 @@ class Difference(NamedTuple):
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Chance that at least one of `k` of `samples` responses drawn without replacement is right.
 
-    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1), unbiased for k fresh samples.
-    Raises ValueError for k outside [1, samples].
+    It is 1 - C(n - c, k) / C(n, k) for c right ones of n, unbiased for k fresh samples.
+
+    Raises:
+        ValueError: k outside of [1, samples], or correct outside of [0, samples].
+
+    Source:
+        arXiv 2107.03374, equation 1.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k={k!r}: use a number in [1, {samples}], the samples per prompt")
@@ -38,13 +43,22 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
-    """95 % Wilson interval of the mean score over prompts; (nan, nan) without prompts.
+    """95 % Wilson interval of the mean score over prompts.
 
-    means: the mean score of each prompt, in [0, 1].
+    Its sample size is n p (1 - p) / variance, at least n: with one right-or-wrong sample per prompt
+    that is n, and more samples make a prompt count for more. At a mean of 0 or 1 it is n.
 
-    The size that enters is n p (1 - p) / variance, at least n: with one right-or-wrong sample a
-    prompt it is n, more samples make a prompt worth more. At a mean of 0 or 1 it is n.
-    Source: Wilson 1927; effective size as for clustered samples (Kish 1965).
+    Args:
+        means: the mean score of each prompt, in [0, 1].
+
+    Returns:
+        (low, high); (nan, nan) without prompts.
+
+    Raises:
+        ValueError: a score outside of [0, 1].
+
+    Source:
+        Wilson 1927; the effective size is that of clustered samples (Kish 1965).
     """
     values = np.asarray(means, dtype=float)
     n = len(values)
@@ -80,9 +94,10 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Mean of first - second over pairs (prompts, or seeds), with a bootstrap interval.
+    """Mean of first - second over pairs (prompts, or seeds), with its 95 % bootstrap interval.
 
-    Raises ValueError where the two differ in length.
+    Raises:
+        ValueError: the two differ in length.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values cannot be paired")

@@ -91,11 +91,17 @@ def evaluate_single(config: EvalConfig) -> dict[str, Any]:
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
-    """Run every task that OUT does not hold yet; returns what OUT/results.json then holds.
+    """Run every task whose results the folder `config.out` does not hold yet.
 
-    against: another results.json or its folder; adds the paired difference over shared prompts.
+    Args:
+        config: the model, and what it is asked.
+        against: another results.json or its folder; adds the paired difference over shared prompts.
 
-    Raises ConfigError where OUT belongs to other settings, or `against` holds no results.
+    Returns:
+        What results.json then holds: accuracies with their intervals, by task.
+
+    Raises:
+        ConfigError: `config.out` belongs to other settings, or `against` holds no results.
     """
     out = Path(config.out)
     other = read_samples(against) if against else None

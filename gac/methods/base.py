@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
 class Observation:
     """What training knows when the weights of the next step are chosen; None = not measured.
 
-    Every value is global over ranks and stems from the step before.
+    Every value is of the step before, over all ranks.
     """
 
     step: int
@@ -145,33 +145,45 @@ class Observation:
 
 @dataclass(frozen=True)
 class Method:
-    """How one method combines SFT and RL. Fields are its hyperparameters and become CLI flags."""
+    """How one method combines SFT and RL.
+
+    Fields of a subclass are its hyperparameters and become configuration keys. State is a mapping
+    of plain JSON types that goes in and comes out, so that every checkpoint holds it.
+    """
 
     name: ClassVar[str] = ""
-    """Key in the table of methods and value of `method.name` in a configuration."""
+    """What a configuration calls it: `method: NAME`."""
     family: ClassVar[str] = ""
-    """Row group in the table of methods."""
+    """Its group in lists of methods."""
     source: ClassVar[str] = ""
     """Where the formula is published."""
     cost: ClassVar[str] = "none"
-    """Work per step beyond one forward of every row and one backward of those that learn."""
+    """Work per step beyond one forward pass of every row and one backward pass of those that
+    learn."""
     keeps_best: ClassVar[bool] = False
-    """True: the run ends with the weights of its best evaluation."""
+    """Whether the run ends with the weights of its best evaluation."""
 
     def needs(self, step: int) -> Needs:
-        """What step `step` (from 0) provides and measures."""
+        """What the trainer must provide and measure in step `step`, from 0."""
         return Needs()
 
     def sampling(self, completions: int) -> Sampling:
-        """How prompts and demonstrations become rows, for `completions` rollouts per prompt."""
+        """How prompts and demonstrations become rows, with `completions` rollouts per prompt."""
         return Sampling()
 
     def loss(self, base: LossSpec) -> Loss:
-        """The loss of this method, from the run's own settings."""
+        """What the method minimises; `base` is the run's section `loss`."""
         return Loss(base)
 
     def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
-        """What rewards [Q, K] make of the rows; arguments as in `group_credit`."""
+        """Advantages and row weights from rewards.
+
+        Args:
+            rewards: [Q, K], of K rollouts of each of Q prompts.
+            demos: [Q] rewards of demonstrations that are members of their prompt's group; None:
+                they are not.
+            kind: how rewards are normalised, as `rollouts.advantages`.
+        """
         return group_credit(rewards, demos, kind)
 
     def init(self) -> State:
@@ -179,23 +191,42 @@ class Method:
         return {}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        """The weights of the step that follows `last`, and the state after choosing them."""
+        """Choose the weights of the next step; the one method that a subclass must have.
+
+        Args:
+            state: the state so far.
+            last: what training knows, measured in the step before.
+
+        Returns:
+            The new state, and the weights.
+        """
         raise NotImplementedError
 
     def solve(
         self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:
-        """Weights of the two terms from the gradients; None skips the update.
+        """Change the weights after both gradients are known, under `Needs.parts`.
 
-        gram: float64 [2 n, 2 n] inner products of the `parts`, demonstrations first; the gradient
-        of a term is the mean of its parts.
+        Args:
+            state: the state so far.
+            gram: float64 [2 n, 2 n] inner products of the n parts of each term, demonstrations
+                first; the gradient of a term is the mean of its parts.
+            mix: the weights that `mix` chose.
+            last: as in `mix`.
+
+        Returns:
+            The new state, and the weight of each term; None skips the update.
         """
         return state, mix.pair
 
     def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
-        """The state after an update, and what the signal source reads in a step with signals."""
+        """Learn from an update that was applied.
+
+        Returns:
+            The new state, and what the signal source read, in a step with signals.
+        """
         return state, None
 
     def report(self, state: State) -> dict[str, float | None]:
-        """Further columns of the metrics file, e.g. mu_star, prior, alpha."""
+        """Further columns of `metrics.jsonl`, such as mu_star, prior and alpha."""
         return {}

@@ -15,7 +15,8 @@ _made: dict[str, type[Method]] = {}  # every preset, for pickle
 def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
     """A frozen subclass of `base` under `name`; `changes` are its new defaults or attributes.
 
-    Raises TypeError for a change that `base` has no field or class attribute for.
+    Raises:
+        TypeError: a change that `base` has no field or class attribute for.
     """
     hints = typing.get_type_hints(base, include_extras=True)
     known = base.__dataclass_fields__  # class variables are listed there, too

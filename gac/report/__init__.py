@@ -14,11 +14,18 @@ __all__ = ["find_folders", "find_runs", "results_table", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write `out/report.html` and `out/plots` about the given run directories; returns the page.
+    """Write `out/report.html` and `out/plots` about runs, finished or not.
 
-    A directory without metrics.jsonl stands for the runs and the results of `gac eval` below it.
-    Runs may be unfinished. Raises FileNotFoundError where there is neither, ConfigError for a
-    config.yaml that is not YAML.
+    Args:
+        runs: run directories, or folders that hold runs and results of `gac eval`.
+        out: the folder of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        FileNotFoundError: a folder without runs or results.
+        ConfigError: a config.yaml that is not YAML.
     """
     from .page import render, render_evaluations
     from .plots import draw_plots
@@ -38,7 +45,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def results_table(runs: Sequence[Path]) -> str:
-    """The report's tables as aligned plain text; takes and raises the same as `write_report`."""
+    """The report's tables as aligned plain text; `runs` and errors as in `write_report`."""
     found, evaluations = _find(runs)
     texts = [_table_of([read_run(path) for path in found])] if found else []
     return "\n\n".join([*texts, *([evaluations_table(evaluations)] if evaluations else [])])

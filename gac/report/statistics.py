@@ -33,8 +33,17 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
 def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> float:
     """Area under the KL curve over optimiser steps by the trapezoid rule; unit: nats x steps.
 
-    floor: only the part of the piecewise linear curve above this value counts, with the crossing
-    points taken exactly. nan without any finite KL.
+    Args:
+        steps: [n] optimiser steps.
+        kl: [n] KL at these steps, nats; what is not finite is left out.
+        floor: only the part of the piecewise linear curve above this value counts, with exact
+            crossing points.
+
+    Returns:
+        The area; nan without any finite KL.
+
+    Source:
+        The paper's tables 9 and 21.
     """
     steps, kl = finite(steps, kl)
     if not len(kl):
@@ -53,10 +62,19 @@ def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> fl
 def large_mu_events(
     steps: np.ndarray, mu: np.ndarray, window: int, threshold: float = LARGE_CHANGE
 ) -> tuple[int, int]:
-    """(windows over which mu changed by more than `threshold`, windows in all).
+    """Count the windows over which mu changed by more than `threshold`.
 
-    Windows are `window` steps long, follow each other from the first recorded step, and count only
-    when mu is recorded at both of their ends.
+    Windows follow each other from the first recorded step, and count only when mu is recorded at
+    both of their ends.
+
+    Args:
+        steps: [n] optimiser steps.
+        mu: [n] mu at these steps.
+        window: length of a window, in steps.
+        threshold: the change above which a window counts.
+
+    Returns:
+        (windows with such a change, windows in all).
     """
     steps, mu = finite(steps, mu)
     if not len(mu):

@@ -33,7 +33,11 @@ class RewardError(UserError, ValueError):
 
 
 class Reward(ABC):
-    """Scores completions. Subclasses give `outcomes`; most derive from `RowReward` instead."""
+    """Scores completions: call it with texts and their examples.
+
+    A subclass gives `outcomes`; one that looks at a completion at a time derives from `RowReward`
+    and gives `score`.
+    """
 
     name = "reward"
     """How messages call it."""
@@ -49,10 +53,10 @@ class Reward(ABC):
         """One outcome per row; a row's own failure is returned, not raised."""
 
     def at(self, step: int) -> None:  # noqa: B027 - most rewards are the same at every step
-        """What is scored from now on belongs to optimiser step `step`, from 0."""
+        """Say that what is scored from now on belongs to optimiser step `step`, from 0."""
 
     def counts(self) -> dict[str, int]:
-        """Events so far that a run should show, by name (checks cut off, for instance)."""
+        """Events so far that a run should show, by name: checks that ran out of time, say."""
         return {}
 
     def explain(self, completion: str, example: Example) -> str:

@@ -21,7 +21,7 @@ class CheckConfig:
     data: DataConfig
     """The prompts; a row's solution is its demonstration, else its answer."""
     reward: Any = "math"
-    """A name, a mapping or package.module:function; see the rewards."""
+    """A name, a mapping or package.module:function."""
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,10 @@ def _shared_pool(timeout: float, workers: int | None) -> GradingPool:
 class MathReward(Reward):
     """1 where the completion's final answer equals the gold answer as mathematics, else 0.
 
-    Gold first, then the answer, as math-verify wants it (the comparison is not symmetric). The
-    final answer is what follows the last `####` (a bare number, or the last line), else what
-    math-verify finds in the completion (a boxed expression, "the answer is ...", else the last
-    number or formula). The checks run in worker processes; one that takes more than `timeout` is
-    cut off, scores 0 and is counted.
-    A gold answer that is no mathematics is an error of the row.
+    The final answer is what follows the last `####` (a bare number, or the last line), else what
+    math-verify finds in the completion: a boxed expression, "the answer is ...", else the last
+    number or formula. The checks run in worker processes; one that takes more than `timeout` is
+    stopped, scores 0 and is counted. A gold answer that is no mathematics is an error of the row.
 
     Args:
         timeout: CPU seconds for one check.

@@ -50,7 +50,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; the loss of the rollouts uses the same."""
     top_p: float = 1.0
-    """Nucleus; below 1 the sampling policy is not the one that the loss differentiates."""
+    """Nucleus sampling; below 1 the sampling policy is not the one that the loss differentiates."""
     stop: tuple[str, ...] = ()
     """Texts of one token each that end a response, beside the tokenizer's end token."""
     reuse: int = 1

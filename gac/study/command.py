@@ -10,7 +10,7 @@ from typing import Any
 
 from gac.cells import aligned, percent, span
 
-SET_HELP = "one configuration key for every run, e.g. steps=200; may be repeated, last wins"
+SET_HELP = "one configuration key for every run, e.g. steps=200; the last of several wins"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -50,7 +50,17 @@ logger = logging.getLogger(__name__)
 def train(config: TrainConfig, resume: bool = True) -> Path:
     """Run the training that `config` describes, from its last checkpoint if it has one.
 
-    Returns the run directory. Raises KeyboardInterrupt after saving when it is interrupted.
+    Args:
+        config: what `gac train` reads from a file.
+        resume: False refuses a run directory that already holds a run.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UserError: the configuration, the data or the machine cannot do this; one line says why.
+        RunError: the run had to stop; the message says what to do.
+        KeyboardInterrupt: it was interrupted, and a checkpoint is written.
     """
     try:
         return Trainer(config, resume).run()
