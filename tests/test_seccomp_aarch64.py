@@ -1,0 +1,128 @@
+"""The allow-list as libseccomp compiles it for aarch64, interpreted: no such machine is needed.
+
+It says which calls the filter lets pass there, not that Python runs under it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+import sys
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+from gac.sandbox import confine
+
+AARCH64, X86_64 = 0xC00000B7, 0xC000003E  # linux/audit.h
+ALLOWED, KILLED, EPERM = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+ENOSYS = 0x00050000 | errno.ENOSYS
+# include/uapi/asm-generic/unistd.h
+PASSING = {
+    "read": 63, "write": 64, "close": 57, "lseek": 62, "fstat": 80, "ppoll": 73, "pselect6": 72,
+    "brk": 214, "munmap": 215, "futex": 98, "exit": 93, "exit_group": 94, "rt_sigaction": 134,
+    "rt_sigreturn": 139, "clock_gettime": 113, "clock_nanosleep": 115, "getrandom": 278,
+    "rseq": 293, "getpid": 172, "gettid": 178, "dup3": 24,
+}  # fmt: skip
+REFUSED = {
+    "openat": 56, "openat2": 437, "newfstatat": 79, "statx": 291, "execve": 221, "execveat": 281,
+    "kill": 129, "tgkill": 131, "tkill": 130, "socket": 198, "socketpair": 199, "pipe2": 59,
+    "ptrace": 117, "process_vm_readv": 270, "memfd_create": 279, "io_uring_setup": 425,
+    "prctl": 167, "seccomp": 277, "bpf": 280, "unshare": 97, "setns": 268, "mount": 40,
+    "pidfd_open": 434, "pidfd_getfd": 438, "ioctl": 29, "shmget": 194, "pkey_mprotect": 288,
+}  # fmt: skip
+
+
+class ForAarch64:
+    """libseccomp, whose new filters are for aarch64; it translates the numbers of calls."""
+
+    def __init__(self, library):
+        self._library = library
+
+        def seccomp_init(action):
+            context = library.seccomp_init(action)
+            pointer = ctypes.c_void_p(context)
+            assert library.seccomp_arch_add(pointer, ctypes.c_uint32(AARCH64)) == 0
+            assert library.seccomp_arch_remove(pointer, ctypes.c_uint32(0)) == 0  # the native one
+            return context
+
+        library.seccomp_init.restype = ctypes.c_void_p
+        self.seccomp_init = seccomp_init
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+
+@pytest.fixture(scope="module")
+def filter_():
+    library = ctypes.CDLL(confine.LIBSECCOMP)
+    if platform.machine() != "aarch64":
+        library = ForAarch64(library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda *a, **k: library)
+        return [struct.unpack_from("=HBBI", one) for one in _eights(confine.compile_filter())]
+
+
+def _eights(program):
+    return (program[i : i + 8] for i in range(0, len(program), 8))
+
+
+def verdict(program, call, *arguments, architecture=AARCH64):
+    """What classic BPF (the kernel's seccomp subset of it) returns for one call."""
+    padded = [*arguments, *[0] * (6 - len(arguments))]
+    data = struct.pack("=IIQ6Q", call, architecture, 0, *padded)
+    accumulator = place = 0
+    while True:
+        code, if_true, if_false, constant = program[place]
+        place += 1
+        if code == 0x06:  # return
+            return constant
+        if code == 0x20:  # load a word
+            (accumulator,) = struct.unpack_from("=I", data, constant)
+        elif code == 0x54:  # and
+            accumulator &= constant
+        elif code == 0x05:  # jump
+            place += constant
+        else:
+            holds = {0x15: accumulator == constant, 0x25: accumulator > constant,
+                     0x35: accumulator >= constant, 0x45: bool(accumulator & constant)}  # fmt: skip
+            place += if_true if holds[code] else if_false
+
+
+def test_computing_is_allowed(filter_):
+    assert {n for n, number in PASSING.items() if verdict(filter_, number) != ALLOWED} == set()
+
+
+def test_everything_else_is_refused(filter_):
+    assert {n for n, number in REFUSED.items() if verdict(filter_, number) != EPERM} == set()
+    known = set(PASSING.values())
+    passing = {n for n in range(1024) if verdict(filter_, n, 99, 0, 7) == ALLOWED}
+    assert known <= passing and len(passing) <= len(confine._ALLOWED)
+
+
+def test_calls_that_depend_on_their_arguments(filter_):
+    clone, clone3, mmap, mprotect, fcntl, prlimit64 = 220, 435, 222, 226, 25, 261
+    threads = [verdict(filter_, clone, flags) for flags in confine._THREAD_FLAGS]
+    assert threads == [ALLOWED, ALLOWED]
+    assert verdict(filter_, clone, 17) == EPERM  # SIGCHLD: a fork
+    assert verdict(filter_, clone, confine._THREAD_FLAGS[0] | 0x10000000) == EPERM  # a user space
+    assert verdict(filter_, clone3, 0) == ENOSYS
+    for call in (mmap, mprotect):
+        assert [verdict(filter_, call, 0, 0, mode) for mode in (1, 3, 4, 7)] == [
+            ALLOWED, ALLOWED, EPERM, EPERM,
+        ]  # fmt: skip
+    assert [verdict(filter_, fcntl, 0, command) for command in (1, 3, 8, 10)] == [
+        ALLOWED, ALLOWED, EPERM, EPERM,
+    ]  # fmt: skip
+    assert verdict(filter_, prlimit64, 0, 7, 0, 5) == ALLOWED
+    assert verdict(filter_, prlimit64, 0, 7, 5, 0) == EPERM
+    assert verdict(filter_, prlimit64, 1, 7, 0, 5) == EPERM
+
+
+@pytest.mark.parametrize("architecture", [X86_64, 0x40000028, 0x40000003])
+def test_other_calling_conventions_end_the_process(filter_, architecture):
+    assert verdict(filter_, PASSING["read"], architecture=architecture) == KILLED
