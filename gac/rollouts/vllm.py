@@ -217,8 +217,8 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.adapted = {
-            f"{name}.base_layer.weight": layer
+        self.adapters = {
+            f"{name}.base_layer.weight": [(layer, adapter) for adapter in layer.active_adapters]
             for name, layer in inner.named_modules()
             if hasattr(layer, "get_delta_weight") and not layer.disable_adapters
         }
@@ -236,8 +236,8 @@ class Weights:
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.named:
-            value, layer = _whole(p.detach()), self.adapted.get(name)
-            for adapter in [] if layer is None else layer.active_adapters:
+            value = _whole(p.detach())
+            for layer, adapter in self.adapters.get(name, ()):
                 value = value + _whole(layer.get_delta_weight(adapter)).to(value.dtype)
             yield _plain(name), value
 

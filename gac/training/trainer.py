@@ -290,6 +290,7 @@ class Trainer:
             setup.gathered(model, self.config.parallel),
         ):
             rollouts = self.sampler(self.accelerator.unwrap_model(model), examples, self.step)
+        rollouts.rows = self.feed.balanced(rollouts.rows)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
         return rollouts
