@@ -88,12 +88,12 @@ def test_the_same_number_of_micro_batches_of_like_size():
 
 
 def long_tailed(model, tokenizer, prompts, *, samples, **_):
-    """Of 1 to 3 tokens, or of 30, drawn from the prompt alone."""
+    """Of 1 to 3 tokens, drawn from the prompt alone, and of 30 to half of the prompts."""
     found = []
     for prompt in prompts:
         for i in range(samples):
             rng = random.Random(f"{prompt}/{i}")
-            length = rng.choice([1, 2, 3, 30])
+            length = rng.choice([1, 2, 3] if sum(prompt) % 2 else [30])
             found.append(tuple(rng.randrange(3, 18) for _ in range(length)))
     return found
 
@@ -149,4 +149,5 @@ def test_no_result_depends_on_who_has_a_row(task, tmp_path, method, mode):
         assert_same(one, rank)
     loads = [x for rank in many for x in rank[3]]
     assert sum(dealt for dealt, _ in loads) == sum(mine for _, mine in loads)
-    assert max(mine for _, mine in loads) < 0.9 * max(dealt for dealt, _ in loads)
+    most = [max(side) for side in zip(*loads, strict=True)]
+    assert most[1] < 0.9 * most[0] or (method == "dpo" and most[1] == most[0])  # three long pairs

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import shutil
 import socket
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from trl.generation import vllm_client
-from trl.import_utils import is_vllm_available
 
 from gac.config import ConfigError, load
-from gac.errors import RunError
-from gac.rollouts import vllm
+from gac.errors import MissingExtra, RunError
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import generate
 from gac.train_config import TrainConfig
@@ -25,6 +24,8 @@ from . import ranks
 from .model_server import meet, serving
 from .tiny import metrics, tiny_config
 
+vllm_client = pytest.importorskip("trl.generation.vllm_client", reason="needs the extra `vllm`")
+vllm = importlib.import_module("gac.rollouts.vllm")
 PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7]
 ROLLOUTS = {"prompts": 4, "completions": 2, "max_new_tokens": 5, "engine": "vllm"}
 
@@ -270,7 +271,16 @@ def test_bad_settings(changes, message):
         load(TrainConfig, {"rollouts": {"engine": "vllm", "vllm": changes}})
 
 
-@pytest.mark.skipif(is_vllm_available(), reason="vllm is installed")
+def test_the_extra_is_named(monkeypatch, policy, task, tmp_path):
+    monkeypatch.delitem(sys.modules, "gac.rollouts.vllm")
+    monkeypatch.setitem(sys.modules, "trl.generation.vllm_client", None)
+    with pytest.raises(
+        MissingExtra, match=r"engine=vllm needs the extra vllm \(trl\): pip install"
+    ):
+        engine(task, "http://localhost:1", policy[1], tmp_path)
+
+
+@pytest.mark.skipif(vllm.is_vllm_available(), reason="vllm is installed")
 def test_the_transfer_between_gpus_needs_vllm(task, tmp_path):
     with pytest.raises(ConfigError, match="weights=nccl: it needs the package vllm"):
         Trainer(config(task, tmp_path / "run", "http://localhost:1", {"weights": "nccl"}))

@@ -6,7 +6,9 @@ waits for the rank with the longest ones. Which rank computes a row changes no r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from gac.parallel import collectives
 
@@ -43,6 +45,13 @@ def shares(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]
 
 def exchanged(rows: Sequence[Row], together: int = 1) -> list[Row]:
     """This rank's share of the rows that all ranks have, numbered anew. Every rank calls it."""
-    everyone = [row for found in collectives.gather(list(rows)) for row in found]
+    # numbers are unpacked by the rank that learns from them, not by all
+    compact = [row._replace(ids=_packed(row.ids)) for row in rows]
+    everyone = [row for found in collectives.gather(compact) for row in found]
     mine = shares(everyone, collectives.ranks(), together)[collectives.rank()]
-    return [row._replace(sequence=i) for i, row in enumerate(mine)]
+    return [row._replace(ids=tuple(row.ids), sequence=i) for i, row in enumerate(mine)]
+
+
+def _packed(ids: tuple[int, ...]) -> Any:
+    """With the length of `ids`, and pickled as bytes."""
+    return array("i", ids)
