@@ -29,7 +29,7 @@ from .generation import Draws, Responses, VLLMConfig, sampling_mode, until
 AT_ONCE = 64  # requests under way per rank; the server batches them
 FILE = 2**30  # bytes of one file of weights
 PROBE = 8  # tokens of the prompt and of the response that each update is checked on
-FAR = 0.5  # nats per token: rounding to bfloat16 makes less, another model more
+FAR = 0.5  # nats per token: room for a server that rounds to bfloat16
 
 
 class Server:
