@@ -22,6 +22,7 @@ EXTRAS = {
     },
     "lora": {"peft"},
     "hub": {"datasets"},
+    "vllm": {"trl", "requests"},
 }  # fmt: skip
 """Extra of pyproject.toml -> the packages that it brings."""
 

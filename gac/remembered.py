@@ -1,6 +1,6 @@
 """Help text that takes seconds to make, because torch is imported for it, kept between commands.
 
-The text hangs on nothing but the source files, so it is kept under their names, sizes and times in
+The text depends on the source files alone, so it is kept under their names, sizes and times in
 the user's cache; whatever goes wrong there only costs the time.
 """
 

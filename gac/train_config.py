@@ -70,7 +70,7 @@ class TrainConfig:
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
-    """Measure the KL to the reference policy every so many steps even if nothing needs it."""
+    """Steps between measurements of the KL to the reference policy if nothing needs it; 0: none."""
     kl_rows: int | None = None
     """Rollouts per step, over all ranks, on which the KL to the reference policy is measured where
     it is not part of the loss; null: all of them."""

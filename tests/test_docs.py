@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import json
+import pkgutil
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +110,29 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
         path = (page.parent / target).resolve()
         assert path.exists() or path in WRITTEN, f"{name(page)} links to {target}"
+
+
+def shown() -> list[str]:
+    """What the reference pages take from docstrings."""
+    text = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return re.findall(r"^\.\. auto(?:function|class):: (\S+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("place", shown())
+def test_docstrings_have_one_style(place):
+    """Google's: a summary in a line, and sections; arguments are those of the signature."""
+    thing = pkgutil.resolve_name(place)
+    members = [m for n, m in vars(thing).items() if inspect.isfunction(m) and n[0] != "_"] * (
+        inspect.isclass(thing)
+    )
+    assert thing.__doc__, place
+    for function in [thing, *members]:
+        text = inspect.getdoc(function) or ""
+        assert text.splitlines()[:1] == [] or text.splitlines()[0].endswith((".", "::")), text
+        assert not re.search(r"^(Returns|Raises) |[.] (Returns|Raises) ", text, re.MULTILINE), text
+        if arguments := re.search(r"^Args:\n((?:[ ]{4}.*\n|\n)+)", text + "\n", re.MULTILINE):
+            named = re.findall(r"^ {4}(\w+): ", arguments[1], re.MULTILINE)
+            assert set(named) <= set(inspect.signature(function).parameters), text
 
 
 def test_the_quickstart_notebook_runs(monkeypatch):

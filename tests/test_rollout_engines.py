@@ -8,7 +8,7 @@ import torch
 from gac.config import ConfigError, load
 from gac.errors import RunError
 from gac.rollouts import paged
-from gac.rollouts.engines import sample
+from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import Draws, RolloutConfig, _parts, generate
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
@@ -25,6 +25,10 @@ def policy(task, tmp_path_factory):
     for p in trainer.model.parameters():  # sharp enough for a greedy choice without ties
         p.data.mul_(3 if p.dim() > 1 else 1)
     return trainer.model, trainer.tokenizer
+
+
+def sample(config, model, tokenizer, prompts, samples):
+    return make_engine(config, tokenizer)(model)(prompts, samples)
 
 
 def rollouts(**changes) -> RolloutConfig:
@@ -107,7 +111,7 @@ def test_responses_that_do_not_arrive_end_the_run(policy, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged"),
+    ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged, vllm"),
     ({"rollouts": {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}},
      "batch_tokens=9: the 2 rollouts"),
     ({"rollouts": {"paged": {"page_size": 2}}}, "page_size=2: use a number >= 4"),

@@ -13,6 +13,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PHONE = 390  # pixels: what is wider scrolls inside its own box
+MEASURE = """onload = () => document.querySelectorAll("iframe").forEach(frame => {
+    frame.title = frame.contentDocument.documentElement.scrollWidth })"""
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -64,19 +67,24 @@ def test_links_and_anchors_lead_somewhere(site):
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-def test_no_page_logs_an_error_in_a_browser(site, tmp_path):
+def test_every_page_fits_a_phone_and_logs_no_error(site, tmp_path):
     """One start of the browser for all pages: they are loaded in frames of one."""
     pages = sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html"))
-    frames = "".join(f'<iframe src="{site.as_uri()}/{page}"></iframe>' for page in pages)
+    frames = "".join(
+        f'<iframe width="{PHONE}" src="{site.as_uri()}/{page}"></iframe>' for page in pages
+    )
     index = tmp_path / "all.html"
-    index.write_text(f"<!doctype html><title>all</title>{frames}")
+    index.write_text(f"<!doctype html><title>all</title>{frames}<script>{MEASURE}</script>")
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+         "--allow-file-access-from-files", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
          "--virtual-time-budget=20000", index.as_uri()],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.count("<iframe") == len(pages)
     logged = re.findall(r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', done.stderr)
     assert not logged
+    widths = map(int, re.findall(r'title="(\d+)"', done.stdout))
+    assert {p: w for p, w in zip(pages, widths, strict=True) if w > PHONE} == {}

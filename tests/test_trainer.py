@@ -24,6 +24,7 @@ CONTRACT = {
     "step", "mu", "mu_star", "prior", "alpha", "kl", "sft_variance", "rl_variance", "disagreement",
     "rollout_loss", "demo_loss", "reward_mean", "entropy", "clip_fraction", "response_length",
     "grad_norm", "tokens", "seconds", "sampled_tokens", "sampling_seconds",
+    "sampled_responses", "sampling_share", "responses_per_second",
 }  # fmt: skip
 
 
@@ -56,6 +57,10 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
     ]  # fmt: skip
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
     assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
+    for r in rows:
+        assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
+        assert r["sampled_responses"] == 16
+        assert r["responses_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
 def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):

@@ -91,5 +91,5 @@ class CountedDigits(RowReward):
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without what a clock measured."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    clocks = ("seconds", "sampling_seconds")
+    clocks = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")
     return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]

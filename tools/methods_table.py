@@ -16,15 +16,16 @@ PAGE, RESULTS = DOCS / "methods.md", DOCS / "methods_study.json"
 INTRODUCTION = """\
 # Methods
 
-Written by `python -m tools.methods_table`; do not edit. A method is one frozen dataclass in
-`gac/methods/`; its fields are configuration keys (`gac methods NAME` explains them), e.g.
-`gac train run.yaml --set method=cagrad method.radius=0.8`. All methods share the trainer, the data,
-the loss kernels and the evaluation; formulas, choices and where the publications leave them open
-are in each class's own documentation.
+<!-- written by python -m tools.methods_table; do not edit -->
+
+Every way to combine SFT and RL that `gac train` knows. Choose one by its name and set its keys,
+e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NAME` explains them.
+All methods share the trainer, the data, the loss kernels and the evaluation. Each is one small class
+in `gac/methods/`, whose docstring says which choices the publication leaves open.
 
 **Needs** is what the trainer provides: `demonstrations` are a set of their own, `demonstrations of
 the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra** is work per step
-beyond one forward of every row and one backward of those that learn.
+beyond one forward pass of every row and one backward pass of those that learn.
 """
 
 

@@ -181,7 +181,8 @@ class ControllerState:
         """
         plain = {"gate": None, **plain}  # earlier versions had no gate
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        require(not wrong, "state", wrong, "a dict from to_dict(): these keys are amiss")
+        fault = "a dict from to_dict(): these keys are missing or unknown"
+        require(not wrong, "state", wrong, fault)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)
         for name in ("mu", "mu_ada", "alpha"):

@@ -25,8 +25,11 @@ def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> fl
 
 @dataclass(frozen=True)
 class Prior:
-    """The controller's prior: hold, half a cosine, hold. The paper's text gives no numbers; the
-    defaults follow its figure (about 0.85 for 200 steps, about 0.15 after 800)."""
+    """The controller's prior: hold, half a cosine, hold.
+
+    The paper's text gives no numbers; the defaults follow its figure (about 0.85 for 200 steps,
+    about 0.15 after 800).
+    """
 
     high: float = 0.85
     """Value of the first `hold` steps."""
@@ -53,8 +56,10 @@ class Prior:
 
 @dataclass(frozen=True)
 class RandomPrior:
-    """Uniform draws in [low, high]: the paper's misspecified prior. A function of the step, so
-    that a resumed run and every rank see the same values."""
+    """Uniform draws in [low, high]: the paper's misspecified prior.
+
+    A function of the step, so that a resumed run and every rank see the same values.
+    """
 
     low: float = 0.1
     """Smallest value."""

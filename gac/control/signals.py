@@ -85,7 +85,7 @@ class SketchSignals:
     """
 
     size: int = 16
-    """Rows of both projections of `gac_kernels.HeadSketch`; drawn anew at each refresh."""
+    """Rows of both projections of `gac_kernels.HeadSketch`; new ones at each refresh."""
 
     def __post_init__(self) -> None:
         HeadSketch(self.size)  # refuses an impossible size

@@ -10,6 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.methods.base import Needs
 from gac.train_config import TrainConfig
 
+from .balance import exchanged, shares
 from .examples import Example, Order, load_demos, load_prompts
 from .rows import Row, demo_row
 from .shift import ShiftingOrder
@@ -26,6 +27,7 @@ class Feed:
     ) -> None:
         self.method, self.steps = config.method, config.steps
         self.batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
+        self.rank, self.ranks = rank, ranks
         self.share = slice(rank, None, ranks)
         self.orders: dict[str, Order | ShiftingOrder] = {}
         needs = Needs.union(map(self.method.needs, range(config.steps)))
@@ -33,6 +35,9 @@ class Feed:
         self.demo_tokens, self.apart = sampling.demo_tokens, False
         self.shows = sampling.demos == "prompt"
         self.continues = any(stage.prefix for stage in sampling.stages)
+        self.together = 1 + sampling.pairs
+        # rows stay where several parts of each rank's are measured against each other
+        self.balances = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = Order(len(self.prompts), config.seed)
@@ -75,8 +80,14 @@ class Feed:
         if not (self.apart and self.method.needs(step).demos):
             return []
         taken = self.demo_order.take(step, self.batch)
-        share = taken[self.share]
-        return [demo_row(self.demos[which][i], self.demo_tokens) for which, i in share]
+        rows = [demo_row(self.demos[which][i], self.demo_tokens) for which, i in taken]
+        if self.balances:  # all ranks know all of them
+            return shares(rows, self.ranks, self.together)[self.rank]
+        return rows[self.share]
+
+    def balanced(self, rollouts: list[Row]) -> list[Row]:
+        """This rank's share of all ranks' rollouts, by tokens where these are what is counted."""
+        return exchanged(rollouts, self.together) if self.balances else rollouts
 
     def longest_start(self) -> int:
         """Tokens that a response can have before it: a prompt, and what is given of its

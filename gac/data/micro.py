@@ -24,14 +24,17 @@ class MicroBatches:
     unit: int = 1
     """So many rows in a row stay together, and are counted as one."""
 
-    def split(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """The micro-batches of `rows`. Raises ValueError for a unit beyond `tokens`."""
+    def split(self, rows: Sequence[Row], least: int = 1) -> list[list[Row]]:
+        """The micro-batches of `rows`, where they are packed `least` if there are enough rows.
+
+        Raises ValueError for a unit beyond `tokens`.
+        """
         if self.tokens is None:
             size = max(self.rows // self.unit, 1) * self.unit if self.rows else max(len(rows), 1)
             return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
         units = [rows[i : i + self.unit] for i in range(0, len(rows), self.unit)]
         self._check(units)
-        parts = self._pack(units) if self.packed else self._fill(units)
+        parts = self._pack(units, least) if self.packed else self._fill(units)
         return [[row for unit in part for row in unit] for part in parts]
 
     def _cost(self, unit: Unit) -> int:
@@ -47,12 +50,12 @@ class MicroBatches:
                 f"forward: use {longest} or more, or null"
             )
 
-    def _pack(self, units: Sequence[Unit]) -> list[list[Unit]]:
+    def _pack(self, units: Sequence[Unit], least: int) -> list[list[Unit]]:
         """Few parts of nearly equal tokens: longest first, each to the part with the fewest."""
         assert self.tokens is not None
         costs = list(map(self._cost, units))
         order = sorted(range(len(units)), key=lambda i: (-costs[i], i))
-        count = -(-sum(costs) // self.tokens)
+        count = max(-(-sum(costs) // self.tokens), min(least, len(units)))
         while True:
             heap = [(0, part) for part in range(count)]
             parts: list[list[int]] = [[] for _ in heap]

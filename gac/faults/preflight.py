@@ -16,11 +16,12 @@ from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank
 
 FORMAT = 2  # of what a checkpoint holds; raised when an older one cannot be gone on from
-# keys of TrainConfig that a run may change when it goes on: none changes what is learned from
+# keys of TrainConfig, with all below them, that a run may change when it goes on: none changes what
+# is learned from
 HARMLESS = {
     "out", "name", "steps", "eval", "micro_batch", "micro_tokens", "checkpoint_every",
     "keep_checkpoints",
-    "trackers", "export", "guards", "parallel",
+    "trackers", "export", "guards", "parallel", "rollouts.vllm",
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
     differing = [
         f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
         for key in sorted({*old, *new})
-        if key.partition(".")[0] not in HARMLESS and old.get(key) != new.get(key)
+        if not _harmless(key) and old.get(key) != new.get(key)
     ]
     if differing:
         raise ConfigError(
@@ -95,6 +96,10 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
             f"{ranks} are running; other numbers would come out. Start {was}, or set "
             "parallel.resize=true"
         )
+
+
+def _harmless(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in HARMLESS)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -139,8 +139,11 @@ class CodeReward(Reward):
         return outcomes
 
     def counts(self) -> dict[str, int]:
-        """Completions so far whose program ran out of CPU time (`timeouts`) or of the wall limit
-        (`stalled`), ended by a signal (`crashes`), or was not there (`no_program`)."""
+        """How many completions so far came to a bad end.
+
+        Their program ran out of CPU time (`timeouts`) or of the wall limit (`stalled`), ended by a
+        signal (`crashes`), or was not there (`no_program`).
+        """
         return dict(self._counts)
 
     def explain(self, completion: str, example: Example) -> str:

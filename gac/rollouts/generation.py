@@ -16,7 +16,8 @@ from gac.parallel.setup import calls, in_lockstep
 
 from .advantages import ADVANTAGES
 
-ENGINES = ("generate", "paged")
+ENGINES = ("generate", "paged", "vllm")
+WEIGHTS = ("disk", "nccl")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,31 @@ class PagedConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value!r}: use a number >= {least}")
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """The server of the engine `vllm`, which runs and is started apart from the trainer."""
+
+    url: str = "http://localhost:8000"
+    """Where it answers."""
+    model: str | None = None
+    """The name or folder that it serves, as it reports it; null: `model.path`."""
+    weights: str = "disk"
+    """How it gets the weights before each sampling. disk: from a folder that it shares with the
+    trainer. nccl: by TRL's transfer between GPUs, which needs the package vllm here too."""
+    folder: str | None = None
+    """disk: where, under the same path for both, e.g. in /dev/shm; null: in the run directory."""
+    timeout: float = 600.0
+    """Seconds after which an answer counts as missing."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url!r}: begin with http:// or https://")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r}: use seconds > 0")
 
 
 @dataclass(frozen=True)
@@ -62,9 +88,12 @@ class RolloutConfig:
     counted as its padded prompt and `max_new_tokens`."""
     engine: str = "generate"
     """generate: whole batches, each until its longest response ends. paged: transformers'
-    continuous batching, where a new response takes the place of each that ends."""
+    continuous batching, where a new response takes the place of each that ends. vllm: a server
+    that runs elsewhere (the extra `vllm`)."""
     paged: PagedConfig = PagedConfig()
     """Of the engine `paged`."""
+    vllm: VLLMConfig = VLLMConfig()
+    """Of the engine `vllm`."""
     advantages: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
@@ -135,7 +164,7 @@ def generate(
                 generation_config=settings,
                 synced_gpus=in_lockstep(model),
             )
-            found = [_until(row, stops) for row in out[:, width:].tolist()]
+            found = [until(row, stops) for row in out[:, width:].tolist()]
             for at, i in enumerate(part):
                 responses[i] = found[at * draws.samples : (at + 1) * draws.samples]
     return [response for drawn in responses for response in drawn]
@@ -191,7 +220,8 @@ def sampling_mode(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def _until(tokens: list[int], stops: list[int]) -> tuple[int, ...]:
+def until(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
+    """`tokens` up to and with the first of `stops`."""
     for i, token in enumerate(tokens):
         if token in stops:
             return tuple(tokens[: i + 1])

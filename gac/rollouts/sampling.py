@@ -6,6 +6,7 @@ Legend: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.data.rows import Batch, Row, demo_row
+from gac.parallel import collectives
+from gac.parallel.collectives import rank, ranks
 
 from .advantages import Credit
-from .engines import sample
+from .engines import Engine, Policy
 from .generation import RolloutConfig
 from .plan import Sampling, Stage
 
@@ -29,8 +32,19 @@ Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 class Drawn(NamedTuple):
     """The work of this rank's sampling."""
 
-    tokens: int  # of all responses
-    seconds: float  # without the rewards
+    responses: int = 0
+    tokens: int = 0  # of all responses
+    seconds: float = 0.0  # without the rewards
+
+    def columns(self) -> dict[str, Any]:
+        """What all ranks drew, and the ranks' mean time, for the metrics."""
+        responses, tokens, seconds = collectives.total(self)
+        seconds /= ranks()
+        return {
+            "sampled_responses": int(responses), "sampled_tokens": int(tokens),
+            "sampling_seconds": seconds,
+            "responses_per_second": responses / seconds if seconds else None,
+        }  # fmt: skip
 
 
 @dataclass
@@ -68,21 +82,23 @@ class Sampler:
     """Calls the model and the reward as the method asks: examples in, rows to learn from out."""
 
     def __init__(
-        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, reward: Any,
-        plan: Sampling, credit: Crediting,
+        self, config: RolloutConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase,
+        reward: Any, plan: Sampling, credit: Crediting,
     ) -> None:  # fmt: skip
-        self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit = plan, credit
-        self.drawn = Drawn(0, 0.0)
+        self.drawn = Drawn()
         self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations where these are learnt from."""
         self.reward.at(step)
-        self.drawn = Drawn(0, 0.0)
+        began = time.perf_counter()
+        policy = self.engine(model)
+        self.drawn = Drawn(seconds=time.perf_counter() - began)
         draws: list[list[Draw]] = [[] for _ in examples]
         for stage in self.stages:
-            self._draw(model, examples, stage, draws)
+            self._draw(policy, examples, stage, draws)
         rewards = torch.tensor([[d.reward for d in drawn] for drawn in draws], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
@@ -91,16 +107,16 @@ class Sampler:
             zip(examples, draws, *(part.tolist() for part in credit), strict=True)
         ):
             mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
-            rows += [row._replace(unit=unit) for row in mine]
+            # numbered as one process would, so that no two ranks have the same
+            rows += [row._replace(unit=unit * ranks() + rank()) for row in mine]
         rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)], self.drawn)
 
     def _draw(
-        self, model: nn.Module, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
+        self, policy: Policy, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
     ) -> None:
         """Append one stage to each prompt's rollouts."""
-        config = self.config
         given = [_given(e, d, stage) for e, d in zip(examples, draws, strict=True)]
         # nothing follows a whole demonstration; it is continued all the same, so that every rank
         # samples as many prompts, and the continuation is thrown away
@@ -108,9 +124,9 @@ class Sampler:
         starts = [e.prompt + (g[:-1] if w else g)
                   for e, g, w in zip(examples, given, whole, strict=True)]  # fmt: skip
         began = time.perf_counter()
-        responses = sample(config, model, self.tokenizer, starts, stage.size)
-        self.drawn = Drawn(self.drawn.tokens + sum(map(len, responses)),
-                           self.drawn.seconds + time.perf_counter() - began)  # fmt: skip
+        responses = policy(starts, stage.size)
+        more = len(responses), sum(map(len, responses)), time.perf_counter() - began
+        self.drawn = Drawn(*map(operator.add, self.drawn, more))
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
         responses = [() if whole[q] else r for q, r in zip(owners, responses, strict=True)]
         full = [given[q] + r for q, r in zip(owners, responses, strict=True)]

@@ -136,16 +136,17 @@ class Gradients:
         Every rank gets the same number of both sorts in the same order, some of them empty,
         because each forward of the policy or of the reference may be a collective.
         """
-        micro: dict[bool, list[list[Row]]] = {False: [], True: []}
+        micro: dict[bool, dict[tuple, list[list[Row]]]] = {False: {}, True: {}}
         for kind in sorted({r.kind for r in rows}):
-            alike = [r for r in rows if r.kind == kind]
-            micro[kind[0]] += self.micro.split(alike)
-        most = collectives.largest([len(parts) for parts in micro.values()])
-        return [
-            (demo, parts[i] if i < len(parts) else [])
-            for (demo, parts), count in zip(micro.items(), most, strict=True)
-            for i in range(int(count))
-        ]
+            micro[kind[0]][kind] = self.micro.split([r for r in rows if r.kind == kind])
+        most = collectives.largest([sum(map(len, kinds.values())) for kinds in micro.values()])
+        found = []
+        for (demo, kinds), count in zip(micro.items(), map(int, most), strict=True):
+            parts = [part for split in kinds.values() for part in split]
+            if len(kinds) == 1 and len(parts) < count:  # smaller ones, for none at the end
+                parts = self.micro.split([r for r in rows if r.is_demo == demo], count)
+            found += [(demo, parts[i] if i < len(parts) else []) for i in range(count)]
+        return found
 
     @torch.no_grad()
     def losses(self, step: Step) -> Pair:

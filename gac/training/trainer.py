@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from gac.config import dump, save
 from gac.data.feed import Feed
 from gac.data.rows import Counts, Row, count
-from gac.errors import RunError
+from gac.errors import RunError, UserError
 from gac.evaluation.during import Evaluator
 from gac.export import export_checkpoint
 from gac.faults import checkpoint, preflight
@@ -35,7 +35,9 @@ from gac.model import load_tokenizer, stop_tokens
 from gac.pair import Pair
 from gac.parallel import collectives, setup
 from gac.rewards import Tally, build_rewards, in_use
-from gac.rollouts.sampling import Rollouts, Sampler
+from gac.rollouts.engines import make_engine
+from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.sampling import Drawn, Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
 from .metrics import evidence, observe
@@ -84,9 +86,12 @@ class Trainer:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.completions)
-        self._check_budgets()
+        longest = self._check_budgets()
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
+        asked = config.rollouts if needs.rollouts else RolloutConfig()  # nothing asks a server
+        engine = make_engine(asked, self.tokenizer, served=config.model.path, longest=longest,
+                             folder=self.out)  # fmt: skip
         self.model = load_policy(config, self.accelerator)
         self.reference = load_reference(config, self.accelerator, needs.kl)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -95,7 +100,7 @@ class Trainer:
         )
         plain, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
         self.sampler = Sampler(
-            config.rollouts, self.tokenizer, reward, self.plan, self.method.credit
+            config.rollouts, engine, self.tokenizer, reward, self.plan, self.method.credit
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
@@ -109,7 +114,8 @@ class Trainer:
 
     # ---- set-up
 
-    def _check_budgets(self) -> None:
+    def _check_budgets(self) -> int:
+        """The most tokens of a prompt and its response."""
         rollouts, feed = self.config.rollouts, self.feed
         longest = feed.longest_row(rollouts.max_new_tokens)
         preflight.check_budget(
@@ -119,6 +125,7 @@ class Trainer:
         preflight.check_budget(
             "rollouts.batch_tokens", rollouts.batch_tokens, longest, rollouts.completions
         )
+        return longest
 
     def _open_folder(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; what forbids a start is found before any work."""
@@ -179,6 +186,8 @@ class Trainer:
         try:
             with self.stop, bar, in_use(self.tally.reward), contextlib.closing(self.evaluator):
                 self._loop(bar)
+        except UserError:  # on all ranks, or the others hear of it below
+            raise
         except RuntimeError as error:
             gone = self.heartbeat.gone()
             if gone is None:
@@ -199,7 +208,9 @@ class Trainer:
             started = time.perf_counter()
             row = self._train_step()
             self.step += 1
-            self.record.step({**row, "seconds": time.perf_counter() - started})
+            seconds = time.perf_counter() - started
+            share = row["sampling_seconds"] / seconds
+            self.record.step({**row, "sampling_share": share, "seconds": seconds})
             _show(bar, row)
             if self.guard.exhausted:
                 self._give_up()
@@ -279,6 +290,7 @@ class Trainer:
             setup.gathered(model, self.config.parallel),
         ):
             rollouts = self.sampler(self.accelerator.unwrap_model(model), examples, self.step)
+        rollouts.rows = self.feed.balanced(rollouts.rows)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
         return rollouts
@@ -350,12 +362,9 @@ class Trainer:
         }  # fmt: skip
 
     def _drawn(self, step: int) -> dict[str, Any]:
-        """The tokens of all ranks' responses in a step that sampled, and the ranks' mean time."""
+        """What all ranks drew, in a step that sampled."""
         fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
-        drawn = self.rollouts.drawn if self.rollouts and fresh else (0, 0.0)
-        tokens, seconds = collectives.total(drawn)
-        mean = seconds / self.accelerator.num_processes
-        return {"sampled_tokens": int(tokens), "sampling_seconds": mean}
+        return (self.rollouts.drawn if self.rollouts and fresh else Drawn()).columns()
 
     def _keep(self, skipped: SkippedStep) -> None:
         """Log a skipped step, and keep it for `gac replay` while there is room."""

@@ -16,7 +16,7 @@ from gac_kernels import HeadSketch
 class UnitSketches:
     """What the loss says of each row. size: of the sketch, 0 for none; seed: the same on all ranks.
 
-    Every row of a unit must be on one rank.
+    The rows of a unit may be on several ranks.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -31,24 +31,28 @@ class UnitSketches:
             self.found.append(found.detach().flatten(1))  # copied to the CPU only once, at the end
 
     def gathered(self) -> Sketches:
-        """Of the units of all ranks, in rank order, the same on each of them."""
+        """Of the units of all ranks, the same on each of them."""
         assert self.sketch is not None
         width = self.sketch.size**2
         found = torch.cat([torch.empty(0, width), *(x.cpu() for x in self.found)]).double()
-        sides = [_sums(self.rows, found, demo) for demo in (True, False)]
+        sides = []
+        for demo in (True, False):
+            kept = [i for i, row in enumerate(self.rows) if row.is_demo == demo]
+            units = [-1 if demo else self.rows[i].unit for i in kept]
+            sides.append(_sums(units, found[kept]))
         # gradients are averaged over ranks, so that each rank's loss is as many times its share
-        everyone = zip(*collectives.gather(sides), strict=True)
-        return Sketches(*(torch.cat(side) / collectives.ranks() for side in everyone))
+        return Sketches(*(
+            _sums([unit for units, _ in side for unit in units],
+                  torch.cat([sums for _, sums in side]))[1] / collectives.ranks()
+            for side in zip(*collectives.gather(sides), strict=True)
+        ))  # fmt: skip
 
 
-def _sums(rows: Sequence[Row], found: Tensor, demo: bool) -> Tensor:
-    """[units of that kind, k k]; a demonstration and a rollout without a unit are one each."""
+def _sums(units: Sequence[int], found: Tensor) -> tuple[list[int], Tensor]:
+    """Each unit, and the sum [k k] of what belongs to it; what has the unit -1 is one by itself."""
     index: list[int] = []
     place: dict[tuple[int, int], int] = {}
-    kept = [i for i, row in enumerate(rows) if row.is_demo == demo]
-    for i in kept:
-        alone = demo or rows[i].unit < 0
-        key = (-1, i) if alone else (rows[i].unit, 0)
-        index.append(place.setdefault(key, len(place)))
+    for i, unit in enumerate(units):
+        index.append(place.setdefault((unit, i if unit < 0 else 0), len(place)))
     sums = found.new_zeros(len(place), found.shape[1])
-    return sums.index_add_(0, torch.tensor(index, dtype=torch.long), found[kept])
+    return [unit for unit, _ in place], sums.index_add_(0, torch.tensor(index).long(), found)

@@ -1,0 +1,255 @@
+"""An HTTP server that speaks the requests of `vllm serve` around a tiny model, in its own process.
+
+What it answers follows vLLM 0.31.0: which paths there are, what a body holds, where it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import ranks
+
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a server does. Each of the flags is one thing that can be wrong with it."""
+
+    folder: str
+    """Of the model's configuration; its weights are drawn here, so they are not the trainer's."""
+    name: str | None = None
+    """Under which it serves the model; None: the folder."""
+    most: int = 64
+    """Tokens of a prompt and its response."""
+    vocabulary: int | None = None
+    """Another size than the model's."""
+    deaf: bool = False
+    """It says that it took weights, and keeps its own."""
+    dies_after: int | None = None
+    """So many completions."""
+    store: int | None = None
+    """Port of a store in which it meets who broadcasts weights to it."""
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **how: Any) -> Iterator[Any]:
+    """A server for the length of the block: `.url`, `.asked()` its requests, `.kill()`."""
+    ranks.start_server()
+    here, there = ranks.CONTEXT.Pipe()
+    process = ranks.CONTEXT.Process(target=_serve, args=(Serving(str(folder), **how), there))
+    process.start()
+    there.close()
+    if not here.poll(DEADLINE):
+        process.kill()
+        raise TimeoutError(f"the server did not start within {DEADLINE} s")
+    port = here.recv()
+
+    class Handle:
+        url = f"http://127.0.0.1:{port}"
+
+        def asked(self) -> list[str]:
+            here.send("asked")
+            if not here.poll(DEADLINE):
+                raise TimeoutError("the server does not say what it was asked")
+            return here.recv()
+
+        def kill(self) -> None:
+            process.kill()
+            process.join(DEADLINE)
+
+    try:
+        yield Handle()
+    finally:
+        process.kill()
+        process.join(DEADLINE)
+
+
+def _serve(how: Serving, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    state = State(how)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1  # an answer in one piece, which no kernel waits to complete
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+        def do_GET(self) -> None:
+            self.answer(None)
+
+        def do_POST(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            self.answer(json.loads(self.rfile.read(length) or "null"))
+
+        def answer(self, body: Any) -> None:
+            code, found = state.answer(self.path, body)
+            text = json.dumps(found).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    pipe.send(server.server_address[1])
+    try:
+        while pipe.recv() == "asked":
+            pipe.send(list(state.asked))
+    except EOFError:
+        os._exit(0)  # the test is over
+
+
+class State:
+    """The model, and the answers to requests, one at a time."""
+
+    def __init__(self, how: Serving) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.how, self.asked, self.lock, self.completions = how, [], threading.Lock(), 0
+        config = AutoConfig.from_pretrained(how.folder)
+        config.vocab_size = how.vocabulary or config.vocab_size
+        torch.manual_seed(99)
+        self.model = AutoModelForCausalLM.from_config(config).eval()
+        self.updating = False
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and JSON."""
+        with self.lock:
+            self.asked.append(path)
+            known = {
+                "/v1/models": self.models, "/v1/completions": self.completion,
+                "/collective_rpc": self.reload, "/reset_prefix_cache": self.reset,
+                "/start_weight_update": self.start, "/update_weights": self.receive,
+                "/finish_weight_update": self.finish,
+            }  # fmt: skip
+            if path not in known:
+                return 404, {"detail": "Not Found"}
+            try:
+                return 200, known[path](body)
+            except ValueError as refusal:
+                return 400, {"error": {"message": str(refusal)}}
+            except Exception as error:
+                return 500, {"error": {"message": repr(error)}}
+
+    def models(self, _: Any) -> Any:
+        name = self.how.name or self.how.folder
+        card = {"id": name, "root": self.how.folder, "max_model_len": self.how.most}
+        return {"object": "list", "data": [card]}
+
+    def reset(self, _: Any) -> Any:
+        return {"success": True}
+
+    def reload(self, body: Any) -> Any:
+        from safetensors.torch import load_file
+
+        if body["method"] != "reload_weights":
+            raise AttributeError(body["method"])
+        found: dict[str, torch.Tensor] = {}
+        files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+        for file in files:
+            found |= load_file(file)
+        self.load(found)
+        return {"results": [None]}
+
+    def load(self, found: dict[str, torch.Tensor]) -> None:
+        """All weights of the model, by name."""
+        own = dict(self.model.named_parameters())
+        if found.keys() != own.keys():
+            raise KeyError(sorted(found.keys() ^ own.keys()))
+        for name, value in {} if self.how.deaf else found.items():
+            own[name].data.copy_(value)
+
+    def start(self, _: Any) -> Any:
+        self.updating = True
+        return {"message": "Weight update started"}
+
+    def receive(self, body: Any) -> Any:
+        """As over NCCL, by broadcasts of gloo: the names first, the values in their order."""
+        assert self.updating
+        info = body["update_info"]
+        group = meet(dist.TCPStore("127.0.0.1", self.how.store, is_master=False), 1)
+        found = {}
+        for name, dtype, shape in zip(
+            info["names"], info["dtype_names"], info["shapes"], strict=True
+        ):
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast(found[name], 0).wait()
+        self.load(found)
+        return {"message": "Weights updated"}
+
+    def finish(self, _: Any) -> Any:
+        self.updating = False
+        return {"message": "Weight update finished"}
+
+    def completion(self, body: Any) -> Any:
+        self.completions += 1
+        if self.how.dies_after is not None and self.completions > self.how.dies_after:
+            os._exit(1)
+        if body["model"] != (self.how.name or self.how.folder):
+            raise ValueError(f"The model `{body['model']}` does not exist.")
+        choices = [choice for prompt in body["prompt"] for choice in self.responses(prompt, body)]
+        return {"choices": choices}
+
+    @torch.no_grad()
+    def responses(self, prompt: list[int], body: Any) -> list[Any]:
+        """`n` responses to one prompt; response i draws from seed + i."""
+        size = self.model.config.vocab_size
+        if max(prompt) >= size:
+            raise ValueError(f"Token id {max(prompt)} is out of vocabulary")
+        if len(prompt) + body["max_tokens"] > self.how.most:
+            raise ValueError(f"This model's maximum context length is {self.how.most} tokens.")
+        assert body["ignore_eos"] and body["return_token_ids"]
+        found = []
+        for i in range(body["n"]):
+            rng = torch.Generator().manual_seed(body["seed"] + i)
+            ids, logps = list(prompt), []
+            while len(ids) < len(prompt) + body["max_tokens"]:
+                logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
+                token, logp = _pick(logits, body["temperature"], body["top_p"], rng)
+                ids.append(token)
+                logps.append(logp)
+                if token in body.get("stop_token_ids", []):
+                    break
+            drawn = ids[len(prompt) :]
+            found.append({"token_ids": drawn, "prompt_token_ids": prompt, "logprobs": None})
+            if body["logprobs"] is not None:
+                names = [f"token_id:{t}" for t in drawn]
+                tops = [{n: p} for n, p in zip(names, logps, strict=True)]
+                found[-1]["logprobs"] = {
+                    "tokens": names, "token_logprobs": logps, "top_logprobs": tops,
+                }  # fmt: skip
+        return found
+
+
+def meet(store: dist.Store, place: int) -> dist.ProcessGroup:
+    """The group of who gives weights (place 0) and who takes them (1)."""
+    return dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=DEADLINE))
+
+
+def _pick(
+    logits: torch.Tensor, temperature: float, top_p: float, rng: torch.Generator
+) -> tuple[int, float]:
+    """A token and its log-prob under the model."""
+    if temperature == 0:
+        token = int(logits.argmax())
+    else:
+        p, order = (logits / temperature).softmax(-1).sort(descending=True)
+        p = torch.where(p.cumsum(0) - p < top_p, p, 0)
+        token = int(order[torch.multinomial(p, 1, generator=rng)])
+    return token, float(logits.log_softmax(-1)[token])
