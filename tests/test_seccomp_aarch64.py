@@ -10,6 +10,7 @@ import errno
 import platform
 import struct
 import sys
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ class ForAarch64:
 
 @pytest.fixture(scope="module")
 def filter_():
-    library = ctypes.CDLL(confine.LIBSECCOMP)
+    library: Any = ctypes.CDLL(confine.LIBSECCOMP)
     if platform.machine() != "aarch64":
         library = ForAarch64(library)
     with pytest.MonkeyPatch.context() as patch:
