@@ -58,4 +58,5 @@ def test_every_link_leads_somewhere():
 
 
 def test_it_can_be_read_at_a_sitting():
-    assert sum(not line.startswith("|") for line in README.splitlines()) < 120
+    written = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.DOTALL)  # by programs
+    assert sum(not line.startswith("|") for line in written.splitlines()) < 120

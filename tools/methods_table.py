@@ -20,7 +20,7 @@ INTRODUCTION = """\
 
 Every way to combine SFT and RL that `gac train` knows. Choose one by its name and set its keys,
 e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NAME` explains them.
-All methods share the trainer, the data, the loss kernels and the evaluation. Each is one small class
+All methods share the trainer, the data, the loss kernels and the evaluation. Each is a small class
 in `gac/methods/`, whose docstring says which choices the publication leaves open.
 
 **Needs** is what the trainer provides: `demonstrations` are a set of their own, `demonstrations of
