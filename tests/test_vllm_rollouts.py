@@ -59,10 +59,12 @@ def engine(task, url, tokenizer, folder, **changes):
 
 
 def test_its_answers_are_those_of_the_weights_that_it_got(task, server, policy, tmp_path):
-    """Greedy, before and after a change of weights; the folder is empty in the end."""
+    """Greedy, before and after a change of weights; in the end only others' are in the folder."""
     model, tokenizer = policy
     stop = [tokenizer.decode([15])]
     ask = engine(task, server.url, tokenizer, tmp_path, temperature=1e-6, stop=stop)
+    (tmp_path / f"{ask.func.__self__.prefix}left").mkdir()
+    (tmp_path / "weights-others").mkdir()
     found = []
     for _ in range(2):
         expected = generate(model, tokenizer, PROMPTS, max_new_tokens=5, temperature=0, stop=stop)
@@ -72,7 +74,7 @@ def test_its_answers_are_those_of_the_weights_that_it_got(task, server, policy, 
             for p in model.parameters():
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     assert found[0] != found[1] and model.training
-    assert not list(tmp_path.glob("weights-*"))
+    assert [path.name for path in tmp_path.glob("weights-*")] == ["weights-others"]
 
 
 def test_draws_follow_the_seed_and_the_policy(task, server, policy, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +62,10 @@ class Server:
                 "it, or use disk"
             )
         self.config, self.tokenizer = config, tokenizer
-        self.folder = Path(config.folder or folder or tempfile.gettempdir()).absolute()
+        run = Path(folder or tempfile.gettempdir()).absolute()
+        self.folder = Path(config.folder or run).absolute()
+        self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # no other run's
+        self.vocabulary = len(tokenizer)  # until the model is there, which may have more
         self.client = Client(config.url, config.timeout)
         self._together(lambda: self._check(config.model or model, longest))
 
@@ -171,8 +175,10 @@ class Server:
 
     def _by_disk(self, weights: Weights, walk: Iterator[tuple[str, Tensor]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"{self.prefix}*"):  # when this run was killed
+            shutil.rmtree(left, ignore_errors=True)
         # a new name each time: a server may remember what it read under an old one
-        folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="weights-"))
+        folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=self.prefix))
         try:
             folder.chmod(0o755)  # the server may be another user's
             for i, part in enumerate(_files(walk)):
