@@ -12,7 +12,7 @@ pytest.importorskip("swift")
 
 from gac.data.rows import Row
 from tests.integrations import plain, tiny
-from tests.integrations.launch import launch
+from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
 
@@ -95,5 +95,14 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
     missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
     refused("chord_sft_per_device_train_batch_size is not set", *missing, demos=False)
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
-    monkeypatch.setenv("GAC_METHOD", '"luffy"')
-    refused("controller=.*: use a ControllerConfig")
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        monkeypatch.setenv("GAC_METHOD", f'"{name}"')
+        refused(f"controller={name}: it needs .*: use gac, chord, constant or kl-ctrl")
+
+
+def test_the_example_learns():
+    rows = example("swift_gac", 10)
+    assert len(rows) == 10
+    assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
+    assert rows[-1]["reward"] > rows[0]["reward"]
+    assert len({row["gac/mu"] for row in rows}) > 1

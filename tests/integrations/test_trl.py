@@ -226,10 +226,9 @@ def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path):
     refused("set use_reentrant to False", gradient_checkpointing=True, **reentrant)
     refused("batch=0: use a number of demonstrations", demo_batch=0)
     refused("use a Dataset", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}])
-    refused("controller=.*: use a ControllerConfig", controller=METHODS["luffy"]())
-    refused(
-        "estimator='biased': use 'independent'", controller=ControllerConfig(estimator="biased")
-    )
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        refused(f"controller={name}: it needs .*: use gac, chord", controller=METHODS[name]())
+    refused("for estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 
 def test_images_and_routers_are_refused(model: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ pytest.importorskip("verl")
 from gac.data.rows import Row
 from gac.integrations.demonstrations import encode
 from tests.integrations import plain, tiny
-from tests.integrations.launch import launch
+from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
 
@@ -106,9 +106,20 @@ def test_options_that_are_wrong_are_named(files: tuple[str, str]):
         GACPolicyLoss()
     with pytest.raises(ValueError, match="demo_batch=0: use a number of demonstrations >= 1"):
         GACPolicyLoss(demo_path=files[1])
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        with pytest.raises(ValueError, match=f"controller={name}: it needs .*: use gac, chord"):
+            GACPolicyLoss(demo_path=files[1], demo_batch=5, method=name)
     model = HFModelConfig(path=files[0])
     refuse(FSDPEngineConfig(strategy="fsdp2"), model)
     with pytest.raises(ValueError, match="refuses strategy=fsdp: use fsdp2"):
         refuse(FSDPEngineConfig(strategy="fsdp"), model)
     with pytest.raises(ValueError, match="refuses ulysses_sequence_parallel_size=2: use 1"):
         refuse(FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2), model)
+
+
+def test_the_example_learns():
+    rows = example("verl_gac", 10)
+    assert len(rows) == 10
+    assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
+    assert rows[-1]["reward"] > rows[0]["reward"]
+    assert len({row["gac/mu"] for row in rows}) > 1
