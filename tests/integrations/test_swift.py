@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, 
         assert plain.error(mixed, theirs) < TOLERANCE
         assert rank["mu"] == found[0]["mu"]
         assert rank["next_mu"][0] == rank["next_mu"][1] == found[0]["next_mu"][0]
+        assert "saved without a controller" in rank["refusal"]
         for name, weight in rank["weights"].items():
             torch.testing.assert_close(rank["again"][name], weight, rtol=0, atol=1e-7)
     assert len(found[0]["mu"]) == 4
@@ -83,7 +85,7 @@ def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, 
 def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any):
     from tests.integrations import swift_task
 
-    def refused(message: str, *options: str, demos: bool = True) -> None:
+    def refused(message: str, *options: str, demos: str = "demos.jsonl") -> None:
         monkeypatch.setenv("RANK", "-1")
         with pytest.raises(ValueError, match=message):
             swift_task.train(
@@ -91,9 +93,15 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
                 demos=demos,
             )  # fmt: skip
 
-    refused("chord_sft_dataset is empty", demos=False)
+    refused("chord_sft_dataset is empty", demos="")
     missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
-    refused("chord_sft_per_device_train_batch_size is not set", *missing, demos=False)
+    refused("chord_sft_per_device_train_batch_size is not set", *missing, demos="")
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "loss": False}]
+    bad = {"unlearnt": {"messages": turns}, "other": {"text": "1"}}
+    for name, row in bad.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    refused("has no completion tokens: remove the row", demos="unlearnt.jsonl")
+    refused("XXX", demos="other.jsonl")
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_every_loss_of_verl_is_mixed_as_it_is(files: tuple[str, str], tmp_path: 
     for alone, mixed in found.values():
         expected = {n: 0.7 * alone[n] + 0.3 * ours[n] for n in ours}
         assert plain.error({n: mixed[n] for n in ours}, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"text": "1"},
+            r"jsonl has the columns \['text'\]: give prompt and completion, or messages",
+        ),
+        ({"prompt": "1", "completion": ""}, r"jsonl\[0\] has the completion '': remove the row"),
+    ],
+)
+def test_bad_demonstrations_are_named(
+    files: tuple[str, str], tmp_path: Path, row: dict[str, str], message: str
+):
+    """As the worker reads them, before its first step."""
+    from gac.integrations.verl import GACPolicyLoss, Mixture
+
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    options = GACPolicyLoss(demo_path=str(path), demo_batch=5)
+    with pytest.raises(ValueError, match=message):
+        Mixture(None, tiny.tokenizer(), options, lambda **_: None)
 
 
 def test_options_that_are_wrong_are_named(files: tuple[str, str]):
