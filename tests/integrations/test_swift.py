@@ -96,12 +96,10 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
     refused("chord_sft_dataset is empty", demos="")
     missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
     refused("chord_sft_per_device_train_batch_size is not set", *missing, demos="")
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "loss": False}]
-    bad = {"unlearnt": {"messages": turns}, "other": {"text": "1"}}
-    for name, row in bad.items():
-        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    refused("has no completion tokens: remove the row", demos="unlearnt.jsonl")
-    refused("XXX", demos="other.jsonl")
+    unanswered = {"messages": [{"role": "user", "content": "1"}]}
+    (folder / "unanswered.jsonl").write_text(json.dumps(unanswered) + "\n")
+    message = r"chord_sft_dataset\[0\] has no completion tokens: remove the row"
+    refused(message, demos="unanswered.jsonl")
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')
