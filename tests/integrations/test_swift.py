@@ -83,6 +83,7 @@ def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, 
 
 
 def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any):
+    from gac.integrations import swift as ours
     from tests.integrations import swift_task
 
     def refused(message: str, *options: str, demos: str = "demos.jsonl") -> None:
@@ -100,6 +101,17 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
     (folder / "unanswered.jsonl").write_text(json.dumps(unanswered) + "\n")
     message = r"chord_sft_dataset\[0\] has no completion tokens: remove the row"
     refused(message, demos="unanswered.jsonl")
+    trainer = swift_task.made[-1]
+    ours.refuse("swift", ours._refused(trainer))
+    for owner, name, value in (
+        (trainer, "is_multimodal", True), (trainer.args, "use_liger_kernel", True),
+        (trainer.template, "padding_free", True), (trainer.template, "sequence_parallel_size", 2),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            option = "model" if owner is trainer else name
+            with pytest.raises(ValueError, match=f"swift refuses {option}: "):
+                ours.refuse("swift", ours._refused(trainer))
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')

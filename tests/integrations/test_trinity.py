@@ -88,6 +88,9 @@ def test_the_paths_are_those_of_a_configuration(tmp_path: Path):
     ("place", "name", "value", "message"),
     [
         ("algorithm", "kl_loss_fn", "k3", "refuses algorithm.kl_loss_fn='k3': use 'none'"),
+        ("algorithm", "entropy_loss_fn", "default", "refuses algorithm.entropy_loss_fn='default'"),
+        ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}},
+         "refuses actor.ppo_mini_batch_size=8: use 16"),
         ("trainer", "ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2: use 1"),
         ("model", "temperature", 0.7, "refuses model.temperature=0.7: use 1.0"),
         ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},

@@ -6,6 +6,7 @@ import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,16 +244,31 @@ def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path):
     refused("for estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 
-def test_images_and_routers_are_refused(model: Path, tmp_path: Path):
-    made, _ = trl_task.trainer(model, tmp_path)
-    with pytest.raises(ValueError, match="images"):
-        made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
-    made.aux_loss_enabled = True
+def test_what_needs_other_models_or_packages_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from accelerate import ParallelismConfig
+
     from gac.integrations.hf_trainer import refuse
     from gac.integrations.trl import _refused
 
-    with pytest.raises(ValueError, match="GACTrainer refuses router_aux_loss_coef"):
-        refuse("GACTrainer", _refused(made))
+    made, _ = trl_task.trainer(model, tmp_path)
+    with pytest.raises(ValueError, match="images"):
+        made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
+    refuse("GACTrainer", _refused(made))
+    state = type(made.accelerator.state)
+    zero3 = property(lambda _: SimpleNamespace(zero_stage=3))
+    tensor = property(lambda _: ParallelismConfig(tp_size=2))
+    for owner, name, value, option in (
+        (made, "aux_loss_enabled", True, "router_aux_loss_coef"),
+        (made, "use_liger_kernel", True, "use_liger_kernel"),
+        (state, "deepspeed_plugin", zero3, "deepspeed: ZeRO-3"),
+        (type(made.accelerator), "parallelism_config", tensor, "parallelism_config"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            with pytest.raises(ValueError, match=f"GACTrainer refuses {option}"):
+                refuse("GACTrainer", _refused(made))
 
 
 def test_the_example_learns(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,14 @@ def test_options_that_are_wrong_are_named(files: tuple[str, str]):
         refuse(FSDPEngineConfig(strategy="fsdp"), model)
     with pytest.raises(ValueError, match="refuses ulysses_sequence_parallel_size=2: use 1"):
         refuse(FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2), model)
+    with pytest.raises(ValueError, match="refuses strategy=megatron: use fsdp2"):
+        refuse(SimpleNamespace(strategy="megatron"), model)
+    images = SimpleNamespace(processor="a processor", mtp=None)
+    with pytest.raises(ValueError, match="refuses model.processor=an image processor"):
+        refuse(FSDPEngineConfig(strategy="fsdp2"), images)
+    several = SimpleNamespace(processor=None, mtp=SimpleNamespace(enable=True))
+    with pytest.raises(ValueError, match="refuses mtp.enable=True: use False"):
+        refuse(FSDPEngineConfig(strategy="fsdp2"), several)
 
 
 def test_the_example_learns():
