@@ -1,6 +1,6 @@
 """TRL with adaptive demonstrations, on a tiny model made on the spot: minutes on a laptop's CPU.
 
-    python examples/trl_gac.py [STEPS]
+    python -m examples.trl_gac [STEPS]
 
 What turns a GRPOTrainer script into this one is marked with "gac".
 """

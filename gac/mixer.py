@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gac.checks import is_count, require
 from gac.control.controller import ControllerConfig
-from gac.control.signals import Evidence, ProxySignals
+from gac.control.evidence import Evidence, Wanted
 from gac.data.order import Order
 from gac.methods import CHORD, GAC, Constant, Method, Observation
 from gac.methods.base import Outcome
@@ -41,7 +41,7 @@ class Mixer:
 
     Args:
         controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
-            only: GAC (proxy signals), CHORD, Constant, KLControl; None: GAC().
+            only: GAC (proxy signals, no gate), CHORD, Constant, KLControl; None: GAC().
         rows: number of demonstrations that there are.
         batch: demonstrations of one optimiser step, over all ranks.
         seed: seed of the order of the demonstrations.
@@ -59,7 +59,7 @@ class Mixer:
         seed: int = 0,
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
-        self.method = _method(controller)
+        self.method = served(controller)
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """How the demonstrations are weighted and reduced; nothing else of it applies."""
         self.batch = batch
@@ -218,21 +218,33 @@ class Mixer:
         self.load_state_dict(json.loads(path.read_text()))
 
 
-def _method(controller: ControllerConfig | Method | None) -> Method:
-    """The controller as a method, if log-probabilities are all that it needs."""
+def served(controller: ControllerConfig | Method | None) -> Method:
+    """The controller as a method; None = GAC(). Raises ValueError, naming the method, unless
+    log-probabilities are all that it needs."""
     if controller is None:
         return GAC()
-    if isinstance(controller, ControllerConfig) and not isinstance(controller, Method):
-        controller = GAC(**vars(controller))
-    served = isinstance(controller, (GAC, CHORD, Constant, KLControl))
-    require(
-        served, "controller", controller,
-        "a ControllerConfig, or a GAC, CHORD, Constant or KLControl method",
-    )  # fmt: skip
-    assert isinstance(controller, Method)
-    if isinstance(controller, GAC):
-        proxies = isinstance(controller.signals, ProxySignals)
-        require(proxies, "controller.signals", controller.signals, "ProxySignals()")
-        plain = controller.estimator == "independent"
-        require(plain, "controller.estimator", controller.estimator, "'independent'")
-    return controller
+    known = isinstance(controller, (ControllerConfig, Method))
+    require(known, "controller", controller, "a ControllerConfig or a method of gac.methods")
+    name = getattr(controller, "name", "ControllerConfig")
+    if isinstance(controller, ControllerConfig):
+        lacking = _lacking(controller)
+    else:
+        plain = isinstance(controller, (CHORD, Constant, KLControl))
+        lacking = "" if plain else "what only gac's own trainer measures"
+    if lacking:
+        raise ValueError(
+            f"controller={name}: it needs {lacking}; inside another trainer there are "
+            "log-probabilities only: use gac, chord, constant or kl-ctrl, or train with gac itself"
+        )
+    return controller if isinstance(controller, Method) else GAC(**vars(controller))
+
+
+def _lacking(controller: ControllerConfig) -> str:
+    """What a guided controller reads of the gradients themselves; empty: nothing."""
+    if controller.gate is not None:
+        return "the inner product of both gradients for its gate"
+    if controller.estimator != "independent":
+        return f"the noise of both gradients for estimator={controller.estimator!r}"
+    signals = getattr(controller, "signals", None)  # a ControllerConfig alone has proxies
+    plain = signals is None or signals.wanted == Wanted()
+    return "" if plain else f"gradients for signals={signals!r}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gac import ControllerConfig, GuidedController, Mixer
+from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
 from gac.control.signals import GradientSignals
 from gac.methods import CHORD, GAC, METHODS, Constant
@@ -120,18 +121,45 @@ def test_a_foreign_state_is_refused(tmp_path: Path):
     [
         ({"batch": 0}, "batch=0: use a number of demonstrations >= 1"),
         ({"rows": 0}, "n must be at least 1, got 0"),
-        ({"controller": "gac"}, "controller='gac': use a ControllerConfig"),
-        ({"controller": METHODS["mgda"]()}, "controller=.*: use a ControllerConfig"),
+        ({"controller": "gac"}, "controller='gac': use a ControllerConfig or a method"),
+        (
+            {"controller": METHODS["mgda"]()},
+            "controller=mgda: it needs what only gac's own trainer measures; .* use gac, chord,",
+        ),
+        (
+            {"controller": METHODS["gac-gated"]()},
+            "controller=gac-gated: it needs the inner product of both gradients for its gate; .* "
+            "use gac, chord, constant or kl-ctrl, or train with gac itself",
+        ),
+        (
+            {"controller": METHODS["gac-gated-sketch"]()},
+            "controller=gac-gated-sketch: it needs the inner product of both gradients",
+        ),
+        (
+            {"controller": ControllerConfig(gate=Gate())},
+            "controller=ControllerConfig: it needs the inner product of both gradients",
+        ),
         (
             {"controller": GAC(signals=GradientSignals())},
-            r"signals=.*: use ProxySignals",
+            r"controller=gac: it needs gradients for signals=GradientSignals\(",
         ),
-        ({"controller": ControllerConfig(estimator="correlated")}, "use 'independent'"),
+        (
+            {"controller": ControllerConfig(estimator="correlated")},
+            "controller=ControllerConfig: it needs the noise of both .* estimator='correlated'",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(keywords: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         Mixer(**{"rows": 4, "batch": 2, **keywords})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gac-paper", "gac-constant-variance", "chord-phi", "kl-ctrl"])
+def test_methods_of_log_probabilities_are_served(name: str):
+    mixer = Mixer(METHODS[name](), rows=9, batch=6)
+    assert mixer.method.name == name
+    assert all(0 <= step(mixer, t)["mu"] <= 1 for t in range(3))
 
 
 def test_a_step_without_content_is_an_error():

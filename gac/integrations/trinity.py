@@ -23,7 +23,7 @@ from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
 from gac.methods import METHODS
-from gac.mixer import Mixer
+from gac.mixer import Mixer, served
 from gac_kernels import LossSpec, loss_from_logprobs
 
 REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
@@ -118,8 +118,7 @@ class GACPolicyLoss(PolicyLossFn):
             raise ValueError(
                 "policy_loss_fn_args.state_dir is empty: name a folder for the controller's state"
             )
-        self.method, self.state_dir = choose(METHODS, method), Path(state_dir)
-        Mixer(self.method, rows=1, batch=1)  # refuses what cannot be served, before any work
+        self.method, self.state_dir = served(choose(METHODS, method)), Path(state_dir)
         self.rollout_options: dict[str, Any] = {
             "clip_low": clip_range if clip_range_low is None else clip_range_low,
             "clip_high": clip_range if clip_range_high is None else clip_range_high,

@@ -32,7 +32,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from gac.config import choose
 from gac.data.rows import Row
 from gac.methods import METHODS
-from gac.mixer import Mixer
+from gac.mixer import Mixer, served
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, share, tokenized
@@ -62,6 +62,7 @@ class GACPolicyLoss(PolicyLossConfig):
             raise ValueError(
                 f"policy_loss.demo_batch={self.demo_batch!r}: use a number of demonstrations >= 1"
             )
+        served(choose(METHODS, self.method, "policy_loss.method"))
         ActorRolloutRefWorker.actor_worker_cls = GACWorker
 
 

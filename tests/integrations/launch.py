@@ -46,3 +46,16 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
                 process.wait()
         for process, output in zip(processes, outputs, strict=True):
             assert process.returncode == 0, output.read_text()[-6000:]
+
+
+def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float]]:
+    """The rows that `python -m examples.name steps` prints; AssertionError if it fails."""
+    root = str(Path(__file__).parents[2])
+    known = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)], cwd=root,
+        env={**os.environ, **known}, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("reward ")]
+    return [dict(zip(line[::2], map(float, line[1::2]), strict=True)) for line in lines]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from swift.pipelines import rlhf_main
 from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers.trainer_factory import TrainerFactory
@@ -72,10 +73,10 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def train(folder: str, out: str, kind: type, *options: str, demos: bool = True) -> Any:
-    """One run of swift's command; the trainer afterwards."""
+def train(folder: str, out: str, kind: type, *options: str, demos: str = "demos.jsonl") -> Any:
+    """One run of swift's command; the trainer afterwards. demos: the file's name; empty: none."""
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.{kind.__name__}"
-    ours_only = ["--chord_sft_dataset", f"{folder}/demos.jsonl",
+    ours_only = ["--chord_sft_dataset", f"{folder}/{demos}",
                  "--chord_sft_per_device_train_batch_size", "2"]  # fmt: skip
     rlhf_main([
         "--rlhf_type", "grpo", "--model", f"{folder}/model", "--model_type", "qwen2",
@@ -104,7 +105,7 @@ def column(trainer: Any, name: str) -> list[float]:
 def main(folder: str, out: str, parts: str, *options: str) -> None:
     """One rank: swift alone, ours at a constant mu, and ours with the controller, resumed."""
     accumulate = ["--gradient_accumulation_steps", parts, *options]
-    own = train(folder, f"{out}/own", Theirs, "--max_steps", "1", *accumulate, demos=False)
+    own = train(folder, f"{out}/own", Theirs, "--max_steps", "1", *accumulate, demos="")
     os.environ[ours.OPTIONS] = '{"name": "constant", "mu": 0.3}'
     constant = train(folder, f"{out}/constant", Ours, "--max_steps", "1", *accumulate)
     os.environ[ours.OPTIONS] = '{"name": "gac", "update_every": 2}'
@@ -114,13 +115,21 @@ def main(folder: str, out: str, parts: str, *options: str) -> None:
     half = f"{out}/whole/checkpoint-2"
     again = train(folder, f"{out}/again", Ours, *saving, "--resume_from_checkpoint", half)
     rank = int(os.environ["RANK"])
+    dist.barrier()
+    (Path(half) / "gac.json").unlink(missing_ok=True)
+    dist.barrier()
+    refusal = ""
+    try:
+        train(folder, f"{out}/lost", Ours, *saving, "--resume_from_checkpoint", half)
+    except FileNotFoundError as error:
+        refusal = str(error)
     torch.save(
         {
             "own": own.watch.gradients[0], "constant": constant.watch.gradients[0],
             "shown": constant.shown[0], "seen": constant.seen,
             "mu": column(whole, "gac/mu"), "again_mu": column(again, "gac/mu"),
             "next_mu": (whole.mixer.mu, again.mixer.mu), "log": whole.state.log_history[0],
-            "weights": weights(whole), "again": weights(again),
+            "weights": weights(whole), "again": weights(again), "refusal": refusal,
         },
         Path(out) / f"rank{rank}.pt",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("swift")
 
 from gac.data.rows import Row
 from tests.integrations import plain, tiny
-from tests.integrations.launch import launch
+from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
 
@@ -71,6 +72,7 @@ def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, 
         assert plain.error(mixed, theirs) < TOLERANCE
         assert rank["mu"] == found[0]["mu"]
         assert rank["next_mu"][0] == rank["next_mu"][1] == found[0]["next_mu"][0]
+        assert "saved without a controller" in rank["refusal"]
         for name, weight in rank["weights"].items():
             torch.testing.assert_close(rank["again"][name], weight, rtol=0, atol=1e-7)
     assert len(found[0]["mu"]) == 4
@@ -81,9 +83,10 @@ def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, 
 
 
 def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any):
+    from gac.integrations import swift as ours
     from tests.integrations import swift_task
 
-    def refused(message: str, *options: str, demos: bool = True) -> None:
+    def refused(message: str, *options: str, demos: str = "demos.jsonl") -> None:
         monkeypatch.setenv("RANK", "-1")
         with pytest.raises(ValueError, match=message):
             swift_task.train(
@@ -91,9 +94,33 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
                 demos=demos,
             )  # fmt: skip
 
-    refused("chord_sft_dataset is empty", demos=False)
+    refused("chord_sft_dataset is empty", demos="")
     missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
-    refused("chord_sft_per_device_train_batch_size is not set", *missing, demos=False)
+    refused("chord_sft_per_device_train_batch_size is not set", *missing, demos="")
+    unanswered = {"messages": [{"role": "user", "content": "1"}]}
+    (folder / "unanswered.jsonl").write_text(json.dumps(unanswered) + "\n")
+    message = r"chord_sft_dataset\[0\] has no completion tokens: remove the row"
+    refused(message, demos="unanswered.jsonl")
+    trainer = swift_task.made[-1]
+    ours.refuse("swift", ours._refused(trainer))
+    for owner, name, value in (
+        (trainer, "is_multimodal", True), (trainer.args, "use_liger_kernel", True),
+        (trainer.template, "padding_free", True), (trainer.template, "sequence_parallel_size", 2),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            option = "model" if owner is trainer else name
+            with pytest.raises(ValueError, match=f"swift refuses {option}: "):
+                ours.refuse("swift", ours._refused(trainer))
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
-    monkeypatch.setenv("GAC_METHOD", '"luffy"')
-    refused("controller=.*: use a ControllerConfig")
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        monkeypatch.setenv("GAC_METHOD", f'"{name}"')
+        refused(f"controller={name}: it needs .*: use gac, chord, constant or kl-ctrl")
+
+
+def test_the_example_learns():
+    rows = example("swift_gac", 10)
+    assert len(rows) == 10
+    assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
+    assert rows[-1]["reward"] > rows[0]["reward"]
+    assert len({row["gac/mu"] for row in rows}) > 1

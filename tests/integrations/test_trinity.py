@@ -13,7 +13,7 @@ pytest.importorskip("trinity")
 
 from gac.data.rows import Row
 from tests.integrations import plain, tiny
-from tests.integrations.launch import launch
+from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
 
@@ -88,6 +88,9 @@ def test_the_paths_are_those_of_a_configuration(tmp_path: Path):
     ("place", "name", "value", "message"),
     [
         ("algorithm", "kl_loss_fn", "k3", "refuses algorithm.kl_loss_fn='k3': use 'none'"),
+        ("algorithm", "entropy_loss_fn", "default", "refuses algorithm.entropy_loss_fn='default'"),
+        ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}},
+         "refuses actor.ppo_mini_batch_size=8: use 16"),
         ("trainer", "ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2: use 1"),
         ("model", "temperature", 0.7, "refuses model.temperature=0.7: use 1.0"),
         ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},
@@ -114,8 +117,9 @@ def test_arguments_of_the_loss_are_checked(tmp_path: Path):
         GACPolicyLoss()
     with pytest.raises(ValueError, match="loss_agg_mode='seq-mean-token-sum': use one of"):
         GACPolicyLoss(state_dir=str(tmp_path), loss_agg_mode="seq-mean-token-sum")
-    with pytest.raises(ValueError, match="controller=.*: use a ControllerConfig"):
-        GACPolicyLoss(state_dir=str(tmp_path), method="luffy")
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        with pytest.raises(ValueError, match=f"controller={name}: it needs .*: use gac, chord"):
+            GACPolicyLoss(state_dir=str(tmp_path), method=name)
 
 
 def test_a_batch_carries_its_counts():
@@ -135,3 +139,11 @@ def test_a_batch_carries_its_counts():
     strategy.usual_exp_buffer, strategy.expert_exp_buffer = Buffer(usual), Buffer(experts)
     with pytest.raises(ValueError, match="a demonstration has no completion tokens"):
         asyncio.run(strategy.sample(1))
+
+
+def test_the_example_learns():
+    rows = example("trinity_gac", 10)
+    assert len(rows) == 10
+    assert rows[-1]["actor/gac/demo_loss"] < rows[0]["actor/gac/demo_loss"]
+    assert rows[-1]["reward"] > rows[0]["reward"]
+    assert len({row["actor/gac/mu"] for row in rows}) > 1

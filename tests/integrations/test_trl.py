@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,19 @@ datasets = pytest.importorskip("datasets")
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
+from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
-from tests.integrations.launch import launch  # noqa: E402 - after the skips
 
 MU = 0.3
 TOLERANCE = 3e-6  # float32 rounding; the largest that was seen is 1.4e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """accelerate collects garbage at each start of a training: not what was imported, too."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +152,10 @@ def test_the_controller_sees_the_step(model: Path, tmp_path: Path):
 
 @pytest.mark.dist
 def test_two_processes_and_resuming(model: Path, tmp_path: Path):
-    """The mean gradient is the step's, mu is one, and a resumed run is the one not stopped."""
-    launch("tests.integrations.trl_task", str(model), str(tmp_path), ranks=2)
-    ranks = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(2)]
+    """The mean gradient is the step's, mu is one, and a resumed run is the one not stopped.
+
+    A run whose ranks have different mu ends before its first step."""
+    ranks = processes.run(trl_task.resumed, model, tmp_path, ranks=2)
     reference = fresh(model)
     seen = [batch for rank in ranks for batch in rank["seen"]]
     assert len(seen) == 4
@@ -157,6 +169,7 @@ def test_two_processes_and_resuming(model: Path, tmp_path: Path):
         assert rank["mu"] == ranks[0]["mu"] == rank["again_mu"]
         for name, weight in rank["weights"].items():
             assert torch.equal(rank["again"][name], weight), name
+        assert rank["refusal"].startswith("mu differs over the ranks, [0.1, 0.2]: load the same")
     assert len(ranks[0]["logged"]) == 4
     assert len(set(ranks[0]["logged"])) > 1
 
@@ -226,28 +239,42 @@ def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path):
     refused("set use_reentrant to False", gradient_checkpointing=True, **reentrant)
     refused("batch=0: use a number of demonstrations", demo_batch=0)
     refused("use a Dataset", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}])
-    refused("controller=.*: use a ControllerConfig", controller=METHODS["luffy"]())
-    refused(
-        "estimator='biased': use 'independent'", controller=ControllerConfig(estimator="biased")
-    )
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        refused(f"controller={name}: it needs .*: use gac, chord", controller=METHODS[name]())
+    refused("for estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 
-def test_images_and_routers_are_refused(model: Path, tmp_path: Path):
-    made, _ = trl_task.trainer(model, tmp_path)
-    with pytest.raises(ValueError, match="images"):
-        made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
-    made.aux_loss_enabled = True
+def test_what_needs_other_models_or_packages_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from accelerate import ParallelismConfig
+
     from gac.integrations.hf_trainer import refuse
     from gac.integrations.trl import _refused
 
-    with pytest.raises(ValueError, match="GACTrainer refuses router_aux_loss_coef"):
-        refuse("GACTrainer", _refused(made))
+    made, _ = trl_task.trainer(model, tmp_path)
+    with pytest.raises(ValueError, match="images"):
+        made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
+    refuse("GACTrainer", _refused(made))
+    state = type(made.accelerator.state)
+    zero3 = property(lambda _: SimpleNamespace(zero_stage=3))
+    tensor = property(lambda _: ParallelismConfig(tp_size=2))
+    for owner, name, value, option in (
+        (made, "aux_loss_enabled", True, "router_aux_loss_coef"),
+        (made, "use_liger_kernel", True, "use_liger_kernel"),
+        (state, "deepspeed_plugin", zero3, "deepspeed: ZeRO-3"),
+        (type(made.accelerator), "parallelism_config", tensor, "parallelism_config"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            with pytest.raises(ValueError, match=f"GACTrainer refuses {option}"):
+                refuse("GACTrainer", _refused(made))
 
 
 def test_the_example_learns(tmp_path: Path):
     from examples import trl_gac
 
-    logged = trl_gac.run(12, str(tmp_path))
+    logged = trl_gac.run(8, str(tmp_path))
     losses = [row["gac/demo_loss"] for row in logged]
-    assert len(losses) == 12
+    assert len(losses) == 8
     assert losses[-1] < losses[0]

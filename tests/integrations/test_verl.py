@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ pytest.importorskip("verl")
 from gac.data.rows import Row
 from gac.integrations.demonstrations import encode
 from tests.integrations import plain, tiny
-from tests.integrations.launch import launch
+from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
 
@@ -97,6 +99,29 @@ def test_every_loss_of_verl_is_mixed_as_it_is(files: tuple[str, str], tmp_path: 
         assert plain.error({n: mixed[n] for n in ours}, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"text": "1"},
+            r"jsonl has the columns \['text'\]: give prompt and completion, or messages",
+        ),
+        ({"prompt": "1", "completion": ""}, r"jsonl\[0\] has the completion '': remove the row"),
+    ],
+)
+def test_bad_demonstrations_are_named(
+    files: tuple[str, str], tmp_path: Path, row: dict[str, str], message: str
+):
+    """As the worker reads them, before its first step."""
+    from gac.integrations.verl import GACPolicyLoss, Mixture
+
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    options = GACPolicyLoss(demo_path=str(path), demo_batch=5)
+    with pytest.raises(ValueError, match=message):
+        Mixture(None, tiny.tokenizer(), options, lambda **_: None)
+
+
 def test_options_that_are_wrong_are_named(files: tuple[str, str]):
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
@@ -106,9 +131,28 @@ def test_options_that_are_wrong_are_named(files: tuple[str, str]):
         GACPolicyLoss()
     with pytest.raises(ValueError, match="demo_batch=0: use a number of demonstrations >= 1"):
         GACPolicyLoss(demo_path=files[1])
+    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+        with pytest.raises(ValueError, match=f"controller={name}: it needs .*: use gac, chord"):
+            GACPolicyLoss(demo_path=files[1], demo_batch=5, method=name)
     model = HFModelConfig(path=files[0])
     refuse(FSDPEngineConfig(strategy="fsdp2"), model)
     with pytest.raises(ValueError, match="refuses strategy=fsdp: use fsdp2"):
         refuse(FSDPEngineConfig(strategy="fsdp"), model)
     with pytest.raises(ValueError, match="refuses ulysses_sequence_parallel_size=2: use 1"):
         refuse(FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2), model)
+    with pytest.raises(ValueError, match="refuses strategy=megatron: use fsdp2"):
+        refuse(SimpleNamespace(strategy="megatron"), model)
+    images = SimpleNamespace(processor="a processor", mtp=None)
+    with pytest.raises(ValueError, match="refuses model.processor=an image processor"):
+        refuse(FSDPEngineConfig(strategy="fsdp2"), images)
+    several = SimpleNamespace(processor=None, mtp=SimpleNamespace(enable=True))
+    with pytest.raises(ValueError, match="refuses mtp.enable=True: use False"):
+        refuse(FSDPEngineConfig(strategy="fsdp2"), several)
+
+
+def test_the_example_learns():
+    rows = example("verl_gac", 10)
+    assert len(rows) == 10
+    assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
+    assert rows[-1]["reward"] > rows[0]["reward"]
+    assert len({row["gac/mu"] for row in rows}) > 1

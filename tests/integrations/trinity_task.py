@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from pathlib import Path
@@ -15,44 +14,9 @@ from tensordict import TensorDict
 from trinity.common.config import AlgorithmConfig, Config
 from trinity.common.config_validator import AlgorithmConfigValidator
 from trinity.common.experience import EID, Experience
-from trinity.trainer.verl.losses import build_trinity_loss
-from trinity.trainer.verl.utils import to_data_proto
-from verl.trainer.config import CheckpointConfig
-from verl.utils import attention_utils
-from verl.utils import tensordict_utils as tu
-from verl.workers.config import (
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    TrainingWorkerConfig,
-)
-from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.padding import left_right_2_no_padding
 
+from examples import trinity_cpu
 from gac.integrations import trinity as ours
-
-EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
-    FSDPEngineWithLMHead
-)
-for name in ("max_memory_allocated", "max_memory_reserved", "empty_cache", "memory_allocated",
-             "memory_reserved", "reset_peak_memory_stats"):  # fmt: skip
-    if not hasattr(torch.cpu, name):
-        setattr(torch.cpu, name, lambda *args, **keywords: 0)
-torch.cpu.mem_get_info = lambda *args: (0, 1)  # type: ignore[attr-defined] - for verl's log
-torch.cpu.get_device_name = lambda *args: "CPU"  # type: ignore[attr-defined] - as above
-
-
-def _unpad(states: torch.Tensor, mask: torch.Tensor) -> tuple[Any, ...]:
-    """flash-attn's unpad_input, which verl imports from a package that needs a GPU."""
-    lengths = mask.sum(1, dtype=torch.int32)
-    where = mask.flatten().nonzero().flatten()
-    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return states.flatten(0, 1)[where], where, ends, int(lengths.max())
-
-
-attention_utils._get_attention_functions = lambda: (None, None, None, _unpad)
 
 
 class Buffer:
@@ -100,21 +64,9 @@ def reference(row: Experience) -> torch.Tensor:
 
 
 def batch(step: int, micro: int) -> TensorDict:
-    """This rank's part of a training step as Trinity hands it to the actor."""
+    """This rank's part of a training step."""
     rows = sample(step)
-    data = to_data_proto(rows, 0, None, logging.getLogger("trinity"))
-    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
-    ref = torch.zeros_like(data.batch["old_log_probs"])
-    for i, row in enumerate(rows):
-        ref[i, : len(row.tokens) - row.prompt_length] = reference(row)
-    data.batch["ref_log_prob"] = ref
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = left_right_2_no_padding(data.to_tensordict()[rank::ranks].contiguous())
-    tu.assign_non_tensor(
-        found, global_batch_size=len(rows), mini_batch_size=len(rows), epochs=1, temperature=1.0,
-        calculate_entropy=False, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False,
-    )  # fmt: skip
-    return found
+    return trinity_cpu.batch(rows, [reference(row) for row in rows], micro)
 
 
 def configuration(state: str) -> Config:
@@ -134,26 +86,9 @@ def algorithm(state: str, **options: Any) -> AlgorithmConfig:
     return config.algorithm
 
 
-def worker(model: str, state: str, **options: Any) -> TrainingWorker:
+def worker(model: str, state: str, **options: Any) -> Any:
     """verl's worker with Trinity's loss from Trinity's algorithm configuration."""
-    single = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    config = TrainingWorkerConfig(
-        model_type="language_model",
-        model_config=HFModelConfig(
-            path=model, use_remove_padding=False, enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2", model_dtype="fp32", mixed_precision=single, use_torch_compile=False,
-            use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, clip_grad=1e9, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )  # fmt: skip
-    made = TrainingWorker(config=config)
-    made.reset()
-    made.set_loss_fn(build_trinity_loss(algorithm(state, **options)))
-    return made
+    return trinity_cpu.worker(model, algorithm(state, **options), lr=1e-2)
 
 
 def main(model: str, out: str, micro: str) -> None:
@@ -174,7 +109,7 @@ def main(model: str, out: str, micro: str) -> None:
     def run(trainer: Any, steps: range) -> list[dict[str, Any]]:
         logs = []
         for step in steps:
-            metrics = tu.get(trainer.train_mini_batch(batch(step, int(micro))), "metrics")
+            metrics = trinity_cpu.step(trainer, batch(step, int(micro)))
             logs.append({k: v for k, v in metrics.items() if "gac/" in k})
         return logs
 

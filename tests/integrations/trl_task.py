@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -98,30 +97,27 @@ def weights(made: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in made.model.named_parameters()}
 
 
-def main(model: str, out: str) -> None:
+def resumed(model: Path, out: Path) -> dict[str, Any]:
     """One rank of a job: four steps, saved after two, and the last two again from there."""
+    gc.freeze()
     options = {
         "controller": GAC(update_every=2), "max_steps": 4, "per_device_train_batch_size": 4,
         "beta": 1e-30, "save_strategy": "steps", "save_steps": 2,
     }  # fmt: skip
-    made, watch = trainer(Path(model), Path(out) / "run", **options)
+    made, watch = trainer(model, out, **options)
     made.train()
-    again, _ = trainer(Path(model), Path(out) / "run", **options)
-    again.train(resume_from_checkpoint=str(Path(out) / "run" / "checkpoint-2"))
-    torch.save(
-        {
-            "gradient": watch.gradients[0],
-            "seen": made.seen[:2],
-            "shown": made.shown[0],
-            "mu": made.mixer.mu,
-            "logged": column(made, "gac/mu"),
-            "weights": weights(made),
-            "again": weights(again),
-            "again_mu": again.mixer.mu,
-        },
-        Path(out) / f"rank{made.accelerator.process_index}.pt",
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    again, _ = trainer(model, out, **options)
+    again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    rank = made.accelerator.process_index
+    stray, _ = trainer(model, out, controller=Constant(mu=0.1 + 0.1 * rank))
+    try:
+        stray.train()
+        refusal = ""
+    except RuntimeError as error:
+        refusal = str(error)
+    return {
+        "gradient": watch.gradients[0], "seen": made.seen[:2], "shown": made.shown[0],
+        "mu": made.mixer.mu, "logged": column(made, "gac/mu"), "weights": weights(made),
+        "again": weights(again), "again_mu": again.mixer.mu,
+        "refusal": refusal,
+    }  # fmt: skip

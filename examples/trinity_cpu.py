@@ -1,0 +1,108 @@
+"""What Trinity-RFT 0.6's trainer does with verl 0.8 on GPUs, for CPUs: worker and batches.
+
+Trinity's `VERLTrainer` asks for a GPU; the loss, the batches and verl's worker under it do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from trinity.common.experience import Experience
+from trinity.trainer.verl.losses import build_trinity_loss
+from trinity.trainer.verl.utils import to_data_proto
+from verl.trainer.config import CheckpointConfig
+from verl.utils import attention_utils
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.padding import left_right_2_no_padding
+
+EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
+    FSDPEngineWithLMHead
+)
+for name in ("max_memory_allocated", "max_memory_reserved", "empty_cache", "memory_allocated",
+             "memory_reserved", "reset_peak_memory_stats"):  # fmt: skip
+    if not hasattr(torch.cpu, name):
+        setattr(torch.cpu, name, lambda *args, **keywords: 0)
+torch.cpu.mem_get_info = lambda *args: (0, 1)  # type: ignore[attr-defined] - for verl's log
+torch.cpu.get_device_name = lambda *args: "CPU"  # type: ignore[attr-defined] - as above
+
+
+def _unpad(states: torch.Tensor, mask: torch.Tensor) -> tuple[Any, ...]:
+    """flash-attn's unpad_input, which verl imports from a package that needs a GPU."""
+    lengths = mask.sum(1, dtype=torch.int32)
+    where = mask.flatten().nonzero().flatten()
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return states.flatten(0, 1)[where], where, ends, int(lengths.max())
+
+
+attention_utils._get_attention_functions = lambda: (None, None, None, _unpad)
+
+
+def start_alone() -> None:
+    """Be the only process of a job: verl's workers read these variables."""
+    known = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    os.environ.update(known)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
+    """verl's training worker with Trinity's loss from its `AlgorithmConfig`."""
+    single = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    config = TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(
+            path=model, use_remove_padding=False, enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2", model_dtype="fp32", mixed_precision=single, use_torch_compile=False,
+            use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, clip_grad=1e9, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )  # fmt: skip
+    made = TrainingWorker(config=config)
+    made.reset()
+    made.set_loss_fn(build_trinity_loss(algorithm))
+    return made
+
+
+def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro: int) -> TensorDict:
+    """This rank's part of a training step as Trinity hands it to the actor.
+
+    references: of each row, the log-probs [R] of its completion under the reference policy.
+    micro: rows of a micro-batch.
+    """
+    data = to_data_proto(list(rows), 0, None, logging.getLogger("trinity"))
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
+    ref = torch.zeros_like(data.batch["old_log_probs"])
+    for i, logps in enumerate(references):
+        ref[i, : len(logps)] = logps
+    data.batch["ref_log_prob"] = ref
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = left_right_2_no_padding(data.to_tensordict()[rank::ranks].contiguous())
+    tu.assign_non_tensor(
+        found, global_batch_size=len(rows), mini_batch_size=len(rows), epochs=1, temperature=1.0,
+        calculate_entropy=False, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False,
+    )  # fmt: skip
+    return found
+
+
+def step(made: TrainingWorker, data: TensorDict) -> dict[str, Any]:
+    """One optimiser step on `data`; what the actor logged, a list of values under each name."""
+    return dict(tu.get(made.train_mini_batch(data), "metrics"))

@@ -1,0 +1,141 @@
+"""Trinity-RFT with adaptive demonstrations, on a tiny model made on the spot: minutes on a CPU.
+
+    python -m examples.trinity_gac [STEPS]
+
+Configuration, sample strategy, advantages and loss are Trinity's own path to verl's worker; what a
+user changes in the configuration is marked with "gac". Trinity's explorer and its file buffers need
+vLLM, so the two buffers are read from memory here, and the answers are sampled with transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trinity.algorithm import ADVANTAGE_FN, SAMPLE_STRATEGY
+from trinity.buffer.buffer_reader import BufferReader
+from trinity.common.config import Config, load_config
+from trinity.common.config_validator import AlgorithmConfigValidator
+from trinity.common.experience import EID, Experience
+
+from examples import toy, trinity_cpu
+
+PROMPTS, COMPLETIONS = 8, 6  # of each step, beside 16 demonstrations
+
+CONFIG = """
+checkpoint_root_dir: {folder}/checkpoints
+algorithm:
+  algorithm_type: gac.integrations.trinity.GACAlgorithm  # gac: was mix_chord
+  sample_strategy_args:
+    expert_data_ratio: 0.25
+    sft_dataset_name: sft_dataset
+  policy_loss_fn_args:
+    method: {{name: gac}}  # gac
+    clip_range: 0.2
+buffer:
+  train_batch_size: 64
+  trainer_input:
+    experience_buffer: {{storage_type: {module}.Rollouts}}
+    auxiliary_buffers:
+      sft_dataset:
+        storage_type: {module}.Demonstrations
+        schema_type: sft
+        path: {folder}/demos.jsonl
+"""
+
+
+class Rollouts(BufferReader):
+    """Samples and scores answers when it is read, with Trinity's advantages of GRPO."""
+
+    policy: Any = None  # these three are set before the first read
+    reference: Any = None
+    words: Any = None
+
+    def __init__(self, config: Any) -> None:
+        self.reads = 0
+        self.advantages = ADVANTAGE_FN.get("grpo")()
+
+    async def read(self, batch_size: int | None = None, **_: Any) -> list[Experience]:
+        rows = toy.prompts(self.reads, PROMPTS)
+        found = toy.sample(self.policy, self.reference, self.words, rows, COMPLETIONS)
+        self.reads += 1
+        experiences = [
+            Experience(
+                eid=EID(task=row.group, run=i), tokens=torch.cat([row.prompt, row.response]),
+                prompt_length=len(row.prompt), logprobs=row.logps, reward=row.reward,
+                info={"model_version": self.reads, "reference": row.ref_logps},
+            )
+            for i, row in enumerate(found)
+        ]  # fmt: skip
+        return self.advantages.process(experiences)[0]
+
+
+class Demonstrations(BufferReader):
+    """Rows of a file with prompt and completion, over and over."""
+
+    def __init__(self, config: Any) -> None:
+        lines = Path(config.path).read_text().splitlines()
+        self.rows, self.batch_size, self.reads = list(map(json.loads, lines)), config.batch_size, 0
+
+    async def read(self, batch_size: int | None = None, **_: Any) -> list[Experience]:
+        first = self.reads * self.batch_size
+        self.reads += 1
+        found = []
+        for i in range(first, first + self.batch_size):
+            row, words = self.rows[i % len(self.rows)], Rollouts.words
+            prompt, answer = (
+                words(row["prompt"])["input_ids"],
+                words(row["completion"])["input_ids"],
+            )
+            tokens = torch.tensor([*prompt, *answer, words.eos_token_id])
+            found.append(Experience(tokens=tokens, prompt_length=len(prompt)))
+        return found
+
+
+def configuration(folder: Path) -> Config:
+    """The configuration file as Trinity reads it, completed and checked by Trinity."""
+    path = folder / "trinity.yaml"
+    path.write_text(CONFIG.format(folder=folder, module=__name__))
+    config = load_config(str(path))
+    config.checkpoint_job_dir = config.checkpoint_root_dir
+    AlgorithmConfigValidator().validate(config)
+    return config
+
+
+def run(steps: int, folder: Path) -> list[dict[str, float]]:
+    """Train for `steps` training steps; what was logged, and the mean reward."""
+    toy.write(folder)
+    Rollouts.policy = AutoModelForCausalLM.from_pretrained(folder / "model")
+    Rollouts.reference = AutoModelForCausalLM.from_pretrained(folder / "model")
+    Rollouts.words = AutoTokenizer.from_pretrained(folder / "model")
+    config = configuration(folder)
+    algorithm = config.algorithm
+    choose = SAMPLE_STRATEGY.get(algorithm.sample_strategy)
+    strategy = choose(config.buffer, **algorithm.sample_strategy_args)
+    actor = trinity_cpu.worker(str(folder / "model"), algorithm, lr=1e-3)
+    logged = []
+    for step in range(1, steps + 1):
+        rows, _, _ = asyncio.run(strategy.sample(step))
+        references = [row.info.get("reference", torch.empty(0)) for row in rows]
+        metrics = trinity_cpu.step(actor, trinity_cpu.batch(rows, references, micro=16))
+        toy.copy_weights(Rollouts.policy, actor.engine.module)
+        row = {name: values[-1] for name, values in metrics.items() if "gac/" in name}
+        rewards = [row.reward for row in rows if not row.info["is_expert"]]
+        logged.append({"reward": sum(rewards) / len(rewards), **row})
+    return logged
+
+
+if __name__ == "__main__":
+    trinity_cpu.start_alone()
+    with tempfile.TemporaryDirectory() as folder:
+        for row in run(int(sys.argv[1]) if len(sys.argv) > 1 else 100, Path(folder)):
+            names = ("reward", "actor/gac/mu", "actor/gac/rollout_loss", "actor/gac/demo_loss")
+            print(" ".join(f"{name} {row[name]:.3f}" for name in names))
+    dist.destroy_process_group()
