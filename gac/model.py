@@ -13,7 +13,6 @@ import logging
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.errors import ConfigError, import_extra
 from gac.parallel.arrival import Arrival
 from gac.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
-from gac.weights import read_model
+from gac.weights import empty_model, read_model
 from gac_kernels import (
     LossOutput,
     fused_gac_loss,
@@ -170,6 +169,11 @@ def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -
     return adapted(model, config).train()
 
 
+def hollow_model(config: ModelConfig) -> Any:
+    """The model without values of its weights, and without adapters."""
+    return empty_model(config.path, dtype=DTYPES[config.dtype])
+
+
 def adapted(model: Any, config: ModelConfig) -> Any:
     """The model with its layers recomputed, and with adapters, as far as `config` says so."""
     if config.gradient_checkpointing:
@@ -271,17 +275,6 @@ def _plain_head(model: nn.Module) -> bool:
     )
     model.train(was_training)
     return same
-
-
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a plain transformers folder that `from_pretrained` loads."""
-    forward = model.__dict__.pop("forward", None)  # the instance's patch cannot be pickled
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    finally:
-        if forward is not None:
-            model.forward = forward
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:

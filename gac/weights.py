@@ -15,6 +15,16 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from gac.errors import ConfigError
 
+FIND: dict[str, Any] = {  # None instead of an error, where `from_pretrained` will say it
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+
+
+def on_adapters(path: str) -> bool:
+    """Whether `path` holds adapters, on a model that may be elsewhere."""
+    return cached_file(path, "adapter_config.json", **FIND) is not None
+
 
 def empty_model(path: str, **keywords: Any) -> Any:
     """The model that `path` configures, without memory for its weights: all on the meta device.
@@ -114,10 +124,9 @@ def stored(key: str, path: str) -> dict[str, Stored] | None:
 
 
 def _files(path: str) -> list[str] | None:
-    find = {"_raise_exceptions_for_missing_entries": False}
-    if cached_file(path, "adapter_config.json", **find):
-        return None  # adapters on a model elsewhere
-    if single := cached_file(path, SAFE_WEIGHTS_NAME, **find):
+    if on_adapters(path):
+        return None
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **FIND):
         return [single]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **find)
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **FIND)
     return get_checkpoint_shard_files(path, index)[0] if index else None

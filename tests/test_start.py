@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **c
     with torch.no_grad():  # norms and biases too are numbers of their own
         for p in model.parameters():
             p.add_(torch.randn_like(p) / 50)
-    model.generation_config.temperature = 0.7
+    model.generation_config.update(do_sample=True, temperature=0.7)
     model.save_pretrained(start, max_shard_size="20KB")
     return folder
 
@@ -130,6 +131,8 @@ def held(made):
     accelerator = setup.make_accelerator(made.parallel, "no", (), made.out)
     arrival = setup.arriving(accelerator, made.parallel)
     model = make_model(made.model, 0, arrival)
+    assert ONE_BY_ONE not in os.environ  # the environment, and torch's hooks, are as before
+    assert torch.nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
     rows = sum(x.untyped_storage().nbytes() for x in arrival._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -141,12 +144,13 @@ def held(made):
 def test_no_rank_holds_the_whole_model_at_any_time(base, tmp_path):
     found = ranks.run(held, config(base, tmp_path, **given(base)), ranks=2)
     total = found[0][3]
-    assert sum(rows for rows, *_ in found) == sum(shards for _, _, shards, *_ in found) == total
+    assert sum(rows for rows, *_ in found) == total
+    assert total <= sum(shards for _, _, shards, *_ in found) < 1.02 * total  # equally many rows
     assert all(rows < 0.51 * total and left == kept == 0 for rows, left, _, _, kept in found)
 
 
 def truncate(start: Path) -> None:
-    path = start / "model-00002-of-00003.safetensors"
+    path = start / "model-00002-of-00004.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -170,8 +174,8 @@ def rewrite(start: Path, change) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda start: (start / "model-00002-of-00003.safetensors").unlink(),
-         "the weights lack model-00002-of-00003.safetensors, which their index names"),
+        (lambda start: (start / "model-00002-of-00004.safetensors").unlink(),
+         "the weights lack model-00002-of-00004.safetensors, which their index names"),
         (forget, "the weights lack model.norm.weight: copy"),
         (widen, r"up_proj.weight is [5, 7] in the weights, and the model that config.json"),
         (truncate, "the weights are damaged"),
@@ -182,7 +186,7 @@ def test_weights_that_do_not_arrive_are_one_line_on_every_rank(base, tmp_path, d
     folder = tmp_path / "task"
     shutil.copytree(base, folder)
     index = folder / "init" / "model.safetensors.index.json"
-    assert len(set(json.loads(index.read_text())["weight_map"].values())) == 3
+    assert len(set(json.loads(index.read_text())["weight_map"].values())) == 4
     damage(folder / "init")
     made = config(folder, tmp_path / "run", **given(folder))
     for message in ranks.errors(Trainer, made, ranks=2):
@@ -204,20 +208,3 @@ def only_on_rank_1(made):
 def test_a_rank_that_fails_alone_does_not_keep_the_others_waiting(base, tmp_path):
     found = ranks.errors(only_on_rank_1, config(base, tmp_path, **given(base)), ranks=2)
     assert found == ["model.path: rank 1 cannot read it"] * 2
-
-
-@pytest.mark.parametrize("before", [None, "0"])
-def test_the_environment_is_as_before(before, monkeypatch):
-    monkeypatch.delenv(ONE_BY_ONE, raising=False)
-    if before is not None:
-        monkeypatch.setenv(ONE_BY_ONE, before)
-    import os
-
-    class Mesh(dict):
-        get_local_rank, size = (lambda _: 0), (lambda _: 2)
-
-    with pytest.raises(KeyError), Arrival({"shard": Mesh()}, torch.device("cpu")):
-        assert os.environ[ONE_BY_ONE] == "1"
-        raise KeyError
-    assert os.environ.get(ONE_BY_ONE) == before
-    torch.nn.Linear(2, 2)  # and the hook is gone
