@@ -187,7 +187,7 @@ def measure(layers: int, counts: list[int]) -> None:
     """All jobs; what is known is written after each."""
     document: dict[str, Any] = {
         "device": device_name("cpu"), "date": str(datetime.date.today()), **environment("cpu"),
-        "layers": layers, "export_shard_mib": SHARD / 2**20, "rows": [], "checkpoints": [],
+        "layers": layers, "export_shard_mib": SHARD / 2**20, "memory": [], "checkpoints": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         bases = [Path(place) / "float32", Path(place) / "bfloat16"]
@@ -195,7 +195,7 @@ def measure(layers: int, counts: list[int]) -> None:
             write_base(base, layers, getattr(torch, base.name))
         for base, ranks, way in itertools.product(bases, counts, ("whole", "cut")):
             found = run(ranks, work="memory", base=str(base), way=way)
-            document["rows"].append(row(ranks, way, base.name, found))
+            document["memory"].append(row(ranks, way, base.name, found))
             save(document)
         for ranks in counts:
             first, *_ = run(ranks, work="saving", base=str(bases[0]))
@@ -208,7 +208,7 @@ def save(document: dict[str, Any]) -> None:
     path = RESULTS / "start.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(path)
-    print((document["checkpoints"] or document["rows"])[-1], flush=True)
+    print((document["checkpoints"] or document["memory"])[-1], flush=True)
 
 
 def row(ranks: int, way: str, stored: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def row(ranks: int, way: str, stored: str, found: list[dict[str, Any]]) -> dict[
 def main(arguments: list[str] | None = None) -> None:
     """Measure and write, or be one rank."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=10, help="of the model: 10 are 307 MiB")
+    parser.add_argument("--layers", type=int, default=8, help="of the model: 8 are 265 MiB")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
