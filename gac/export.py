@@ -1,16 +1,30 @@
-"""From a checkpoint to a plain transformers folder, in one process, whatever number wrote it."""
+"""From a checkpoint to a plain transformers folder, in one process, whatever number wrote it.
+
+Weights go layer by layer from the one to the other: the process never holds the model.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gac.config import load
 from gac.errors import NoCheckpoint, writable_folder
 from gac.faults import checkpoint
-from gac.model import ModelConfig, export, load_model, load_tokenizer
+from gac.model import ModelConfig, adapted, hollow_model, load_model, load_tokenizer
 from gac.train_config import TrainConfig
+from gac.weights import on_adapters
+
+SHARD = 1 << 30  # bytes
+WHOLE = 1 << 62  # bytes: save_pretrained shall not divide what it is given
 
 
 def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
@@ -55,14 +69,107 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
     return checkpoint.at(folder, best["step"])
 
 
-def export_checkpoint(config: ModelConfig, path: Path, out: Path) -> None:
-    """Write the model of the checkpoint at `path`; a kill leaves the old folder or the new one."""
-    model = load_model(config)
-    checkpoint.load_weights(path, model)
-    if config.lora is not None:
-        model = model.merge_and_unload()
+def export_checkpoint(config: ModelConfig, path: Path, out: Path, shard: int = SHARD) -> None:
+    """Write the model of the checkpoint at `path`; a kill leaves the old folder or the new one.
+
+    shard: bytes after which a file of weights ends; memory holds one file's, and one layer's.
+    """
     aside = out.with_name(f".{out.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    export(model, load_tokenizer(config), aside)
+    if on_adapters(config.path):
+        _save_adapters(config, path, aside)
+    else:
+        _save_weights(config, path, aside, shard)
+    load_tokenizer(config).save_pretrained(aside)
     shutil.rmtree(out, ignore_errors=True)
     aside.rename(out)
+
+
+def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
+    """Of a model that was itself given as adapters transformers saves these; it must be whole."""
+    model = load_model(config)
+    checkpoint.load_weights(path, model)
+    model.__dict__.pop("forward")  # the instance's patch cannot be pickled
+    model.save_pretrained(folder)
+
+
+def _save_weights(config: ModelConfig, path: Path, folder: Path, shard: int) -> None:
+    """Files of about `shard` bytes and their index, and what else belongs to a model."""
+    plain, size = hollow_model(config), 0
+    wanted = plain.state_dict().keys()
+    part, files = folder / "part", list[Path]()
+    for tensors in _shards(config, path, shard):
+        kept = {name: x.contiguous() for name, x in tensors.items() if name in wanted}
+        size += sum(x.nbytes for x in kept.values())
+        # it also turns names and layouts into those in which the model was published
+        plain.save_pretrained(part, state_dict=kept, max_shard_size=WHOLE)
+        files.append((part / SAFE_WEIGHTS_NAME).rename(folder / f"{len(files)}.safetensors"))
+    for beside in part.iterdir():
+        beside.rename(folder / beside.name)
+    part.rmdir()
+    if len(files) == 1:
+        files[0].rename(folder / SAFE_WEIGHTS_NAME)
+    else:
+        _index(files, folder, {"total_parameters": plain.num_parameters(), "total_size": size})
+
+
+def _index(files: Sequence[Path], folder: Path, about: dict[str, int]) -> None:
+    """Give the files the names that transformers knows, and write which tensor is in which."""
+    where: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(file, framework="pt") as found:
+            where |= dict.fromkeys(found.keys(), name)
+        file.rename(folder / name)
+    index = {"metadata": about, "weight_map": dict(sorted(where.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(config: ModelConfig, path: Path, shard: int) -> Iterator[dict[str, Tensor]]:
+    """The checkpoint's weights, adapters merged, each time those of some units together."""
+    model = adapted(hollow_model(config), config)
+    there, found = checkpoint.model_tensors(path), dict[str, Tensor]()
+    for names in _units(model):
+        if found and sum(x.nbytes for x in found.values()) >= shard:
+            yield found
+            found = {}
+        tensors = checkpoint.read_tensors(path, {name: there[name] for name in names})
+        found |= tensors if config.lora is None else _merged(model, tensors)
+    yield found
+
+
+def _units(model: nn.Module) -> list[list[str]]:
+    """Names of the weights that stay together: a layer's, those of a module with adapters, each
+    other by itself; a tied weight has its first name alone."""
+    layers = getattr(model, "_no_split_modules", None) or ()
+    together = [
+        f"{name}." for name, module in model.named_modules()
+        if type(module).__name__ in layers or hasattr(module, "base_layer")
+    ]  # fmt: skip
+    units: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            unit = next((prefix for prefix in together if name.startswith(prefix)), name)
+            units.setdefault(unit, []).append(name)
+    return list(units.values())
+
+
+def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A unit's weights as in a model without adapters, with its names; beside what adapters had."""
+    model.load_state_dict(tensors, strict=False, assign=True)
+    adapters = {name.rpartition(".base_layer.")[0] for name in tensors if ".base_layer." in name}
+    for name in adapters:
+        module: Any = model.get_submodule(name)
+        module.merge()
+    state = model.state_dict()
+    merged = {_plain(name): state[name] for name in tensors}
+    away = {name: torch.empty_like(x, device="meta") for name, x in tensors.items()}
+    model.load_state_dict(away, strict=False, assign=True)
+    return merged
+
+
+def _plain(name: str) -> str:
+    """peft's name of a weight -> the model's own."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -7,22 +7,25 @@ so that DDP's and FSDP's hooks see it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
+from gac.parallel.arrival import Arrival
 from gac.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
+from gac.weights import empty_model, read_model
 from gac_kernels import (
     LossOutput,
     fused_gac_loss,
@@ -134,6 +137,16 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
         config: which model, and how it is held in memory.
         seed: seed of new weights and adapters.
     """
+    model = make_model(config, seed)
+    check_head(model)
+    return model
+
+
+def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -> Any:
+    """The same before `check_head`.
+
+    arrival: keeps its share of each weight that is read; the model is then without them.
+    """
     check_source("model.path", config.path)
     remedy = "give what transformers' save_pretrained wrote"
     check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
@@ -150,16 +163,25 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
                 AutoConfig.from_pretrained(config.path), **keywords
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(config.path, **keywords)
-    attach_head(model)
+            with arrival or contextlib.nullcontext():
+                model = read_model("model.path", config.path, arrival is not None, **keywords)
+    _teach_request(model)
+    return adapted(model, config).train()
+
+
+def hollow_model(config: ModelConfig) -> Any:
+    """The model without values of its weights, and without adapters."""
+    return empty_model(config.path, dtype=DTYPES[config.dtype])
+
+
+def adapted(model: Any, config: ModelConfig) -> Any:
+    """The model with its layers recomputed, and with adapters, as far as `config` says so."""
     if config.gradient_checkpointing:
         # the name changed within transformers 5
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
-    if config.lora is not None:
-        model = _add_lora(model, config.lora)
-    return model.train()
+    return model if config.lora is None else _add_lora(model, config.lora)
 
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
@@ -188,13 +210,12 @@ def attach_head(model: PreTrainedModel) -> bool:
     Returns:
         Whether the head is a plain matrix product; `model.plain_head` says the same later.
     """
-    plain = _plain_head(model)
-    if not plain:
-        logger.warning(
-            "the head of %s is not a plain matrix product: the loss takes its logits, which costs "
-            "memory for [tokens, vocabulary]",
-            type(model).__name__,
-        )
+    _teach_request(model)
+    return check_head(model)
+
+
+def _teach_request(model: PreTrainedModel) -> None:
+    """Before adapters or shards are put around the model, and `check_head` after."""
     original = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` looks for what the model's own forward takes
@@ -206,40 +227,54 @@ def attach_head(model: PreTrainedModel) -> bool:
     ) -> Any:
         if request is None:
             return original(*args, **keywords)
-        if not plain:
+        if not self.__dict__["plain_head"]:
             return request(Head(None, logits=original(*args, **keywords, use_cache=False).logits))
         hidden = self.get_decoder()(*args, **keywords, use_cache=False).last_hidden_state
         head = self.get_output_embeddings()
         return request(Head(hidden, head.weight, head.bias))
 
     model.forward = types.MethodType(forward, model)
-    model.__dict__["plain_head"] = plain
+    plain = type(model.get_output_embeddings()) is nn.Linear and hasattr(model, "get_decoder")
+    model.__dict__["plain_head"] = plain  # so far as its parts tell
+
+
+def check_head(model: nn.Module) -> bool:
+    """Decide `plain_head` of a model that was taught: whether a request gets states and weight.
+
+    Whether the head is a plain matrix product is measured on a few tokens, not looked up by name:
+    a model with a scaled or soft-capped head falls back to its logits, with a warning. Every rank
+    of a sharded model makes this call.
+    """
+    taught = _taught(model)
+    plain = taught.__dict__["plain_head"] and _plain_head(model)
+    taught.__dict__["plain_head"] = plain
+    if not plain:
+        logger.warning(
+            "the head of %s is not a plain matrix product: the loss takes its logits, which costs "
+            "memory for [tokens, vocabulary]",
+            type(taught).__name__.removeprefix("FSDP"),
+        )
     return plain
 
 
+def _taught(model: nn.Module) -> Any:
+    """The model inside adapters."""
+    return next(m for m in model.modules() if "plain_head" in m.__dict__)
+
+
 @torch.no_grad()
-def _plain_head(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or not hasattr(model, "get_decoder"):
-        return False
+def _plain_head(model: nn.Module) -> bool:
     was_training = model.training
     model.eval()
-    ids = torch.arange(4, device=model.device)[None] % head.out_features
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device)[None] % _taught(model).get_output_embeddings().out_features
+    product = lambda head: functional.linear(head.hidden, head.weight, head.bias)  # noqa: E731 - one expression
     logits = model(input_ids=ids, use_cache=False).logits
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    same = torch.allclose(
+        logits, model(input_ids=ids, request=product).to(logits.dtype), rtol=1e-3, atol=1e-5
+    )
     model.train(was_training)
-    return torch.allclose(logits, head(hidden).to(logits.dtype), rtol=1e-3, atol=1e-5)
-
-
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a plain transformers folder that `from_pretrained` loads."""
-    forward = model.__dict__.pop("forward", None)  # the instance's patch cannot be pickled
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    finally:
-        if forward is not None:
-            model.forward = forward
+    return same
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gac.errors import ConfigError
+from gac.errors import ConfigError, UserError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
@@ -84,6 +84,8 @@ def loading(key: str, name: str) -> Iterator[None]:
     """Turn what transformers refuses into one line that names the key."""
     try:
         yield
+    except UserError:  # one line already
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
     except Exception as error:

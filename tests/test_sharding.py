@@ -157,9 +157,10 @@ def test_indivisible_batches_name_the_key(task, tmp_path):
 
 
 def prepare_without_layers():
-    accelerator = make_accelerator(ParallelConfig(), "no", (), ".")
+    accelerator, sharded = make_accelerator(ParallelConfig(), "no", (), "."), ParallelConfig("fsdp")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    return setup.prepare(model, accelerator, ParallelConfig(mode="fsdp"), "no")
+    arrival = setup.arriving(accelerator, sharded)
+    return setup.prepare(model, accelerator, sharded, "no", arrival)
 
 
 def test_unknown_layers_are_refused():

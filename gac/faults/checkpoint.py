@@ -20,10 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -37,6 +39,7 @@ from gac.parallel.collectives import gather, rank, ranks
 logger = logging.getLogger(__name__)
 # one process is what a run without torchrun means
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+MODEL = "model."  # what the names of the model's tensors start with
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 BLOCK = 1 << 24  # bytes read at once for a checksum
 
@@ -105,6 +108,25 @@ def load_weights(path: Path, model: nn.Module, further: dict[str, Tensor] | None
         state["further"] = further
     dcp.load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state["model"])
+
+
+def model_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the model in a checkpoint, by name and without its values (meta)."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(MODEL): torch.empty(
+            found.size, dtype=found.properties.dtype, device="meta"
+        )
+        for name, found in stored.items()
+        if name.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
+    }
+
+
+def read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some of the model's tensors, whole, in this process alone; `wanted`: of `model_tensors`."""
+    tensors = {name: torch.empty_like(x, device="cpu") for name, x in wanted.items()}
+    dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
+    return tensors
 
 
 def read_progress(path: Path) -> dict[str, Any]:

@@ -6,12 +6,16 @@ Every rank makes every call. Without a process group, each call returns this pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gac.errors import UserError
+
+Result = TypeVar("Result")
 
 
 def rank() -> int:
@@ -31,6 +35,19 @@ def gather(value: Any) -> list[Any]:
     everyone: list[Any] = [None] * ranks()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """`work()`, done by every rank; if it fails on one, with what a user can mend, all raise it."""
+    result, fault = None, None
+    try:
+        result = work()
+    except UserError as error:
+        fault = error
+    faults = [f for f in gather(fault) if f]
+    if faults:
+        raise fault or faults[0]
+    return cast(Result, result)
 
 
 def total(values: Sequence[float]) -> list[float]:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from gac.config import ConfigError
 
+from .arrival import Arrival
 from .collectives import largest
 
 MODES = ("ddp", "fsdp")
@@ -103,30 +104,42 @@ def _join(timeout: float) -> None:
     dist.all_reduce(torch.zeros(1))  # who leaves before all have joined keeps the others waiting
 
 
+def arriving(accelerator: Accelerator, config: ParallelConfig) -> Arrival | None:
+    """What keeps this rank's share of a model's weights while they are read; None: all of them."""
+    if config.mode != "fsdp" or accelerator.num_processes == 1:
+        return None
+    return Arrival(_mesh(accelerator, config), accelerator.device)
+
+
 def prepare(
-    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str
-) -> nn.Module:
-    """The model as this rank trains it, on its device: sharded, or wrapped by DDP."""
-    if config.mode == "fsdp" and accelerator.num_processes > 1:
-        model = shard(model, _mesh(accelerator, config), _policy(precision), keep_root=True)
-        if config.defer_reduce:
-            model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's looks for it
-        return model
-    return accelerator.prepare(model.to(accelerator.device))
+    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str,
+    arrival: Arrival | None,
+) -> nn.Module:  # fmt: skip
+    """The model as this rank trains it, on its device: sharded, or wrapped by DDP.
+
+    arrival: of `arriving`, for this model.
+    """
+    if arrival is None:
+        return accelerator.prepare(model.to(accelerator.device))
+    model = shard(model, arrival, _policy(precision), keep_root=True)
+    if config.defer_reduce:
+        model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's looks for it
+    return model
 
 
 def prepare_frozen(
-    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str
-) -> nn.Module:
+    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str,
+    arrival: Arrival | None,
+) -> nn.Module:  # fmt: skip
     """A model that is only evaluated: sharded too, never gathered longer than a forward."""
     model = model.requires_grad_(False).eval()
-    if config.mode == "fsdp" and accelerator.num_processes > 1:
-        return shard(model, _mesh(accelerator, config), _policy(precision), keep_root=False)
-    return model.to(accelerator.device)
+    if arrival is None:
+        return model.to(accelerator.device)
+    return shard(model, arrival, _policy(precision), keep_root=False)
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, keep_root: bool
+    model: nn.Module, arrival: Arrival, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
     """`fully_shard` of each layer, and of the rest as one unit; in place.
 
@@ -135,15 +148,17 @@ def shard(
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
+    arrival.meta(model)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_root)
+        fully_shard(layer, mesh=arrival.mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=arrival.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
     whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if whole or not layers:
         raise RuntimeError(
             f"{type(model).__name__} could not be sharded: layers {sorted(names)}, "
             f"{len(whole)} whole parameters {whole[:3]}; use parallel.mode=ddp"
         )
+    arrival.place(model)
     return model
 
 

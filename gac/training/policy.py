@@ -13,8 +13,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.micro import MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss, Needs
-from gac.model import load_model
+from gac.model import check_head, make_model
 from gac.parallel import setup
+from gac.parallel.collectives import together
 from gac.parallel.setup import reshard
 from gac.train_config import TrainConfig
 
@@ -96,5 +97,12 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
 def _prepared(
     prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
 ) -> nn.Module:
-    model = load_model(config.model, config.seed)
-    return prepare(model, accelerator, config.parallel, config.mixed_precision)
+    arrival = setup.arriving(accelerator, config.parallel)
+    model = together(lambda: make_model(config.model, config.seed, arrival))
+    if arrival is None:
+        check_head(model)
+    model = prepare(model, accelerator, config.parallel, config.mixed_precision, arrival)
+    if arrival is not None:  # it takes all ranks' weights
+        check_head(model)
+        reshard(model)
+    return model

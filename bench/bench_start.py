@@ -1,0 +1,242 @@
+"""Peak host memory of a sharded start and of an export: `python -m bench.bench_start`.
+
+Real processes over gloo on this machine. Each rank's peak (VmHWM, which counts mapped files too) is
+taken from what it held before the work, and given as a share of the model's bytes. *whole* reads
+the model on every rank and then shards it, and exports it by loading it; *cut* is what gac does.
+Last, what a checkpoint costs in step time, written before the next step or beside it
+(`dcp.async_save`). Writes bench/results/start.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from gac.demo.task import tokenizer
+from gac.export import export_checkpoint
+from gac.faults import checkpoint
+from gac.model import ModelConfig, check_head, load_model, load_tokenizer, make_model
+from gac.parallel import setup
+from gac.parallel.setup import ParallelConfig
+
+from .peak_memory import resident
+from .record import RESULTS, copy_out, device_name, environment
+
+SHARDED = ParallelConfig(mode="fsdp")
+SHARD = 32 << 20  # bytes of a file of the export
+DEADLINE = 900  # seconds of one job
+SAVES = 3
+
+
+def write_base(folder: Path, layers: int, dtype: torch.dtype) -> None:
+    """A Qwen2 with 26 MB in each layer, and 51 MB of embedding, in float32."""
+    words = tokenizer()
+    words.save_pretrained(folder)
+    made = Qwen2Config(
+        vocab_size=16640, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
+        num_attention_heads=12, num_key_value_heads=12, pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size="100MB")
+
+
+def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What `work` returns; the MiB by which it grew this process at most, and its seconds."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, start = resident("VmRSS"), time.perf_counter()
+    done = work()
+    found = {"mib": resident("VmHWM") - before, "seconds": time.perf_counter() - start}
+    return done, found
+
+
+def start(config: ModelConfig, accelerator: Accelerator, way: str) -> nn.Module:
+    """The sharded model, by the one way or the other."""
+    arrival = setup.arriving(accelerator, SHARDED)
+    if way == "whole":
+        return setup.prepare(load_model(config), accelerator, SHARDED, "no", arrival)
+    return setup.prepare(make_model(config, 0, arrival), accelerator, SHARDED, "no", arrival)
+
+
+def export_whole(config: ModelConfig, path: Path, out: Path) -> None:
+    """Load the model, fill it from the checkpoint, save it."""
+    model = load_model(config)
+    checkpoint.load_weights(path, model)
+    model.__dict__.pop("forward")
+    model.save_pretrained(out)
+    load_tokenizer(config).save_pretrained(out)
+
+
+def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """The peaks of this rank's start, and of the export at the end of a run."""
+    config, folder = ModelConfig(path=job["base"]), Path(job["folder"])
+    model, started = peak(lambda: start(config, accelerator, job["way"]))
+    total = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    _, first = peak(lambda: check_head(model))  # gathers layer by layer, as every forward
+    setup.reshard(model)
+    path = checkpoint.save(folder / "run", 1, model, torch.optim.SGD(model.parameters()), {})
+    exported = None
+    if accelerator.is_main_process:  # the others wait, as in a run
+        if job["way"] == "whole":
+            _, exported = peak(lambda: export_whole(config, path, folder / "out"))
+        else:
+            _, exported = peak(lambda: export_checkpoint(config, path, folder / "out", SHARD))
+    dist.barrier()
+    return {"model_mib": total, "start": started, "forward": first, "export": exported}
+
+
+def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """Seconds by which a checkpoint delays the next steps, and the memory it takes, each way."""
+    model = start(ModelConfig(path=job["base"]), accelerator, "cut")
+    check_head(model)
+    setup.reshard(model)  # gathered parameters are other objects
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.arange(64)[None] % 16
+    beside = dist.new_group(backend="gloo")  # the steps' collectives go on meanwhile
+
+    def step() -> float:
+        begun = time.perf_counter()
+        model(input_ids=ids, use_cache=False).logits.logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - begun
+
+    def state() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    def before(where: Path) -> float:
+        begun = time.perf_counter()
+        dcp.save(state(), checkpoint_id=where)
+        dist.barrier()
+        return time.perf_counter() - begun
+
+    def during(where: Path) -> float:
+        begun, steps = time.perf_counter(), 0
+        future = dcp.async_save(state(), checkpoint_id=where, process_group=beside)
+        assert isinstance(future, Future)
+        while True:  # all ranks make the same number of steps
+            done = torch.tensor(float(future.done()))
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+            if done:
+                break
+            step()
+            steps += 1
+        future.result()
+        return time.perf_counter() - begun - steps * usual
+
+    for _ in range(3):
+        step()
+    usual = sorted(step() for _ in range(7))[3]
+    found: dict[str, list[dict[str, float]]] = {"before": [], "beside": []}
+    for turn in range(SAVES):
+        for name, save in (("before", before), ("beside", during)):
+            where = Path(job["folder"]) / f"{name}-{turn}"
+            delay, grown = peak(functools.partial(save, where))
+            found[name].append({"delay": delay, "mib": grown["mib"]})
+    return {"step": usual, "saves": found}
+
+
+def worker(job: dict[str, Any]) -> None:
+    """What one rank of a job does."""
+    torch.set_num_threads(1)
+    accelerator = setup.make_accelerator(SHARDED, "no", (), job["folder"])
+    found = (saving if job["work"] == "saving" else memory)(job, accelerator)
+    place = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"
+    place.write_text(json.dumps(found))
+
+
+def run(ranks: int, **job: Any) -> list[dict[str, Any]]:
+    """What each of `ranks` new processes finds."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = json.dumps({**job, "folder": folder})
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(ranks), "-m", "bench.bench_start", "--worker", told,
+        ]  # fmt: skip
+        # what is held counts, not what the allocator keeps for later
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        subprocess.run(command, check=True, timeout=DEADLINE, env=variables)
+        return [json.loads((Path(folder) / f"rank-{r}.json").read_text()) for r in range(ranks)]
+
+
+def measure(layers: int, counts: list[int]) -> None:
+    """All jobs; what is known is written after each."""
+    document: dict[str, Any] = {
+        "device": device_name("cpu"), "date": str(datetime.date.today()), **environment("cpu"),
+        "layers": layers, "export_shard_mib": SHARD / 2**20, "memory": [], "checkpoints": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        bases = [Path(place) / "float32", Path(place) / "bfloat16"]
+        for base in bases:
+            write_base(base, layers, getattr(torch, base.name))
+        for base, ranks, way in itertools.product(bases, counts, ("whole", "cut")):
+            found = run(ranks, work="memory", base=str(base), way=way)
+            document["memory"].append(row(ranks, way, base.name, found))
+            save(document)
+        for ranks in counts:
+            first, *_ = run(ranks, work="saving", base=str(bases[0]))
+            document["checkpoints"].append({"ranks": ranks, **first})
+            save(document)
+
+
+def save(document: dict[str, Any]) -> None:
+    """Write and print what was measured so far."""
+    path = RESULTS / "start.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    copy_out(path)
+    print((document["checkpoints"] or document["memory"])[-1], flush=True)
+
+
+def row(ranks: int, way: str, stored: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest of the ranks' peaks, also as shares of the model's bytes."""
+    total = found[0]["model_mib"]
+    start, exported = max(f["start"]["mib"] for f in found), found[0]["export"]
+    return {
+        "ranks": ranks, "way": way, "stored": stored, "model_mib": round(total, 1),
+        "start_mib": round(start, 1), "start_share": round(start / total, 3),
+        "forward_share": round(max(f["forward"]["mib"] for f in found) / total, 3),
+        "start_seconds": round(max(f["start"]["seconds"] for f in found), 2),
+        "export_mib": round(exported["mib"], 1), "export_share": round(exported["mib"] / total, 3),
+        "export_seconds": round(exported["seconds"], 2),
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write, or be one rank."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=8, help="of the model: 8 are 265 MiB")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        worker(options.worker)
+        return
+    measure(options.layers, options.ranks)
+
+
+if __name__ == "__main__":
+    main()
