@@ -41,7 +41,9 @@ class TrainConfig:
     """What the report calls this run; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model and how it is held."""
-    method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS["gac"]()
+    method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS[
+        "gac-gated"
+    ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
     data: DataConfig = DataConfig()
     """Prompts to sample on, and demonstrations."""

@@ -18,11 +18,12 @@ from gac.training.trainer import Trainer
 
 from .tiny import metrics, tiny_config, write_tiny
 
+CLOSED = [-0.9, 1.0, 1.0, 1.0, 0.0]  # a state: cosine -0.9, trust 0
 CONSTANT = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "max_step": 1.0, "mu_min": 0.0}
 
 
 def gated(**changes) -> ControllerConfig:
-    return ControllerConfig(**{"gate": Gate(decay=0.0), **CONSTANT, **changes})
+    return ControllerConfig(**{"gate": Gate("z", decay=0.0), **CONSTANT, **changes})
 
 
 def seen(z: float, cosine: float = 0.0) -> Alignment:
@@ -93,13 +94,13 @@ def test_cosine_form(cosine: float, trust: float) -> None:
 
 
 def test_line_averages_and_hysteresis() -> None:
-    gate = Gate(at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
+    gate = Gate("z", at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
     state = gate.next(None, Alignment(-1.0, 4.0, 1.0, 1.0))
     assert state == GateState(-1.0, 4.0, 1.0, 1.0, 0.8)  # 0.75 is less than 0.1 away from 0.8
     state = gate.next(state, Alignment(-9.0, 8.0, 2.0, 3.0))
     assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
-    edge = Gate(decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
+    edge = Gate("z", decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
     assert edge is not None and edge.trust == 0.0  # the ends are always reached
 
 
@@ -122,7 +123,9 @@ def test_every_proposal_is_gated_and_capped() -> None:
         {"prior_blend": 1.0, "ema": "none"},
         {"prior_blend": 0.5},
     ):
-        open_, half = (GuidedController(gated(**changes, gate=g)) for g in (None, Gate(decay=0.0)))
+        open_, half = (
+            GuidedController(gated(**changes, gate=g)) for g in (None, Gate("z", decay=0.0))
+        )
         for _ in range(6):
             assert half.update(alignment=seen(-1.0)) == pytest.approx(0.5 * open_.update())
     slow = GuidedController(gated(max_step=0.1))
@@ -152,7 +155,7 @@ def test_errors_name_field_and_value(changes, message) -> None:
 
 
 def test_state_survives_json_and_states_without_a_gate_are_read() -> None:
-    controller = GuidedController(gated(gate=Gate()))
+    controller = GuidedController(gated(gate=Gate("z")))
     for z in (1.0, -1.3, -0.7):
         controller.update(alignment=seen(z, 0.3))
     again = GuidedController(controller.config)
@@ -165,7 +168,7 @@ def test_state_survives_json_and_states_without_a_gate_are_read() -> None:
 
 
 def test_method_hands_each_measurement_on_once() -> None:
-    method = METHODS["gac-gated"](gate=Gate(decay=0.0), max_step=1.0)
+    method = METHODS["gac-gated"](gate=Gate("z", decay=0.0), max_step=1.0)
     state = {**method.init(), "alignment": list(seen(-1.0))}
     state, mix = method.mix(state, Observation(1))
     assert mix.mu == pytest.approx(0.35) and state["alignment"] is None
@@ -181,20 +184,21 @@ def likeness(completion: str, example: Any) -> float:
     return sum(marks) / 5
 
 
-def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path) -> None:
+@pytest.mark.parametrize("form", ["z", "cosine"])
+def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path, form) -> None:
     """mu = 0 leaves the demonstrations out of the update, and their gradient is still measured."""
     common = {"steps": 6, "reward": "tests.test_gate:likeness",
               "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5}}  # fmt: skip
     task = write_tiny(tmp_path)
-    method = {"name": "gac-gated", "max_step": 1.0, "gate": {"decay": 0.5}}
+    method = {"name": "gac-gated", "max_step": 1.0, "gate": {"form": form, "decay": 0.5}}
     gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))
-    gated_run.state["controller"]["gate"] = [-9.0, 1.0, 1.0, 1.0, 0.0]
+    gated_run.state["controller"]["gate"] = CLOSED
     gated_run.run()
     rows = metrics(tmp_path / "gated")
     assert rows[0]["mu"] == 0.0
     Trainer(tiny_config(task, tmp_path / "grpo", method={"name": "grpo"}, **common)).run()
     grpo = metrics(tmp_path / "grpo")
     assert rows[0]["grad_norm"] == pytest.approx(grpo[0]["grad_norm"], rel=1e-4)
-    assert rows[1]["z"] != -9.0 and rows[-1]["mu"] > 0  # measured at mu = 0, and open at last
+    assert rows[1]["z"] != CLOSED[0] and rows[-1]["mu"] > 0  # measured at mu = 0, and open at last
     for row in rows:
         assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)

@@ -34,6 +34,7 @@ def _arm(name: str, **changes: Any) -> dict[str, Any]:
     return {"name": name, **short(name, STEPS), "weight": "one", **changes}
 
 
+_Z = {"form": "z"}
 _FREE = {"ema": "none", "prior_blend": 1.0, "max_step": 1.0}
 _MU_STAR = {"ema": "none", "prior_blend": 1.0, "signals": "gradients"}
 _PRIOR = {"prior": short("gac", STEPS)["prior"]}
@@ -42,7 +43,7 @@ FIRST: dict[str, dict[str, Any]] = {
     **{f"mu-{mu}": {"name": "constant", "mu": mu} for mu in CONSTANTS},
     "chord": _arm("chord-mu"),
     "gac": _arm("gac"),
-    "gate-z": _arm("gac-gated"),
+    "gate-z": _arm("gac-gated", gate=_Z),
     "gate-cosine": _arm("gac-gated", gate={"form": "cosine"}),
 }
 """The arms of the main questions. gate-z is the one whose success is defined."""
@@ -52,13 +53,13 @@ FURTHER: dict[str, dict[str, Any]] = {
     "prior": _arm("gac", prior_blend=0.0),
     "gac-paper": _arm("gac-paper"),
     "gac-phi": _arm("gac", weight="phi"),
-    "gate-z-prior": _arm("gac-gated", **_PRIOR),
+    "gate-z-prior": _arm("gac-gated", gate=_Z, **_PRIOR),
     "gate-cosine-prior": _arm("gac-gated", gate={"form": "cosine"}, **_PRIOR),
-    "gate-z-mu-star": _arm("gac-gated", ema="none", prior_blend=1.0),
+    "gate-z-mu-star": _arm("gac-gated", gate=_Z, ema="none", prior_blend=1.0),
     "mu-star": _arm("gac", update_every=2, max_step=0.15, **_MU_STAR),
-    "gate-z-slow": _arm("gac-gated", gate={"decay": 0.8}, update_every=4, max_step=0.025),
-    "gate-z-steep": _arm("gac-gated", gate={"slope": 1.75}),
-    "gate-z-hysteresis": _arm("gac-gated", gate={"hysteresis": 0.15}),
+    "gate-z-slow": _arm("gac-gated", gate={**_Z, "decay": 0.8}, update_every=4, max_step=0.025),
+    "gate-z-steep": _arm("gac-gated", gate={**_Z, "slope": 1.75}),
+    "gate-z-hysteresis": _arm("gac-gated", gate={**_Z, "hysteresis": 0.15}),
     "gac-sign": _arm("gac", kl_sign=-1),
     "gac-no-thermostat": _arm("gac", kl_up=0.0, kl_down=0.0),
     "free": _arm("gac", **_FREE),

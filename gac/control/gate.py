@@ -65,9 +65,9 @@ class Gate:
     (nan) changes nothing, and before the first measurement the trust is that of a measure of 0.
     """
 
-    form: str = "z"
-    """The measure: "z", the inner product in standard errors, trust 1 at 0 and 0 at -2; or
-    "cosine", trust 1/2 at 0, 1 at 0.2 and 0 at -0.2."""
+    form: str = "cosine"
+    """The measure: "cosine", of both gradients, trust 1/2 at 0, 1 at 0.2 and 0 at -0.2; or "z",
+    the inner product in standard errors, trust 1 at 0 and 0 at -2."""
     at_zero: float | None = None
     """Trust where the measure is 0, in [0, 1]; null: the form's own."""
     slope: float | None = None
