@@ -60,3 +60,9 @@ def test_every_link_leads_somewhere():
 def test_it_can_be_read_at_a_sitting():
     written = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.DOTALL)  # by programs
     assert sum(not line.startswith("|") for line in written.splitlines()) < 120
+
+
+def test_the_table_of_trainers_is_that_of_their_page():
+    page = (ROOT / "docs" / "integrations" / "README.md").read_text()
+    rows = re.findall(r"^\| \[.*", page.replace("](", "](docs/integrations/"), re.MULTILINE)
+    assert len(rows) == 4 and all(row in README for row in rows)
