@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -18,14 +17,17 @@ from gac.errors import ConfigError
 from gac.model import make_model
 from gac.parallel import setup
 from gac.parallel.arrival import ONE_BY_ONE, Arrival
+from gac.pretrained import loading
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
+from gac.weights import read_model
 
 from . import ranks
 from .test_distributed import FSDP, config, fixed_responses, whole
+from .tiny import CLOCKS
 
 pytestmark = pytest.mark.dist
-TIED = "model.embed_tokens.weight"
+FILE = "model-00002-of-00004.safetensors"
 
 
 def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:
@@ -72,8 +74,7 @@ def started(made, at_once: bool):
         frozen = trainer.reference.named_parameters()
         before |= {"reference." + n: whole(p) for n, p in frozen}
         assert not any(p.requires_grad for p in trainer.reference.parameters())
-    row = trainer._train_step()
-    row.pop("sampling_seconds")
+    row = {k: v for k, v in trainer._train_step().items() if k not in CLOCKS}
     kept = trainer.accelerator.unwrap_model(trainer.model)
     after = {n: whole(p) for n, p in parameters.items()}
     about = kept.config.name_or_path, kept.generation_config.temperature, kept.plain_head
@@ -149,8 +150,12 @@ def test_no_rank_holds_the_whole_model_at_any_time(base, tmp_path):
     assert all(rows < 0.51 * total and left == kept == 0 for rows, left, _, _, kept in found)
 
 
+def lose(start: Path) -> None:
+    (start / FILE).unlink()
+
+
 def truncate(start: Path) -> None:
-    path = start / "model-00002-of-00004.safetensors"
+    path = start / FILE
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -174,23 +179,31 @@ def rewrite(start: Path, change) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda start: (start / "model-00002-of-00004.safetensors").unlink(),
-         "the weights lack model-00002-of-00004.safetensors, which their index names"),
+        (lose, FILE),
         (forget, "the weights lack model.norm.weight: copy"),
-        (widen, r"up_proj.weight is [5, 7] in the weights, and the model that config.json"),
+        (widen, "up_proj.weight is [5, 7] in the weights, and the model that config.json"),
         (truncate, "the weights are damaged"),
     ],
-    ids=["no-file", "no-tensor", "wrong-shape", "cut-short"],
 )  # fmt: skip
-def test_weights_that_do_not_arrive_are_one_line_on_every_rank(base, tmp_path, damage, says):
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_weights_that_do_not_arrive_are_one_line(base, tmp_path, damage, says, one_by_one):
+    shutil.copytree(base / "init", tmp_path / "init")
+    damage(tmp_path / "init")
+    path = str(tmp_path / "init")
+    with pytest.raises(ConfigError) as found, loading("model.path", path):
+        read_model("model.path", path, one_by_one, dtype=torch.float32)
+    message = str(found.value)
+    assert message.startswith(f"model.path={path!r}") and says in message and "\n" not in message
+
+
+def test_a_missing_file_ends_the_start_on_every_rank(base, tmp_path):
     folder = tmp_path / "task"
     shutil.copytree(base, folder)
-    index = folder / "init" / "model.safetensors.index.json"
-    assert len(set(json.loads(index.read_text())["weight_map"].values())) == 4
-    damage(folder / "init")
-    made = config(folder, tmp_path / "run", **given(folder))
-    for message in ranks.errors(Trainer, made, ranks=2):
-        assert message.startswith("model.path=") and says in message and "\n" not in message
+    lose(folder / "init")
+    for message in ranks.errors(
+        Trainer, config(folder, tmp_path / "run", **given(folder)), ranks=2
+    ):
+        assert f"lack {FILE}, which their index names: copy" in message
 
 
 def only_on_rank_1(made):

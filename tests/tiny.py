@@ -13,6 +13,8 @@ from gac.demo.task import model_config, rows, tokenizer, write_rows
 from gac.rewards.base import RowReward
 from gac.train_config import TrainConfig
 
+CLOCKS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")  # metrics
+
 
 def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
     """Model, tokenizer and data under `folder`; returns it."""
@@ -91,5 +93,4 @@ class CountedDigits(RowReward):
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without what a clock measured."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    clocks = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")
-    return [{k: v for k, v in json.loads(line).items() if k not in clocks} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
