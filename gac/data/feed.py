@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.faults.preflight import check_budget
 from gac.methods.base import Needs
 from gac.train_config import TrainConfig
 
@@ -88,6 +89,17 @@ class Feed:
     def balanced(self, rollouts: list[Row]) -> list[Row]:
         """This rank's share of all ranks' rollouts, by tokens where these are what is counted."""
         return exchanged(rollouts, self.together) if self.balances else rollouts
+
+    def check_budgets(self, config: TrainConfig) -> int:
+        """The most tokens of a prompt and its response; ConfigError if a row of the run can be
+        longer than what it must fit into."""
+        rollouts = config.rollouts
+        row = self.longest_row(rollouts.max_new_tokens)
+        check_budget("micro_tokens", config.micro_tokens, row, self.together)
+        drawn = self.longest_start() + rollouts.max_new_tokens
+        tokens, together = rollouts.batch_tokens, rollouts.completions
+        check_budget("rollouts.batch_tokens", tokens, drawn, together)
+        return drawn
 
     def longest_start(self) -> int:
         """Tokens that a response can have before it: a prompt, and what is given of its

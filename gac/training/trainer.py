@@ -86,7 +86,7 @@ class Trainer:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.completions)
-        longest = self._check_budgets()
+        longest = self.feed.check_budgets(config)
         self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
         needs = Needs.union(map(self._needs, range(config.steps)))
         asked = config.rollouts if needs.rollouts else RolloutConfig()  # nothing asks a server
@@ -113,19 +113,6 @@ class Trainer:
         self._start_from(found)
 
     # ---- set-up
-
-    def _check_budgets(self) -> int:
-        """The most tokens of a prompt and its response."""
-        rollouts, feed = self.config.rollouts, self.feed
-        longest = feed.longest_row(rollouts.max_new_tokens)
-        preflight.check_budget(
-            "micro_tokens", self.config.micro_tokens, longest, 1 + self.plan.pairs
-        )
-        longest = feed.longest_start() + rollouts.max_new_tokens
-        preflight.check_budget(
-            "rollouts.batch_tokens", rollouts.batch_tokens, longest, rollouts.completions
-        )
-        return longest
 
     def _open_folder(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; what forbids a start is found before any work."""
