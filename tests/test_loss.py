@@ -223,6 +223,19 @@ def test_mu_at_its_ends_removes_a_term(mu: float | torch.Tensor, backend: str) -
 
 
 @each_backend
+def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> None:
+    """An advantage of 12,000 under a temperature of 0.05, divided by 30: 4,000, which it holds."""
+    available(backend, torch.float16)
+    logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
+    targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
+    out = fused_gac_loss(logits, targets, torch.tensor([-12e3]), torch.tensor([False]), mu=0.0,
+                         spec=spec, rollout_norm=15.0, backend=backend)  # fmt: skip
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    torch.testing.assert_close(grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2),
+                               rtol=2e-3, atol=0.0)  # fmt: skip
+
+
+@each_backend
 @pytest.mark.parametrize("advantage", [-1e4, 1e4])
 @pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 1e4])
 def test_an_impossible_ratio_stays_in_float32(gap: float, advantage: float, backend: str) -> None:
