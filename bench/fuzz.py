@@ -17,6 +17,7 @@ import sys
 from .record import RESULTS
 
 PACKAGES = ("torch", "hypothesis")
+LIMIT = 3 * 3600  # seconds
 COUNTS = re.compile(r"(\d+) passing, (\d+) failing, and (\d+) invalid")
 
 
@@ -24,8 +25,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="what draws the inputs")
     seed = parser.parse_args().seed
-    # without the cache of earlier failures: the seed alone decides what is drawn
+    # without the cache of earlier failures, so that the seed alone decides what is drawn; with time
+    # for a busy machine, which the suite's limit has not
     command = ["-m", "pytest", "-q", "-m", "full", "tests/test_fuzz.py", "-p", "no:cacheprovider",
+               f"--timeout={LIMIT}", "-o", f"faulthandler_timeout={LIMIT + 60}",
                f"--hypothesis-seed={seed}", "--hypothesis-show-statistics"]  # fmt: skip
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Random inputs of the public losses against the float64 reference: no crash, no wrong number.
 
 Shapes, strides, dtypes, layouts, masks, options and extreme values, drawn by hypothesis. The suite
-runs a small fixed budget; `pytest -m full tests/test_fuzz.py` runs 10,000 new inputs of each kind.
+runs a small fixed budget; `python -m bench.fuzz` runs 10,000 inputs of each kind and records them.
 """
 
 from __future__ import annotations
