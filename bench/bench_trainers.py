@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .forced_lengths import COMPLETIONS, LONGEST, PROMPT_TOKENS, PROMPTS, force, schedule, write
 from .record import RESULTS, device_name
 
@@ -96,7 +98,6 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
 
 
 def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
-    import torch
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -127,9 +128,6 @@ def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
 
 
 def work(arm: str, folder: Path, kind: str, steps: int) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     family, _, option = arm.partition("-")
     (run_gac if family == "gac" else run_trl)(folder, kind, bool(option), steps)
 
@@ -144,8 +142,8 @@ class Worker:
         self.arm, self.errors = arm, folder / f"{arm}-{kind}.log"
         with self.errors.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bench.bench_trainers", "--arm", arm, "--folder", str(folder),
-                 "--kind", kind, "--steps", str(steps)],
+                [sys.executable, "-m", "bench.bench_trainers", "--arm", arm, "--kind", kind,
+                 "--folder", str(folder), "--steps", str(steps)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )  # fmt: skip
@@ -227,6 +225,7 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m bench.bench_trainers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="steps of each trainer, >= 2")
     parser.add_argument("--kind", choices=LONGEST, help="only these lengths; others keep theirs")

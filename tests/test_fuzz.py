@@ -22,7 +22,6 @@ from gac_kernels import (
     fused_linear_gac_loss,
     token_logprobs,
 )
-
 from gac_kernels.contract import MAX_LOG_RATIO
 
 from .cases import available, check

@@ -143,8 +143,12 @@ def test_packed_row_by_row_equals_padded(kind, recomputed, monkeypatch):
     one = measure(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
     model = make(kind)
     attend = row_attention.sdpa_attention_forward
-    monkeypatch.setattr(row_attention, "sdpa_attention_forward",
-                        lambda m, q, *rest, **k: seen.append(q.shape[2]) or attend(m, q, *rest, **k))  # fmt: skip
+
+    def watched(module, query, *rest, **keywords):
+        seen.append(query.shape[2])
+        return attend(module, query, *rest, **keywords)
+
+    monkeypatch.setattr(row_attention, "sdpa_attention_forward", watched)
     if not row_attention.enable(model):
         assert kind == "gemma2"  # its scores are capped, which only eager attention does
         return
