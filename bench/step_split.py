@@ -1,7 +1,8 @@
 """Where a training step's time goes: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
 
 Without a configuration it trains the demo's tiny model by GAC from random weights. Time in a nested
-part counts there only; "rest" is rewards, batches, statistics, controller and logging.
+part counts there only; "rest" is rewards, batches, statistics, controller and logging. On a CPU it
+is processor time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,8 @@ from gac.demo.task import write_task
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 
+from .overhead import clock
+
 TARGET = 0.05
 REST, MODEL = "rest", ("generation", "forward", "backward")
 
@@ -37,9 +39,7 @@ class Stopwatch:
         self.since = 0.0
 
     def _turn(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = clock()
         if self.running:
             self.seconds[self.running[-1]] += now - self.since
         self.since = now
@@ -84,7 +84,9 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
         watch.watch(model, "forward", "forward")
     watch.watch(gac.model, "fused_linear_gac_loss", "loss")
     watch.watch(trainer.accelerator, "backward", "backward")
-    watch.watch(trainer.optimizer, "step", "optimiser")
+    for owner, name in ((trainer.optimizer, "step"), (trainer.optimizer, "zero_grad"),
+                        (torch.nn.utils, "clip_grad_norm_")):  # fmt: skip
+        watch.watch(owner, name, "optimiser")
     watch.watch(trainer, "_train_step", REST)
     step, done = trainer._train_step, 0
 

@@ -16,6 +16,8 @@ namespace gac {
 enum class KlEstimator { k1, k2, k3 };
 enum class DemoWeight { one, p, phi, shaped, trust };
 
+constexpr int kMaxLogRatio = 40;  // MAX_LOG_RATIO in gac_kernels/contract.py
+
 // What LossSpec says about one token; an absent bound is an infinity.
 template <class Real>
 struct TokenSpec {
@@ -61,8 +63,8 @@ GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advan
                                              bool has_ref, Real ref, const TokenSpec<Real>& spec) {
   TokenLoss<Real> token;
   const Real gap = logp - old;
-  const bool overflows = gap > 80;  // the ratio stops there, and so does its gradient
-  const Real ratio = std::exp(overflows ? Real(80) : gap);
+  const bool overflows = gap > kMaxLogRatio;  // the ratio stops there, and so does its gradient
+  const Real ratio = std::exp(overflows ? Real(kMaxLogRatio) : gap);
   Real inside = ratio < spec.ratio_low ? spec.ratio_low : ratio;
   inside = inside > spec.ratio_high ? spec.ratio_high : inside;
   const Real free = ratio * advantage, bound = inside * advantage;

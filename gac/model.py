@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.errors import ConfigError, import_extra
 from gac.parallel.arrival import Arrival
 from gac.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
+from gac.row_attention import bounds_given
 from gac.weights import empty_model, read_model
 from gac_kernels import (
     LossOutput,
@@ -227,9 +228,11 @@ def _teach_request(model: PreTrainedModel) -> None:
     ) -> Any:
         if request is None:
             return original(*args, **keywords)
-        if not self.__dict__["plain_head"]:
-            return request(Head(None, logits=original(*args, **keywords, use_cache=False).logits))
-        hidden = self.get_decoder()(*args, **keywords, use_cache=False).last_hidden_state
+        with bounds_given(keywords.get("cu_seq_lens_q") is not None):
+            if not self.__dict__["plain_head"]:
+                logits = original(*args, **keywords, use_cache=False).logits
+                return request(Head(None, logits=logits))
+            hidden = self.get_decoder()(*args, **keywords, use_cache=False).last_hidden_state
         head = self.get_output_embeddings()
         return request(Head(hidden, head.weight, head.bias))
 

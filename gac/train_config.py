@@ -67,8 +67,8 @@ class TrainConfig:
     micro_tokens: int | None = None
     """Tokens per forward and backward, instead of `micro_batch`: rows of any lengths lie end to
     end, without padding, each attending to itself alone. null: rows padded to the longest. Flash
-    attention costs what the rows cost; sdpa and eager cost the square of this number, so keep it
-    low there: packed was slower than padded on CPUs where rows were short and this was large."""
+    attention, and sdpa on a CPU, cost what the rows cost; eager, and sdpa on a GPU, cost the square
+    of this number, so keep it low there."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0

@@ -53,7 +53,7 @@ class FusedLoss(Function):
         task: LossTask,
         out: Tensor | None,  # takes the gradient; None: not wanted
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(task.tokens, logits.dtype)
+        ctx.unit, shares = in_units(task.tokens, task.spec, logits.dtype)
         terms = task.backend.row_loss(logits, shares, task.spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
@@ -106,7 +106,7 @@ class FusedLinearLoss(Function):
         needs: Needs,
         options: GemmOptions,
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(task.tokens, options.compute)
+        ctx.unit, shares = in_units(task.tokens, task.spec, options.compute)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
             terms, sums, sides = linear.fused_loss(

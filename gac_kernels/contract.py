@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 IGNORE = -100  # a target with this value has no loss
+# logp - old counts as this, without a gradient, where it is larger: then no advantage up to 1e20
+# leaves the range of float32, which would make the whole loss inf or nan
+MAX_LOG_RATIO = 40.0
 
 
 class DemoWeight(enum.Enum):
@@ -60,13 +63,15 @@ class LossSpec:
     """The probability ratio to the sampling policy is clipped below at 1 - clip_low; None: not at
     all."""
     clip_high: float | None = 0.2
-    """The ratio is clipped above at 1 + clip_high; None: not at all."""
+    """The ratio is clipped above at 1 + clip_high; None: at e^40, which only wrong `old_logps`
+    reach, and where the gradient ends too."""
     dual_clip: float | None = None
     """c > 1: with a negative advantage A the policy term is at most -c A (arXiv 1912.09729)."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy (`ref_logps`) on every rollout token."""
     kl_estimator: str = "k3"
-    """Estimator of that KL: "k1", "k2" or "k3" (joschu.net/blog/kl-approx.html)."""
+    """Estimator of that KL: "k1", "k2" or "k3" (joschu.net/blog/kl-approx.html). k3 is inf, and
+    neither the loss nor the gradient finite, where ref - logp passes float32's exponential (88)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on every rollout token."""
     demo_weight: DemoWeight = DemoWeight.PHI

@@ -87,7 +87,7 @@ def _loss(
     _check_values(rows, weight, inputs.targets, inputs.cu_seqlens)
     chosen = _chosen(rows, weight, backend, options.compute)
     tokens = chosen.plan(inputs, spec, arithmetic(options.compute))
-    unit, shares = in_units(tokens, options.compute)
+    unit, shares = in_units(tokens, spec, options.compute)
     found = rows.new_empty(0)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, DemoWeight, LossOutput, LossSpec
+from .contract import IGNORE, MAX_LOG_RATIO, DemoWeight, LossOutput, LossSpec
 from .inputs import BatchInputs
 from .sketch import HeadSketch, Sides, per_sequence
 from .tokens import Tokens, TokenTerms, finish, plan
@@ -58,7 +58,7 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
     """The per-token formulas: differentiable in `logps` and `entropy` ([N] each)."""
     demo, a = tokens.demo, tokens.advantages
     old = logps.detach() if tokens.old is None else tokens.old
-    ratio = (logps - old).clamp(max=80).exp()  # exp overflows at 88: 0 * inf would be nan
+    ratio = (logps - old).clamp(max=MAX_LOG_RATIO).exp()
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
     high = math.inf if spec.clip_high is None else 1 + spec.clip_high
     free, bound = ratio * a, ratio.detach().clamp(low, high) * a

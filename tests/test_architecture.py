@@ -18,7 +18,7 @@ ROOMS = (
     "gac.control",
     "gac.parallel",
     "gac.data",
-    "gac.pretrained", "gac.weights", "gac.model",
+    "gac.pretrained", "gac.weights", "gac.row_attention", "gac.model",
     "gac.sandbox",
     "gac.rewards",
     "gac.rollouts",

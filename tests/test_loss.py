@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -218,6 +220,66 @@ def test_mu_at_its_ends_removes_a_term(mu: float | torch.Tensor, backend: str) -
     kept = out.demo_loss if mu == 1 else out.rollout_loss
     assert torch.equal(out.loss, kept)
     assert (grad[removed] == 0).all() and (grad[~removed].abs().sum() > 0).item()
+
+
+@each_backend
+def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> None:
+    """An advantage of 12,000 under a temperature of 0.05, divided by 30: 4,000, which it holds."""
+    available(backend, torch.float16)
+    logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
+    targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
+    out = fused_gac_loss(logits, targets, torch.tensor([-12e3]), torch.tensor([False]), mu=0.0,
+                         spec=spec, rollout_norm=15.0, backend=backend)  # fmt: skip
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    torch.testing.assert_close(grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2),
+                               rtol=2e-3, atol=0.0)  # fmt: skip
+
+
+@each_backend
+@pytest.mark.parametrize("advantage", [-1e4, 1e4])
+@pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 1e4])
+def test_an_impossible_ratio_stays_in_float32(gap: float, advantage: float, backend: str) -> None:
+    """Above e^40 the ratio is e^40, without a gradient, in every dtype and backend."""
+    available(backend)
+    exact, batch, keywords = unlikely(old=gap)
+    batch[1][:] = advantage
+    keywords["spec"] = LossSpec(clip_low=None, clip_high=None)
+    truth, d_truth = both(exact, batch, keywords, "reference")
+    out, grad = both(exact.float(), batch, keywords, backend)
+    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=1e-4)
+    assert out.loss.item() == pytest.approx(-advantage * math.exp(min(gap, 40)) / 2, rel=1e-4)
+    assert (grad[0, 0] != 0).all() == (gap < 40)
+    torch.testing.assert_close(grad.double(), d_truth, rtol=1e-4, atol=1e-2)
+
+
+@each_backend
+def test_a_k3_beyond_float32_is_not_a_number_to_learn_from(backend: str) -> None:
+    available(backend)
+    logits, batch, keywords = unlikely(ref=100.0)
+    out, grad = both(logits.float(), batch, keywords, backend)
+    assert out.kl == torch.inf and not out.loss.isfinite()
+    assert not grad.isfinite().all()
+
+
+def unlikely(old: float = 0.0, ref: float = 0.0):
+    """One rollout of two tokens, the first with the given logp - old and ref - logp."""
+    logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    targets = torch.tensor([[1, 3]])
+    logps, _ = token_logprobs(logits, targets, backend="reference")
+    first = torch.tensor([[1.0, 0.0]])
+    keywords = {
+        "mu": 0.0, "spec": LossSpec(kl_coef=0.1), "old_logps": (logps - old * first).float(),
+        "ref_logps": (logps + ref * first).float(),
+    }  # fmt: skip
+    return logits, (targets, torch.ones(1), torch.tensor([False])), keywords
+
+
+def both(logits, batch, keywords, backend):
+    """The outputs and the gradient of the logits."""
+    leaf = logits.detach().requires_grad_()
+    wide = {k: x.to(leaf.dtype) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
+    out = fused_gac_loss(leaf, *batch, **wide, backend=backend)
+    return out, torch.autograd.grad(out.loss, leaf)[0]
 
 
 @each_backend

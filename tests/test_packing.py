@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
+from gac import row_attention
 from gac.config import ConfigError, load
 from gac.data.micro import MicroBatches
 from gac.data.rows import Row, collate, count
@@ -132,6 +133,32 @@ def test_packed_through_attention_that_takes_bounds():
     one = measure(make("qwen2"), rows, MicroBatches(), loss)
     packed = MicroBatches(tokens=30, packed=True)
     close(one, measure(make("qwen2", "each_row_by_itself"), rows, packed, loss))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_row_by_row_equals_padded(kind, recomputed, monkeypatch):
+    """And no attention is over more than one row."""
+    seen, rows = [], some_rows(mixed=True)
+    one = measure(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
+    model = make(kind)
+    attend = row_attention.sdpa_attention_forward
+
+    def watched(module, query, *rest, **keywords):
+        seen.append(query.shape[2])
+        return attend(module, query, *rest, **keywords)
+
+    monkeypatch.setattr(row_attention, "sdpa_attention_forward", watched)
+    if not row_attention.enable(model):
+        assert kind == "gemma2"  # its scores are capped, which only eager attention does
+        return
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert keeps_rows_apart(model)
+    seen.clear()
+    packed = MicroBatches(tokens=30, packed=True)
+    close(one, measure(model.train(), rows, packed, Loss(LossSpec(kl_coef=0.1))))
+    assert max(seen) == max(len(r.ids) for r in rows) and len(seen) >= 2 * len(rows)
 
 
 def test_a_row_alone_comes_out_as_among_others():

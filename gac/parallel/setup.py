@@ -189,8 +189,18 @@ def _leave_at_exit() -> None:
     gc.collect()  # what only those frames referred to, where the group was left before
 
 
+def seed(number: int) -> None:
+    """`torch.manual_seed`, which without a GPU spends its time on remembering who called it."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 def units(model: nn.Module) -> list[FSDPModule]:
     """The sharded units of `model`, the root first; empty when it is not sharded."""
+    if not isinstance(model, FSDPModule):  # the root is always one: no walk over the modules
+        return []
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import row_attention
 from gac.model import stop_tokens
 from gac.parallel.setup import calls, in_lockstep
 
@@ -209,12 +210,14 @@ def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> 
 
 @contextlib.contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, without the model's own sampling defaults, which would be off-policy."""
+    """Evaluation mode, without the model's own sampling defaults, which would be off-policy, and
+    with an attention that every engine knows."""
     was_training, defaults = model.training, model.generation_config
     model.eval()
     model.generation_config = GenerationConfig()
     try:
-        yield
+        with row_attention.plain(model):
+            yield
     finally:
         model.generation_config = defaults
         model.train(was_training)

@@ -19,7 +19,7 @@ from gac.methods.base import Loss, Mix
 from gac.model import Head
 from gac.pair import Pair
 from gac.parallel import collectives
-from gac.parallel.setup import reshard
+from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import place
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
@@ -59,7 +59,7 @@ class Gradients:
 
     def __call__(self, step: Step) -> Measured:
         """Forward all rows, backward those that can move a weight."""
-        torch.manual_seed(step.seed)  # what dropout draws does not hang on the sampling
+        seed(step.seed)  # what dropout draws does not hang on the sampling
         even = Mix(0.5) if step.needs.parts else step.mix
         live = [r for r in step.rows if not self._silent(r, even)]
         dead = [r for r in step.rows if self._silent(r, even)]

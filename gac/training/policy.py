@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import row_attention
 from gac.data.micro import MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss, Needs
@@ -83,7 +84,7 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
     """Packed where there is a token budget and every model keeps packed rows apart."""
     packed = config.micro_tokens is not None
     for model in filter(None, models):
-        if packed and not keeps_rows_apart(model):
+        if packed and not _packs(model):
             packed = False
             logger.warning(
                 "micro_tokens=%s: attention of this model does not stay within packed rows, so "
@@ -94,11 +95,18 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
     return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
 
 
+def _packs(model: nn.Module) -> bool:
+    """Whether packed rows stay apart, if need be through PyTorch's own attention."""
+    return keeps_rows_apart(model) or (row_attention.disable(model) and keeps_rows_apart(model))
+
+
 def _prepared(
     prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
 ) -> nn.Module:
     arrival = setup.arriving(accelerator, config.parallel)
     model = together(lambda: make_model(config.model, config.seed, arrival))
+    if config.micro_tokens is not None and accelerator.device.type == "cpu":
+        row_attention.enable(model)
     if arrival is None:
         check_head(model)
     model = prepare(model, accelerator, config.parallel, config.mixed_precision, arrival)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
@@ -259,7 +260,7 @@ class Trainer:
 
     def _sample(self) -> list[Row]:
         """This rank's rollouts and demonstrations."""
-        torch.manual_seed(self._seed)
+        setup.seed(self._seed)
         self.rollouts = self._roll_out() if self._needs(self.step).rollouts else None
         sampled = self.rollouts.rows if self.rollouts else []
         return sampled + self.feed.demo_rows(self.step)
@@ -313,12 +314,14 @@ class Trainer:
                 state, weights = self.method.solve(state, measured.gram, mix, self.last)
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
-        norm = self._clip(math.nan if measured.broken else 0.0)
+        setup.reshard(self.model)  # gathered parameters are other objects, without gradient
+        moved = [p for p in trainable(self.model) if p.grad is not None]
+        norm = self._clip(moved) if moved else math.nan if measured.broken else 0.0
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         set_learning_rate(self.optimizer, lr)
         if fault is None:
-            if any(p.grad is not None for p in trainable(self.model)):
+            if moved:
                 self.optimizer.step()
             self.state = state
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
@@ -328,12 +331,10 @@ class Trainer:
             self._keep(SkippedStep(step, chosen, fault, norm, losses))
         return Update(mix, norm, lr, fault)
 
-    def _clip(self, none: float) -> float:
-        """Clip the gradient; its norm before that, `none` where no parameter has one."""
-        setup.reshard(self.model)  # gathered parameters are other objects, without gradient
-        params = [p for p in trainable(self.model) if p.grad is not None]
-        clip = self.config.optim.clip or float("inf")
-        return setup.full(torch.nn.utils.clip_grad_norm_(params, clip)) if params else none
+    def _clip(self, moved: list[nn.Parameter]) -> float:
+        """Clip the gradient of these parameters; its norm before that."""
+        clip = self.config.optim.clip or math.inf
+        return setup.full(torch.nn.utils.clip_grad_norm_(moved, clip))
 
     def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
         """The metrics of the step; what the method learns from it, and sees before the next."""

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...contract import MAX_LOG_RATIO as CAP
 from ...contract import LossSpec
 from ...scalars import token_scalars
 from ...sketch import RowSketch
@@ -15,7 +16,7 @@ from ...tokens import Tokens, TokenTerms
 from . import launch
 from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
 
-MAX_LOG_RATIO = tl.constexpr(80.0)  # exp overflows at 88
+MAX_LOG_RATIO = tl.constexpr(CAP)
 _COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale")
 
 

@@ -1,0 +1,256 @@
+"""GRPO by TRL and by GAC, step by step in turns: `python -m bench.bench_trainers [--rounds 6]`.
+
+The same model of 4.2 million weights, prompts, rewards, batch (8 prompts of 8 responses) and
+lengths, which are forced (see forced_lengths.py): all alike, or long-tailed. Each trainer runs in a
+process of its own on one thread of the CPU and waits for its turn; processor time is counted, from
+the beginning of one step to that of the next, with all that a trainer does there. What is found
+goes to bench/results/trainers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .forced_lengths import COMPLETIONS, LONGEST, PROMPT_TOKENS, PROMPTS, force, schedule, write
+from .record import RESULTS, device_name
+
+ROWS = PROMPTS * COMPLETIONS
+MICRO_ROWS = 8
+ARMS = {
+    "gac": "the defaults: all rows in one forward, padded",
+    "gac-packed": f"micro_tokens: {MICRO_ROWS} rows of the longest, packed",
+    "trl": "all rows in one forward, padded",
+    "trl-micro": f"micro-batches of {MICRO_ROWS} rows",
+}
+PACKAGES = ("torch", "transformers", "trl")
+LIMIT = 300  # seconds of a step, and of a start
+
+
+def reward(text: str) -> float:
+    """A coin, the same for the same response."""
+    return float(zlib.crc32(text.encode()) % 2)
+
+
+def chance(completion: str, example: Any) -> float:
+    return reward(completion)
+
+
+def memory() -> dict[str, float]:
+    """MiB of this process: held now, and the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[key].split()[0]) / 1024
+            for name, key in (("held", "VmRSS"), ("peak", "VmHWM"))}  # fmt: skip
+
+
+# ---- in a trainer's own process
+
+
+def turn() -> None:
+    """The beginning of a step: tell what was used so far, and wait for the next turn."""
+    print(json.dumps({"cpu": time.process_time(), **memory()}), file=_OUT, flush=True)
+    if not sys.stdin.readline():
+        os._exit(0)  # in the middle of a run, which has nothing to save
+
+
+def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
+    from gac.config import load
+    from gac.train_config import TrainConfig
+    from gac.training.trainer import Trainer
+
+    longest = PROMPT_TOKENS + LONGEST[kind]
+    trainer = Trainer(load(TrainConfig, {
+        "out": str(folder / f"gac-{kind}-{packed}"), "method": "grpo",
+        "model": {"path": str(folder), "random_init": True},
+        "data": {"prompts": str(folder / "prompts.jsonl")},
+        "reward": "bench.bench_trainers:chance", "steps": steps,
+        "rollouts": {"prompts": PROMPTS, "completions": COMPLETIONS,
+                     "max_new_tokens": LONGEST[kind]},
+        "optim": {"schedule": "constant", "warmup": 0},
+        "checkpoint_every": steps, "export": False,
+        **({"micro_tokens": MICRO_ROWS * longest} if packed else {}),
+    }), resume=False)  # fmt: skip
+    force(trainer.accelerator.unwrap_model(trainer.model), kind)
+    step = trainer._train_step
+
+    def counted() -> Any:
+        turn()
+        return step()
+
+    trainer._train_step = counted  # type: ignore[method-assign] # the same, and a turn before it
+    trainer.run()
+
+
+def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *args: Any, **keywords: Any) -> None:
+            turn()
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    force(model, kind)
+    size = MICRO_ROWS if micro else ROWS
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+        train_dataset=Dataset.from_json(str(folder / "prompts.jsonl"), cache_dir=str(folder)),
+        callbacks=[Turns()],
+        args=GRPOConfig(
+            output_dir=str(folder / f"trl-{kind}-{micro}"), max_steps=steps, use_cpu=True,
+            per_device_train_batch_size=size, gradient_accumulation_steps=ROWS // size,
+            num_generations=COMPLETIONS, max_completion_length=LONGEST[kind], beta=0.0,
+            loss_type="grpo", learning_rate=1e-6, lr_scheduler_type="constant", bf16=False,
+            gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
+        ),
+    )  # fmt: skip
+    trainer.train()
+
+
+def work(arm: str, folder: Path, kind: str, steps: int) -> None:
+    family, _, option = arm.partition("-")
+    (run_gac if family == "gac" else run_trl)(folder, kind, bool(option), steps)
+
+
+# ---- in the process that gives the turns
+
+
+class Worker:
+    """A trainer's process, stopped at the beginning of a step."""
+
+    def __init__(self, arm: str, folder: Path, kind: str, steps: int) -> None:
+        self.arm, self.errors = arm, folder / f"{arm}-{kind}.log"
+        with self.errors.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bench.bench_trainers", "--arm", arm, "--kind", kind,
+                 "--folder", str(folder), "--steps", str(steps)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+        self.last = self._heard()
+        self.start = self.last["held"]
+
+    def _heard(self) -> dict[str, float]:
+        alarm = threading.Timer(LIMIT, self.process.kill)
+        alarm.start()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        alarm.cancel()
+        if not line:
+            tail = self.errors.read_text()[-2000:]
+            raise SystemExit(f"error: {self.arm} ended or took more than {LIMIT} s\n{tail}")
+        return json.loads(line)
+
+    def step(self) -> float:
+        """Processor seconds of one step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        before, self.last = self.last, self._heard()
+        return self.last["cpu"] - before["cpu"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=LIMIT)
+
+
+def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
+    """One row per arm, and TRL's seconds over ours with an interval."""
+    workers = {arm: Worker(arm, folder, kind, rounds + 3) for arm in ARMS}
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for number in range(rounds + 1):  # the first one warms up
+        order = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
+        for arm in order:
+            spent = workers[arm].step()
+            if number:
+                seconds[arm].append(spent)
+            print(f"{kind:12} round {number}  {arm:11} {spent:6.2f} s", file=sys.stderr, flush=True)
+    for worker in workers.values():
+        worker.end()
+    tokens = sum(sum(schedule(kind, step)) for step in range(1, rounds + 1))
+    arms = {
+        arm: {
+            "setting": ARMS[arm],
+            "seconds_per_step": round(sum(spent) / rounds, 3),
+            "tokens_per_second": round(tokens / sum(spent), 1),
+            "peak_mib": round(workers[arm].last["peak"]),
+            "peak_above_start_mib": round(workers[arm].last["peak"] - workers[arm].start),
+        }
+        for arm, spent in seconds.items()
+    }
+    ratios = {
+        f"{theirs} / {ours}": ratio(seconds[theirs], seconds[ours])
+        for ours in ("gac", "gac-packed")
+        for theirs in ("trl", "trl-micro")
+    }
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    return {
+        "device": device_name("cpu"), "threads": 1, "rounds": rounds,
+        "versions": {"python": platform.python_version(), **versions},
+        "response_tokens_per_step": round(tokens / rounds, 1), "longest": LONGEST[kind],
+        "arms": arms, "speed": ratios,
+    }  # fmt: skip
+
+
+def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
+    """Ratio of the sums, and its 95 % interval by resampling the rounds."""
+    rng = random.Random(0)
+    pairs = list(zip(theirs, ours, strict=True))
+    of: Callable[[list[Any]], float] = lambda some: (  # noqa: E731 - one expression
+        sum(a for a, _ in some) / sum(b for _, b in some)
+    )
+    drawn = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return {"ratio": round(of(pairs), 3), "ci95": [round(drawn[50], 3), round(drawn[-51], 3)]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_trainers", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each trainer, >= 2")
+    parser.add_argument("--kind", choices=LONGEST, help="only these lengths; others keep theirs")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm:
+        return work(given.arm, given.folder, given.kind, given.steps)
+    if given.rounds < 2:
+        parser.error(f"--rounds {given.rounds}: use 2 or more, for an interval")
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name))
+        asked = [given.kind] if given.kind else list(LONGEST)
+        kinds = {kind: measure(Path(name), kind, given.rounds) for kind in asked}
+    path = RESULTS / "trainers.json"
+    known = json.loads(path.read_text())["lengths"] if path.exists() else {}
+    text = json.dumps({"lengths": {**known, **kinds}}, indent=1) + "\n"
+    path.write_text(text)
+    print(text, end="")
+    return None
+
+
+if __name__ == "__main__":
+    _OUT, sys.stdout = sys.stdout, sys.stderr  # what a trainer prints is not heard as a turn
+    if "--arm" not in sys.argv:
+        sys.stdout = _OUT
+    main()

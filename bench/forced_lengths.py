@@ -1,0 +1,91 @@
+"""A tiny model whose responses end where a schedule says, whatever trainer samples them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, Qwen2Config
+
+PROMPTS, COMPLETIONS, PROMPT_TOKENS = 8, 8, 16
+LONGEST = {"uniform": 96, "long-tailed": 192}
+VOCABULARY = 4864
+
+
+def schedule(kind: str, step: int) -> list[int]:
+    """Tokens of each response of a step, the end token counted.
+
+    uniform: all of one length. long-tailed: log-normal, median 32, with one of the full length.
+    """
+    longest, rows = LONGEST[kind], PROMPTS * COMPLETIONS
+    if kind == "uniform":
+        return [longest] * rows
+    rng = random.Random(step)
+    lengths = [min(max(round(rng.lognormvariate(3.47, 0.8)), 4), longest) for _ in range(rows)]
+    lengths[rng.randrange(rows)] = longest
+    return lengths
+
+
+def write(folder: Path) -> None:
+    """Tokenizer, configuration of a Qwen2 of 4.2 million weights, and prompts of equal length."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2"
+    ).save_pretrained(folder)
+    Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    ).save_pretrained(folder)  # fmt: skip
+    rng = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(PROMPT_TOKENS)),
+         "answer": "w3"}
+        for _ in range(512)
+    ]  # fmt: skip
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Ends(LogitsProcessor):
+    """Makes row i draw the end token as its token number lengths[i], and not before."""
+
+    def __init__(self, lengths: list[int], prompt: int, end: int) -> None:
+        self.lengths, self.prompt, self.end = torch.tensor(lengths), prompt, end
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        over = self.lengths <= ids.shape[1] - self.prompt + 1
+        scores = scores.clone()
+        scores[:, self.end] = -torch.inf
+        scores[over] = -torch.inf
+        scores[over, self.end] = 0.0
+        return scores
+
+
+def force(model: Any, kind: str) -> None:
+    """Let `model.generate` follow the schedule, a step's responses in one call or in several."""
+    original, drawn = model.generate, 0
+    rows = PROMPTS * COMPLETIONS
+
+    def generate(*args: Any, **keywords: Any) -> Tensor:
+        nonlocal drawn
+        ids = keywords["input_ids"]
+        count = len(ids) * (keywords["generation_config"].num_return_sequences or 1)
+        step, first = divmod(drawn, rows)
+        lengths = schedule(kind, step)[first : first + count]
+        drawn += count
+        ends = Ends(lengths, ids.shape[1], end=1)
+        out = original(*args, **keywords, logits_processor=LogitsProcessorList([ends]))
+        found = (out[:, ids.shape[1] :] == 1).int().argmax(1) + 1
+        if found.tolist() != lengths:
+            raise RuntimeError(f"{kind}: responses of {found.tolist()} tokens, not {lengths}")
+        return out
+
+    model.generate = generate
