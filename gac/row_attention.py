@@ -86,8 +86,8 @@ def _attention(
     window = keywords.get("sliding_window")
     # split, not slices: the gradient of each slice would be as long as all rows
     parts = zip(lengths, *(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-    rows = [sdpa_attention_forward(module, *row, _band(n, window, query), **keywords)[0]
-            for n, *row in parts]  # fmt: skip
+    rows = [sdpa_attention_forward(module, q, k, v, _band(n, window, query), **keywords)[0]
+            for n, q, k, v in parts]  # fmt: skip
     return torch.cat(rows, 1), None
 
 
