@@ -39,7 +39,7 @@ ARMS = {
     "trl-micro": f"micro-batches of {MICRO_ROWS} rows",
 }
 PACKAGES = ("torch", "transformers", "trl")
-LIMIT = 300  # seconds of a step, and of a start
+LIMIT = 1800  # seconds of a step, and of a start, on however busy a machine
 
 
 def reward(text: str) -> float:

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
@@ -42,7 +40,7 @@ from gac.rollouts.sampling import Drawn, Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
 from .metrics import evidence, observe
-from .optim import learning_rate, make_optimizer, set_learning_rate, trainable
+from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate, trainable
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
 from .step import Measured, Rewards, Step, Update
@@ -316,25 +314,21 @@ class Trainer:
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         setup.reshard(self.model)  # gathered parameters are other objects, without gradient
         moved = [p for p in trainable(self.model) if p.grad is not None]
-        norm = self._clip(moved) if moved else math.nan if measured.broken else 0.0
+        none = math.nan if measured.broken else 0.0
+        norm = setup.full(clip_gradient(moved, self.config.optim.clip)) if moved else none
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         set_learning_rate(self.optimizer, lr)
         if fault is None:
+            self.state = state
             if moved:
                 self.optimizer.step()
-            self.state = state
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         self.optimizer.zero_grad(set_to_none=True)
         if fault:
             chosen = None if weights is None else Pair(*weights)
             self._keep(SkippedStep(step, chosen, fault, norm, losses))
         return Update(mix, norm, lr, fault)
-
-    def _clip(self, moved: list[nn.Parameter]) -> float:
-        """Clip the gradient of these parameters; its norm before that."""
-        clip = self.config.optim.clip or math.inf
-        return setup.full(torch.nn.utils.clip_grad_norm_(moved, clip))
 
     def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
         """The metrics of the step; what the method learns from it, and sees before the next."""
