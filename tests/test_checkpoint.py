@@ -234,7 +234,7 @@ def test_another_configuration_is_refused_key_by_key(task, tmp_path):
     other = tiny_config(task, out, steps=2, seed=3, method={"name": "constant", "mu": 0.2})
     with pytest.raises(ConfigError) as error:
         Trainer(other)
-    for text in ("seed: 0 in the checkpoint, 3 now", "method.name: 'gac' in the checkpoint",
+    for text in ("seed: 0 in the checkpoint, 3 now", "method.name: 'gac-gated' in the checkpoint",
                  "method.mu: 'not set' in the checkpoint, 0.2 now"):  # fmt: skip
         assert text in str(error.value)
 

@@ -102,5 +102,5 @@ def test_page_shows_the_table_of_the_program():
 
 def test_prepare_of_one_process_is_not_sharded(tmp_path):
     accelerator = setup.make_accelerator(ParallelConfig(mode="fsdp"), "no", (), str(tmp_path))
-    model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), "no")
+    model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), "no", None)
     assert type(model.weight.data) is torch.Tensor and not setup.units(model)
