@@ -137,13 +137,15 @@ def in_units(tokens: Tokens, spec: LossSpec, dtype: torch.dtype) -> tuple[Tensor
     """The tokens to make gradients of `dtype` with, and the factor that those still lack.
 
     float16 cannot hold the gradients of a mean over many tokens: they are made divided by the
-    power of two next above the largest share times advantage / temperature. Every other dtype has
-    the range: None.
+    power of two next above the largest share; by a larger one where share times advantage /
+    temperature would pass 2^12, which leaves room for a ratio. Every other dtype has the range:
+    None.
     """
     if dtype != torch.float16:
         return None, tokens
-    pulls = tokens.scale.abs() * tokens.advantages.abs().clamp(min=1) / spec.temperature
-    largest = torch.nn.functional.pad(pulls, (0, 1)).max()
+    shares = tokens.scale.abs()
+    pulls = shares * tokens.advantages.abs() / spec.temperature
+    largest = torch.nn.functional.pad(torch.maximum(shares, pulls / 2**12), (0, 1)).max()
     power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
     unit = torch.where((largest > 0) & largest.isfinite(), power, 1)
     return unit, tokens._replace(scale=tokens.scale / unit)

@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+STARTED = dict(os.environ)  # trainers write to it: children get what the tests were given
+
 
 def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
     """Run `python -m module args` on each of `ranks` ranks; AssertionError with the output of a
@@ -32,7 +34,7 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
                 with output.open("w") as out:
                     processes.append(subprocess.Popen(
                         [sys.executable, "-m", module, *args], stdout=out, stderr=out, cwd=root,
-                        env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env={**STARTED, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     ))  # fmt: skip
             for process in processes:
                 try:
@@ -54,7 +56,7 @@ def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float
     known = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)], cwd=root,
-        env={**os.environ, **known}, capture_output=True, text=True, timeout=timeout, check=False,
+        env={**STARTED, **known}, capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("reward ")]
