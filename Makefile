@@ -23,7 +23,7 @@ $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $
 ext: setup  ## build the native kernels again, loudly
 	GAC_EXT=1 $(BIN)/python setup.py -q build_ext --inplace
 
-demo: setup  ## train a tiny model by four methods and compare them
+demo: setup  ## train a tiny model by five methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## all tests that need no GPU
