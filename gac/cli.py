@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `gac methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except Exception as error:
+    except Exception as error:  # what a user can mend becomes a line
         found = verdict(error)
         if found is None:  # a defect: its traceback is wanted
             raise

@@ -88,7 +88,7 @@ def loading(key: str, name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:
+    except Exception as error:  # its type cannot be named here
         if type(error).__name__ != "SafetensorError":  # its module is not there before the weights
             raise
         raise ConfigError(

@@ -18,7 +18,7 @@ from gac.training.trainer import Trainer
 
 from .tiny import metrics, tiny_config, write_tiny
 
-CLOSED = [-0.9, 1.0, 1.0, 1.0, 0.0]  # a state: cosine -0.9, trust 0
+CLOSED = {"z": -9.0, "cosine": -0.9}  # inner products of a shut gate, all else 1
 CONSTANT = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "max_step": 1.0, "mu_min": 0.0}
 
 
@@ -192,13 +192,13 @@ def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path, form) -> None
     task = write_tiny(tmp_path)
     method = {"name": "gac-gated", "max_step": 1.0, "gate": {"form": form, "decay": 0.5}}
     gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))
-    gated_run.state["controller"]["gate"] = CLOSED
+    gated_run.state["controller"]["gate"] = [CLOSED[form], 1.0, 1.0, 1.0, 0.0]
     gated_run.run()
     rows = metrics(tmp_path / "gated")
     assert rows[0]["mu"] == 0.0
     Trainer(tiny_config(task, tmp_path / "grpo", method={"name": "grpo"}, **common)).run()
     grpo = metrics(tmp_path / "grpo")
     assert rows[0]["grad_norm"] == pytest.approx(grpo[0]["grad_norm"], rel=1e-4)
-    assert rows[1]["z"] != CLOSED[0] and rows[-1]["mu"] > 0  # measured at mu = 0, and open at last
+    assert rows[1]["z"] != CLOSED[form] and rows[-1]["mu"] > 0  # measured at mu = 0, then open
     for row in rows:
         assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)

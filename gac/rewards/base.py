@@ -118,7 +118,7 @@ class RowReward(Reward):
     def _attempt(self, completion: str, example: Example) -> Outcome:
         try:
             return as_outcome(self.score(completion, example))
-        except Exception as error:
+        except Exception as error:  # a user's function raises what it likes
             return error
 
 

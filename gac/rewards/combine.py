@@ -74,7 +74,7 @@ class BatchCallableReward(CallableReward):
             return []
         try:
             values = list(self._function(list(completions), list(examples), **self._options))
-        except Exception as error:
+        except Exception as error:  # a user's function raises what it likes
             if len(completions) == 1:
                 return [error]
             return [

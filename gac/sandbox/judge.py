@@ -146,7 +146,7 @@ def _exception(answer: Json) -> Exception:
         return RemoteError(text)
     try:
         return kind(*decode(arguments))
-    except Exception:
+    except Exception:  # the program chose the arguments
         return RemoteError(text)
 
 
@@ -198,7 +198,7 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
     asked = solver.asked
     try:
         exec(setup_code, namespace)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: a setup that ends is one that fails
         lacking = _names_read([spec["setup"]]) & wanted
         by_row = solver.asked == asked and not lacking
         if by_row or _own_fault(error, solver, unknown):
@@ -230,7 +230,7 @@ def _failure_of(
     """Why a test fails, or None where it passes."""
     try:
         exec(code, namespace)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: a test that ends has not passed
         return error
     return RemoteError(solver.lost) if solver.lost else None  # a test that swallowed it failed
 

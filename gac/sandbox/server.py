@@ -92,7 +92,7 @@ class Server:
             theirs.close()  # so that the server's end is the end of our file
             self.layers = self._greet(errors)
             self._death = os.pidfd_open(self._process.pid)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave a server
             ours.close()  # a server that still runs ends on that
             raise
         finally:

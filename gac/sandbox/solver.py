@@ -125,7 +125,7 @@ def _answer(question: Json, module: types.ModuleType, objects: _Objects) -> Json
         else:
             found = _OPERATIONS[operation](*arguments)
         return ["value", encode(found, objects.refer)]
-    except BaseException as error:
+    except BaseException as error:  # the program raises what it likes
         return _failure(error)
 
 
@@ -152,11 +152,11 @@ def _failure(error: BaseException) -> Json:
         name = kind.__name__
     try:
         text = f"{type(error).__name__}: {error}"[:1000]
-    except BaseException:
+    except BaseException:  # its __str__ is the program's own
         text = type(error).__name__
     try:
         arguments = encode(list(error.args))
-    except Exception:
+    except Exception:  # arguments that are no plain values
         arguments = [text]
     return ["error", name, arguments, text]
 

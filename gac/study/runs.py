@@ -138,7 +138,7 @@ def _serve(pipe: Connection) -> None:
         try:
             _train(load(TrainConfig, plain), discard)
             pipe.send(None)
-        except BaseException as error:
+        except BaseException as error:  # the other runs go on, whatever it is
             text = " ".join(str(error).split())
             pipe.send(f"{type(error).__name__}: {text[:300]}")
             raise  # for the run's log
