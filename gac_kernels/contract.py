@@ -248,9 +248,10 @@ def _merge(a: Tensor, b: Tensor) -> Tensor:
     """Chan, Golub, LeVeque 1983: centred moments of two disjoint sets from those of each."""
     b = b.to(a.device)
     n = a[0] + b[0]
-    share = torch.where(n > 0, b[0] / n.clamp(min=1), torch.zeros_like(n))
+    share = b[0] / n.clamp(min=1)
     delta = b[1:3] - a[1:3]
-    squares = torch.stack([delta[0] ** 2, delta[1] ** 2, delta[0] * delta[1], delta[1] ** 2])
+    s, r = delta.unbind()
+    squares = torch.stack([s * s, r * r, s * r, r * r])
     return torch.cat(
         [n[None], a[1:3] + delta * share, a[3:] + b[3:] + squares * (a[0] * share)],
     )

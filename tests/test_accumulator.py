@@ -14,7 +14,7 @@ from gac.methods import Mix
 from gac.pair import Pair
 from gac.rollouts import engines
 from gac.training.accumulated import progress
-from gac.training.optim import clip_gradient, trainable
+from gac.training.optim import clip_gradient
 from gac.training.trainer import Trainer
 
 from . import ranks
@@ -35,7 +35,7 @@ def norms_found(config, mu):
     engines.generate = fixed_responses  # in a process of its own, or put back by its caller
     trainer = Trainer(config)
     found = trainer.gradients(trainer._assemble(trainer._sample(), Mix(mu)))
-    norm = clip_gradient(trainable(trainer.model), 0.0).item()
+    norm = clip_gradient(trainer.model.parameters(), 0.0).item()
     return found.norms.squares.tolist(), found.norms.progress.tolist(), norm
 
 

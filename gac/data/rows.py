@@ -8,9 +8,10 @@ of the targets is the token after input t.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,6 +89,11 @@ class Batch(NamedTuple):
             yield x if x is None or self.cu_seqlens is None else x.flatten()
 
 
+def token_ids(parts: Iterable[Sequence[int]]) -> Tensor:
+    """int64 [N], all of `parts` end to end: `torch.tensor` takes seven times as long."""
+    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(parts), np.int64))
+
+
 def collate(
     rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu", packed: bool = False
 ) -> Batch:
@@ -97,14 +103,15 @@ def collate(
     width = max(lengths)
     if packed:
         starts = (0, *itertools.accumulate(lengths))
-        ids = torch.tensor([list(itertools.chain(*(row.ids for row in rows)))])
+        ids = token_ids(row.ids for row in rows)[None]
         places = torch.cat([torch.arange(n) for n in lengths])[None]
         ends = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))[None]
         first = torch.tensor([row.start for row in rows])
         first = first.repeat_interleave(torch.tensor(lengths))[None]
     else:
         starts = tuple(range(0, (len(rows) + 1) * width, width))
-        ids = torch.tensor([list(row.ids) + [pad_token] * (width - len(row.ids)) for row in rows])
+        padded = (row.ids + (pad_token,) * (width - len(row.ids)) for row in rows)
+        ids = token_ids(padded).view(len(rows), width)
         places, ends = torch.arange(width)[None], torch.tensor(lengths)[:, None]
         first = torch.tensor([[row.start] for row in rows])
     # the first token of all has nothing to predict it

@@ -52,7 +52,7 @@ def together(work: Callable[[], Result]) -> Result:
 
 def total(values: Sequence[float]) -> list[float]:
     """The sum of each number over the ranks, in float64 and rank order, so the same on all."""
-    return _table(values).sum(0).tolist()
+    return [sum(column) for column in zip(*_table(values), strict=True)]
 
 
 def mean(values: Sequence[float]) -> list[float]:
@@ -62,7 +62,7 @@ def mean(values: Sequence[float]) -> list[float]:
 
 def largest(values: Sequence[float]) -> list[float]:
     """The largest of each number over the ranks."""
-    return _table(values).amax(0).tolist()
+    return [max(column) for column in zip(*_table(values), strict=True)]
 
 
 def add(tensor: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ def add(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _table(values: Sequence[float]) -> Tensor:
-    """float64 [R, len(values)] on the CPU: each rank's numbers."""
-    mine = torch.tensor(values, dtype=torch.float64)
+def _table(values: Sequence[float]) -> list[list[float]]:
+    """[R][len(values)]: each rank's numbers."""
     if ranks() == 1:
-        return mine[None]
+        return [list(map(float, values))]
+    mine = torch.tensor(values, dtype=torch.float64)
     cpu = "cpu:" in str(dist.get_backend_config())
     mine = mine if cpu else mine.cuda()
     rows = [torch.empty_like(mine) for _ in range(ranks())]
     dist.all_gather(rows, mine)
-    return torch.stack(rows).cpu()
+    return torch.stack(rows).tolist()

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac import row_attention
+from gac.data.rows import token_ids
 from gac.model import stop_tokens
 from gac.parallel.setup import calls, in_lockstep
 
@@ -145,7 +146,8 @@ def generate(
     """
     draws = Draws(**keywords)
     stops = stop_tokens(tokenizer, draws.stop)
-    settings = generation_config(draws, stops, tokenizer.pad_token_id)
+    pad_token: int = tokenizer.pad_token_id
+    settings = generation_config(draws, stops, pad_token)
     device = next(model.parameters()).device
     parts = _parts(prompts, draws, batch, batch_tokens)
     responses: list[Responses] = [[] for _ in prompts]
@@ -153,12 +155,12 @@ def generate(
     with sampling_mode(model):
         for part in parts + [[]] * idle:
             texts = [prompts[i] for i in part] or [(stops[0],)]
-            width = max(map(len, texts))
-            ids = torch.full((len(texts), width), tokenizer.pad_token_id)
-            mask = torch.zeros_like(ids)
-            for i, prompt in enumerate(texts):  # padded on the left: it continues at the end
-                ids[i, width - len(prompt) :] = torch.tensor(prompt)
-                mask[i, width - len(prompt) :] = 1
+            missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
+            # padded on the left: it continues at the end
+            padded = ((pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True))
+            ids = token_ids(padded).view(len(texts), -1)
+            width = ids.shape[1]
+            mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -225,7 +227,5 @@ def sampling_mode(model: Any) -> Iterator[None]:
 
 def until(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
     """`tokens` up to and with the first of `stops`."""
-    for i, token in enumerate(tokens):
-        if token in stops:
-            return tuple(tokens[: i + 1])
-    return tuple(tokens)
+    ends = [tokens.index(stop) + 1 for stop in stops if stop in tokens]
+    return tuple(tokens[: min(ends, default=None)])

@@ -108,8 +108,8 @@ class Sampler:
         ):
             mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
             # numbered as one process would, so that no two ranks have the same
-            rows += [row._replace(unit=unit * ranks() + rank()) for row in mine]
-        rows = [row._replace(sequence=i) for i, row in enumerate(rows)]
+            unit = unit * ranks() + rank()
+            rows += [row._replace(unit=unit, sequence=i) for i, row in enumerate(mine, len(rows))]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)], self.drawn)
 

@@ -61,8 +61,9 @@ class Gradients:
         """Forward all rows, backward those that can move a weight."""
         seed(step.seed)  # what dropout draws does not hang on the sampling
         even = Mix(0.5) if step.needs.parts else step.mix
-        live = [r for r in step.rows if not self._silent(r, even)]
-        dead = [r for r in step.rows if self._silent(r, even)]
+        live, dead = [], []
+        for row in step.rows:
+            (dead if self._silent(row, even) else live).append(row)
         run = _Run(self, step)
         if step.needs.kl and self.kl_rows:
             run.sampled = self._sampled_reference(step)
@@ -137,8 +138,11 @@ class Gradients:
         because each forward of the policy or of the reference may be a collective.
         """
         micro: dict[bool, dict[tuple, list[list[Row]]]] = {False: {}, True: {}}
-        for kind in sorted({r.kind for r in rows}):
-            micro[kind[0]][kind] = self.micro.split([r for r in rows if r.kind == kind])
+        of_kind: dict[tuple, list[Row]] = {}
+        for row in rows:
+            of_kind.setdefault(row.kind, []).append(row)
+        for kind in sorted(of_kind):
+            micro[kind[0]][kind] = self.micro.split(of_kind[kind])
         most = collectives.largest([sum(map(len, kinds.values())) for kinds in micro.values()])
         found = []
         for (demo, kinds), count in zip(micro.items(), map(int, most), strict=True):
@@ -214,7 +218,7 @@ class _Run:
         # gradients are averaged over ranks, so that each divides by its share
         global_norms = norms(step.counts, owner.spec, owner.loss.pooled)
         self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
-        self.moments = TokenMoments.zeros(owner.accelerator.device)
+        self.moments: list[TokenMoments] = []
         self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
         self.sketches = UnitSketches(step.needs.sketch, step.sketch_seed)
         self.sampled: dict[int, Tensor] | None = None  # see `Gradients.kl_rows`
@@ -231,7 +235,7 @@ class _Run:
             out = self._one(batch, demo, micro, mix, grad, last, spec or self.owner.spec)
             if spec is None:
                 self._note_kl(batch, micro, out.logps)
-                self.moments = self.moments + out.moments
+                self.moments.append(out.moments)
                 self.losses += torch.stack([out.demo_loss, out.rollout_loss])
                 self.sketches.add(micro, out.sketch)
         if not grad:  # no backward will do it
@@ -244,8 +248,10 @@ class _Run:
         if self.sampled is not None:
             total, tokens = collectives.total(self.kl.tolist())
             kl = total / tokens if tokens else math.nan
+        first, *more = self.moments or [TokenMoments.zeros(self.losses.device)]
+        moments = sum(more, first).all_reduce()
         sketches = self.sketches.gathered() if self.step.needs.sketch else None
-        return Measured(losses, self.moments.all_reduce(), sketches=sketches, kl=kl)
+        return Measured(losses, moments, sketches=sketches, kl=kl)
 
     def _note_kl(self, batch: Batch, rows: list[Row], logps: Tensor) -> None:
         """Add the k3 estimates of the sampled rollouts among `rows`."""

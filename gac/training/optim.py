@@ -73,11 +73,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def trainable(model: nn.Module) -> Iterable[nn.Parameter]:
-    """The parameters that have a gradient."""
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def clip_gradient(params: Iterable[nn.Parameter], largest: float) -> Tensor:
     """Scale the gradient of `params` to a norm of at most `largest`, 0: none; its norm before."""
     return torch.nn.utils.clip_grad_norm_(params, largest or math.inf)

@@ -40,7 +40,7 @@ from gac.rollouts.sampling import Drawn, Rollouts, Sampler
 from gac.train_config import TrainConfig, restated
 
 from .metrics import evidence, observe
-from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate, trainable
+from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
 from .step import Measured, Rewards, Step, Update
@@ -92,6 +92,7 @@ class Trainer:
         engine = make_engine(asked, self.tokenizer, served=config.model.path, longest=longest,
                              folder=self.out)  # fmt: skip
         self.model = load_policy(config, self.accelerator)
+        self.policy = self.accelerator.unwrap_model(self.model)
         self.reference = load_reference(config, self.accelerator, needs.kl)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
@@ -275,7 +276,8 @@ class Trainer:
             self.gradients.reference_model() if initial else policy as model,
             setup.gathered(model, self.config.parallel),
         ):
-            rollouts = self.sampler(self.accelerator.unwrap_model(model), examples, self.step)
+            plain = self.policy if model is self.model else model
+            rollouts = self.sampler(plain, examples, self.step)
         rollouts.rows = self.feed.balanced(rollouts.rows)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
@@ -313,7 +315,8 @@ class Trainer:
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         setup.reshard(self.model)  # gathered parameters are other objects, without gradient
-        moved = [p for p in trainable(self.model) if p.grad is not None]
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        moved = [p for p in trained if p.grad is not None]
         none = math.nan if measured.broken else 0.0
         norm = setup.full(clip_gradient(moved, self.config.optim.clip)) if moved else none
         losses = measured.losses
@@ -366,10 +369,9 @@ class Trainer:
         """Record an evaluation; its accuracy, if there is anything to evaluate on."""
         if not self.evaluator:
             return None
-        model = self.accelerator.unwrap_model(self.model)
         self.heartbeat.where = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.config.parallel):
-            found = self.evaluator(model)
+            found = self.evaluator(self.policy)
         self.record.evaluation({"step": self.step, **found})
         return found.get("accuracy")
 
