@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -144,7 +145,7 @@ class Signals(NamedTuple):
 class TokenMoments:
     """Sufficient statistics of a batch: `a + b` is exactly those of both batches together.
 
-    The rollout moments are means and centred sums, so merging loses no precision (Chan's rule).
+    The rollout moments are means and centred sums, so merging loses no precision.
     They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
     """
 
@@ -165,12 +166,25 @@ class TokenMoments:
         sizes = (7, 0, 6)
         return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in sizes))
 
-    def __add__(self, other: TokenMoments) -> TokenMoments:
-        return TokenMoments(
-            _merge(self.rollouts, other.rollouts),
-            torch.cat([self.demo_nll, other.demo_nll.to(self.demo_nll.device)]),
-            self.totals + other.totals.to(self.totals.device),
+    @classmethod
+    def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
+        """Those of all `parts` together, at least one, on the first one's device."""
+        here = [part.to(parts[0].totals.device) for part in parts]
+        each = torch.stack([part.rollouts for part in here])
+        counts, means = each[:, 0], each[:, 1:3]
+        count = counts.sum()
+        mean = counts @ means / count.clamp(min=1)
+        s, r = (means - mean).T
+        # sums of squares around the common mean: those within each part and those between them
+        sums = each[:, 3:].sum(0) + torch.stack([s * s, r * r, s * r, r * r]) @ counts
+        return cls(
+            torch.cat([count[None], mean, sums]),
+            torch.cat([part.demo_nll for part in here]),
+            torch.stack([part.totals for part in here]).sum(0),
         )
+
+    def __add__(self, other: TokenMoments) -> TokenMoments:
+        return TokenMoments.merged([self, other])
 
     def to(self, device: torch.device | str) -> TokenMoments:
         """The same moments on another device."""
@@ -189,8 +203,9 @@ class TokenMoments:
         mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=-math.inf)
         gathered = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(gathered, mine, group=group)
-        parts = [TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered]
-        return sum(parts[1:], parts[0])
+        return TokenMoments.merged(
+            [TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered]
+        )
 
     def signals(self, trim: float = 0.1) -> Signals:
         """What the controller reads, by the paper's equations 7 to 9: one copy to the host.
@@ -242,19 +257,6 @@ class TokenMoments:
     def entropy(self) -> Tensor:
         """0-d: mean entropy per rollout token, nats; nan without rollouts."""
         return self.totals[4] / self.totals[0]
-
-
-def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Chan, Golub, LeVeque 1983: centred moments of two disjoint sets from those of each."""
-    b = b.to(a.device)
-    n = a[0] + b[0]
-    share = b[0] / n.clamp(min=1)
-    delta = b[1:3] - a[1:3]
-    s, r = delta.unbind()
-    squares = torch.stack([s * s, r * r, s * r, r * r])
-    return torch.cat(
-        [n[None], a[1:3] + delta * share, a[3:] + b[3:] + squares * (a[0] * share)],
-    )
 
 
 class LossOutput(NamedTuple):

@@ -248,8 +248,8 @@ class _Run:
         if self.sampled is not None:
             total, tokens = collectives.total(self.kl.tolist())
             kl = total / tokens if tokens else math.nan
-        first, *more = self.moments or [TokenMoments.zeros(self.losses.device)]
-        moments = sum(more, first).all_reduce()
+        parts = self.moments or [TokenMoments.zeros(self.losses.device)]
+        moments = TokenMoments.merged(parts).all_reduce()
         sketches = self.sketches.gathered() if self.step.needs.sketch else None
         return Measured(losses, moments, sketches=sketches, kl=kl)
 
