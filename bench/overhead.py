@@ -4,8 +4,9 @@ Each step's rollouts and demonstrations are learnt from twice, in turns of chang
 and by the bare mixed loss at the same mu, without statistics, KL or controller. So the two differ
 in nothing else, and the share is that of their difference in a whole step, sampling included. What
 the loss spends on statistics is the difference of its forward with and without them, in turns. The
-lengths and batches are those of examples/gsm8k.yaml divided by 16, on a model whose head is the
-share of its weights that it is in a model of 1.5B (15 %). On a CPU, processor time is counted.
+lengths and batches are those of examples/gsm8k.yaml divided by 16, times --times, on a model whose
+head is the share of its weights that it is in a model of 1.5B (15 %). On a CPU, processor time is
+counted. Writes bench/results/overhead.json.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import functools
+import json
 import random
 import statistics
 import tempfile
@@ -37,7 +40,10 @@ from gac.training.metrics import observe
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 
+from .record import RESULTS, copy_out, device_name, environment
+
 PARTS = ("statistics", "reference forward", "controller", "exchange")
+UPDATES = 10  # between two refreshes of the signals
 ROUNDS = 8  # of the loss's forward with and without statistics
 SIZES = {"hidden_size": 96, "intermediate_size": 560, "num_hidden_layers": 4, "vocab_size": 1400,
          "num_attention_heads": 3, "num_key_value_heads": 1}  # fmt: skip
@@ -51,7 +57,7 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def configuration(folder: Path, kl_rows: int | None, updates: int) -> TrainConfig:
+def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -> TrainConfig:
     """examples/gsm8k.yaml in small, on an untrained model."""
     write_task(folder / "task", seed=0)
     start = folder / "task" / "init"
@@ -63,7 +69,8 @@ def configuration(folder: Path, kl_rows: int | None, updates: int) -> TrainConfi
     return load(TrainConfig, {
         "out": str(folder / "run"), "model": {"path": str(start), "random_init": True},
         "method": "gac", "data": data, "reward": "bench.overhead:chance", "steps": updates + 1,
-        "rollouts": {"prompts": 2, "completions": 8, "max_new_tokens": 32}, "demo_batch": 4,
+        "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
+        "demo_batch": 4 * times,
         "micro_batch": 8, "kl_rows": kl_rows, "optim": {"lr": 1e-6, "warmup": 1},
     })  # fmt: skip
 
@@ -193,37 +200,59 @@ def measure(config: TrainConfig, cycles: int) -> list[Turn]:
     return found[1:]
 
 
-def share(turns: list[Turn], part: Callable[[Turn], float]) -> tuple[float, float, float]:
-    """Percent of a whole step, and its 95 % interval by resampling the cycles."""
+def share(turns: list[Turn], part: Callable[[Turn], float]) -> dict[str, Any]:
+    """Percent of a whole step, its 95 % interval by resampling the cycles, and milliseconds."""
     rng = random.Random(0)
 
     def ratio(some: list[Turn]) -> float:
         return 100 * sum(map(part, some)) / sum(t["sampling"] + t["bare"] for t in some)
 
     drawn = sorted(ratio(rng.choices(turns, k=len(turns))) for _ in range(2000))
-    return ratio(turns), drawn[50], drawn[-51]
+    return {
+        "percent": round(ratio(turns), 3), "ci95": [round(drawn[50], 3), round(drawn[-51], 3)],
+        "ms": round(1e3 * statistics.mean(map(part, turns)) / UPDATES, 3),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
     parser.add_argument("--cycles", type=int, default=8, help="refreshes of the signals, >= 2")
     parser.add_argument("--kl-rows", type=int, help="rollouts that tell the KL; all if not given")
+    parser.add_argument("--times", type=int, default=1, help="lengths and batches, as a multiple")
     arguments = parser.parse_args()
     if arguments.cycles < 2:
         parser.error(f"--cycles {arguments.cycles}: use 2 or more, for an interval")
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration(Path(folder), arguments.kl_rows, 10 * (arguments.cycles + 1))
+        updates = UPDATES * (arguments.cycles + 1)
+        config = configuration(Path(folder), arguments.kl_rows, updates, arguments.times)
         turns = measure(config, arguments.cycles)
-    step = statistics.mean(t["sampling"] + t["bare"] for t in turns) / 10
+    save(f"times {arguments.times}, kl_rows {arguments.kl_rows}", found(turns))
+
+
+def found(turns: list[Turn]) -> dict[str, Any]:
+    """What the bench prints and keeps."""
+    step = statistics.mean(t["sampling"] + t["bare"] for t in turns) / UPDATES
     sampled = sum(t["sampling"] for t in turns) / sum(t["sampling"] + t["bare"] for t in turns)
-    print(f"a bare step takes {1e3 * step:.1f} ms, of which sampling is {sampled:.0%}")
-    for part in PARTS:
-        print("{:18} {:6.2f} % [{:.2f}, {:.2f}]".format(part, *share(turns, lambda t: t[part])))  # noqa: B023 - called at once
-    rest = share(turns, lambda t: t["gac"] - t["bare"] - sum(t[part] for part in PARTS))
-    print("{:18} {:6.2f} % [{:.2f}, {:.2f}]".format("the rest", *rest))
-    value, low, high = share(turns, lambda t: t["gac"] - t["bare"])
-    print(f"overhead {value:.2f} % [{low:.2f}, {high:.2f}]")
+    parts = {part: share(turns, lambda t: t[part]) for part in PARTS}  # noqa: B023 - called at once
+    known: Callable[[Turn], float] = lambda t: sum(t[part] for part in PARTS)  # noqa: E731
+    return {
+        "cycles": len(turns), "bare_step_ms": round(1e3 * step, 1),
+        "sampling_share": round(sampled, 3), **parts,
+        "the rest": share(turns, lambda t: t["gac"] - t["bare"] - known(t)),
+        "overhead": share(turns, lambda t: t["gac"] - t["bare"]),
+    }  # fmt: skip
+
+
+def save(case: str, result: dict[str, Any]) -> None:
+    """Print one case and keep it beside the others."""
+    path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    where = {"device": device_name(device), "date": str(datetime.date.today())}
+    known[case] = {**where, **environment(device), **result}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    copy_out(path)
+    print(case, *(f"{name:18} {value}" for name, value in result.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Where a training step's time goes: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
 
-Without a configuration it trains the demo's tiny model by GAC from random weights. Time in a nested
-part counts there only; "rest" is rewards, batches, statistics, controller and logging. On a CPU it
-is processor time.
+Without a configuration it trains the demo's tiny model by GAC from random weights, and writes
+bench/results/step_split.json. Time in a nested part counts there only; "rest" is rewards, batches,
+statistics, controller and logging. On a CPU it is processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 
 from .overhead import clock
+from .record import RESULTS, copy_out, device_name, environment
 
 TARGET = 0.05
 REST, MODEL = "rest", ("generation", "forward", "backward")
@@ -102,6 +105,18 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
     return {part: seconds / (done - warmup) for part, seconds in watch.seconds.items()}
 
 
+def save(steps: int, parts: dict[str, float], outside: float) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    document = {
+        "device": device_name(device), "date": str(datetime.date.today()), **environment(device),
+        "steps": steps, "ms": {part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
+        "outside": round(outside, 4),
+    }  # fmt: skip
+    path = RESULTS / "step_split.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    copy_out(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.step_split", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", help="a run configuration")
@@ -119,6 +134,8 @@ def main() -> None:
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"{part:12} {1e3 * seconds:8.2f} ms  {seconds / total:6.1%}")
     outside = 1 - sum(parts.get(part, 0) for part in (*MODEL, "loss", "optimiser")) / total
+    if not arguments.config:
+        save(arguments.steps, parts, outside)
     print(f"total {1e3 * total:.1f} ms; outside model, loss and optimiser {outside:.1%}, "
           f"target {TARGET:.0%}")  # fmt: skip
 

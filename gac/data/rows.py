@@ -89,9 +89,9 @@ class Batch(NamedTuple):
             yield x if x is None or self.cu_seqlens is None else x.flatten()
 
 
-def token_ids(parts: Iterable[Sequence[int]]) -> Tensor:
+def token_ids(parts: Iterable[Sequence[int]]) -> np.ndarray:
     """int64 [N], all of `parts` end to end: `torch.tensor` takes seven times as long."""
-    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(parts), np.int64))
+    return np.fromiter(itertools.chain.from_iterable(parts), np.int64)
 
 
 def collate(
@@ -99,24 +99,21 @@ def collate(
 ) -> Batch:
     """Pad `rows` into a batch, or pack them; no rows give a batch of one token without loss."""
     rows = rows or (Row((pad_token,), 1, False),)
-    lengths = [len(row.ids) for row in rows]
-    width = max(lengths)
+    lengths = np.array([len(row.ids) for row in rows])
+    first = np.array([max(row.start, 1) for row in rows])  # nothing predicts the very first token
+    width = int(lengths.max())
     if packed:
-        starts = (0, *itertools.accumulate(lengths))
+        starts = (0, *itertools.accumulate(lengths.tolist()))
         ids = token_ids(row.ids for row in rows)[None]
-        places = torch.cat([torch.arange(n) for n in lengths])[None]
-        ends = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))[None]
-        first = torch.tensor([row.start for row in rows])
-        first = first.repeat_interleave(torch.tensor(lengths))[None]
+        places = np.concatenate([np.arange(n) for n in lengths])[None]
+        first, ends = (np.repeat(x, lengths)[None] for x in (first, lengths))
     else:
         starts = tuple(range(0, (len(rows) + 1) * width, width))
         padded = (row.ids + (pad_token,) * (width - len(row.ids)) for row in rows)
-        ids = token_ids(padded).view(len(rows), width)
-        places, ends = torch.arange(width)[None], torch.tensor(lengths)[:, None]
-        first = torch.tensor([[row.start] for row in rows])
-    # the first token of all has nothing to predict it
-    scored = (places >= first.clamp(min=1) - 1) & (places < ends - 1)
-    targets = torch.where(scored, ids.flatten().roll(-1).view_as(ids), -100)
+        ids = token_ids(padded).reshape(len(rows), width)
+        places, first, ends = np.arange(width)[None], first[:, None], lengths[:, None]
+    scored = (places >= first - 1) & (places < ends - 1)
+    targets = np.where(scored, np.roll(ids, -1), -100)
     advantages = torch.tensor([row.advantage for row in rows])
     is_demo = torch.tensor([row.is_demo for row in rows])
     bounds = starts if packed else None
@@ -127,15 +124,17 @@ def collate(
         advantages = advantages.repeat_interleave(2)
         is_demo = torch.tensor([True, False]).repeat(len(rows))
 
-    def there(x: Tensor | tuple[int, ...] | None) -> Tensor | None:
-        x = torch.tensor(x, dtype=torch.int32) if isinstance(x, tuple) else x
-        return x if x is None else x.to(device)
+    def there(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x).to(device)
+
+    def ends_of(bounds: tuple[int, ...] | None) -> Tensor | None:
+        return None if bounds is None else there(np.array(bounds, np.int32))
 
     return Batch(
-        ids.to(device), targets.to(device), advantages, is_demo, starts[:-1], width,
-        attention_mask=None if packed else there((places < ends).long()),
-        position_ids=there(places if packed else None),
-        row_bounds=there(starts if packed else None), cu_seqlens=there(bounds),
+        there(ids), there(targets), advantages, is_demo, starts[:-1], width,
+        attention_mask=None if packed else there((places < ends).astype(np.int64)),
+        position_ids=there(places) if packed else None,
+        row_bounds=ends_of(starts) if packed else None, cu_seqlens=ends_of(bounds),
     )  # fmt: skip
 
 

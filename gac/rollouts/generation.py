@@ -158,7 +158,7 @@ def generate(
             missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
             # padded on the left: it continues at the end
             padded = ((pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True))
-            ids = token_ids(padded).view(len(texts), -1)
+            ids = torch.from_numpy(token_ids(padded).reshape(len(texts), -1))
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
             out = model.generate(

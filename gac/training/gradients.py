@@ -61,7 +61,8 @@ class Gradients:
         """Forward all rows, backward those that can move a weight."""
         seed(step.seed)  # what dropout draws does not hang on the sampling
         even = Mix(0.5) if step.needs.parts else step.mix
-        live, dead = [], []
+        live: list[Row] = []
+        dead: list[Row] = []
         for row in step.rows:
             (dead if self._silent(row, even) else live).append(row)
         run = _Run(self, step)
@@ -219,7 +220,7 @@ class _Run:
         global_norms = norms(step.counts, owner.spec, owner.loss.pooled)
         self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
         self.moments: list[TokenMoments] = []
-        self.losses = torch.zeros(2, device=owner.accelerator.device)  # demonstrations, rollouts
+        self.losses: list[Tensor] = []  # demonstrations, rollouts, demonstrations, ...
         self.sketches = UnitSketches(step.needs.sketch, step.sketch_seed)
         self.sampled: dict[int, Tensor] | None = None  # see `Gradients.kl_rows`
         self.kl = torch.zeros(2, dtype=torch.float64)  # sum over their tokens, and how many
@@ -236,19 +237,20 @@ class _Run:
             if spec is None:
                 self._note_kl(batch, micro, out.logps)
                 self.moments.append(out.moments)
-                self.losses += torch.stack([out.demo_loss, out.rollout_loss])
+                self.losses += out.demo_loss, out.rollout_loss
                 self.sketches.add(micro, out.sketch)
         if not grad:  # no backward will do it
             reshard(self.owner.model)
 
     def measured(self) -> Measured:
         """What all ranks found together."""
-        losses = Pair(*collectives.mean(self.losses.tolist()))
+        terms = torch.stack(self.losses or [torch.zeros(())] * 2).view(-1, 2)
+        losses = Pair(*collectives.mean(terms.double().sum(0).tolist()))
         kl = None
         if self.sampled is not None:
             total, tokens = collectives.total(self.kl.tolist())
             kl = total / tokens if tokens else math.nan
-        parts = self.moments or [TokenMoments.zeros(self.losses.device)]
+        parts = self.moments or [TokenMoments.zeros(self.owner.accelerator.device)]
         moments = TokenMoments.merged(parts).all_reduce()
         sketches = self.sketches.gathered() if self.step.needs.sketch else None
         return Measured(losses, moments, sketches=sketches, kl=kl)
