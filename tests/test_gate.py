@@ -28,7 +28,7 @@ def gated(**changes) -> ControllerConfig:
 
 def seen(z: float, cosine: float = 0.0) -> Alignment:
     """One refresh with this z and this cosine."""
-    return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine))
+    return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine), 1.0, 1.0)
 
 
 def test_alignment_equals_direct_computation() -> None:
@@ -59,7 +59,8 @@ def test_alignment_is_unbiased_and_its_error_is_the_spread() -> None:
     found = torch.tensor(rows, dtype=torch.float64)
     noise_s, noise_r = 1.5**2 / 4, 1 / 3
     spread = dims * (r**2 * noise_s + s**2 * noise_r + noise_s * noise_r)
-    expected = found.new_tensor([dims * s * r, spread, dims * s**2, dims * r**2])
+    totals = dims * (s**2 + noise_s), dims * (r**2 + noise_r)
+    expected = found.new_tensor([dims * s * r, spread, dims * s**2, dims * r**2, *totals])
     error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
     assert error.max() < 5, error
     assert found[:, 0].var().item() == pytest.approx(spread, rel=0.1)
@@ -86,7 +87,7 @@ def test_z_form(z: float, trust: float) -> None:
 )
 def test_cosine_form(cosine: float, trust: float) -> None:
     controller = GuidedController(gated(gate=Gate(form="cosine", decay=0.0)))
-    told = Alignment(cosine * 6.0, 1.0, 4.0, 9.0)
+    told = Alignment(cosine * 6.0, 1.0, 4.0, 9.0, 5.0, 9.5)
     assert controller.update(alignment=told) == pytest.approx(0.6 * trust, abs=1e-12)
     # where noise hides a gradient there is no cosine: half of the proposal
     controller.update(alignment=told._replace(rl_square=-1.0))
@@ -95,9 +96,9 @@ def test_cosine_form(cosine: float, trust: float) -> None:
 
 def test_line_averages_and_hysteresis() -> None:
     gate = Gate("z", at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
-    state = gate.next(None, Alignment(-1.0, 4.0, 1.0, 1.0))
+    state = gate.next(None, Alignment(-1.0, 4.0, 1.0, 1.0, 2.0, 2.0))
     assert state == GateState(-1.0, 4.0, 1.0, 1.0, 0.8)  # 0.75 is less than 0.1 away from 0.8
-    state = gate.next(state, Alignment(-9.0, 8.0, 2.0, 3.0))
+    state = gate.next(state, Alignment(-9.0, 8.0, 2.0, 3.0, 4.0, 4.0))
     assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
     edge = Gate("z", decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
@@ -109,11 +110,11 @@ def test_unknown_measurements_change_nothing() -> None:
     assert controller.update() == 0.6 and controller.trust == 1.0  # nothing measured yet
     controller.update(alignment=seen(-1.0))
     before = controller.state.gate
-    for name in Alignment._fields:
+    for name in Alignment._fields[:4]:
         controller.update(alignment=seen(5.0)._replace(**{name: math.nan}))
         assert controller.state.gate == before
     # without a positive error there is no z: the trust rests, the averages go on
-    controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0))
+    controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0, 1.0, 1.0))
     assert controller.trust == 0.5 and controller.state.gate.inner == 8.0
 
 
@@ -141,7 +142,7 @@ def test_the_printed_average_has_no_gate() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"form": "sign"}, "form='sign': use one of cosine, z"),
+        ({"form": "sign"}, "form='sign': use one of cosine, mean_cosine, z"),
         ({"at_zero": 1.5}, "at_zero=1.5"),
         ({"slope": -1.0}, "slope=-1.0"),
         ({"decay": 1.0}, "decay=1.0"),

@@ -50,7 +50,8 @@ class AccumulatorSignals:
         error = math.nan if last is None else (inner - last) ** 2 / 2
         signals = Signals(sft_variance, rl_variance, sft + rl - 2 * inner)
         known = {"inner": inner if math.isfinite(inner) else last}
-        return Reading(signals, alignment=Alignment(inner, error, sft, rl)), known
+        totals = sft + sft_variance, rl + rl_variance
+        return Reading(signals, alignment=Alignment(inner, error, sft, rl, *totals)), known
 
 
 def order(demos: int, rollouts: int) -> list[bool]:

@@ -19,6 +19,18 @@ class Alignment(NamedTuple):
     """`|g_s|^2` without the part of the noise; may come out negative."""
     rl_square: float
     """`|g_r|^2` without the part of the noise; may come out negative."""
+    sft_total: float = math.nan
+    """`|g_s|^2` as it was measured, noise included."""
+    rl_total: float = math.nan
+    """`|g_r|^2` as it was measured, noise included."""
+
+    def normalised(self) -> Alignment:
+        """The same of both measured gradients at length one: `inner` is their cosine, which is near
+        0 where they are mostly noise, and 0 where one of them is 0."""
+        size = math.sqrt(max(self.sft_total, 0.0)) * math.sqrt(max(self.rl_total, 0.0))
+        if size == 0:
+            return Alignment(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+        return Alignment(self.inner / size, self.inner_variance / size**2, 1.0, 1.0, 1.0, 1.0)
 
 
 def alignment(gram: Tensor, sft_count: int) -> Alignment:
@@ -40,6 +52,8 @@ def alignment(gram: Tensor, sft_count: int) -> Alignment:
         inner**2 - _square_of_mean(cross),
         _off_diagonal(gram[:sft_count, :sft_count]),
         _off_diagonal(gram[sft_count:, sft_count:]),
+        gram[:sft_count, :sft_count].mean().item(),
+        gram[sft_count:, sft_count:].mean().item(),
     )
 
 

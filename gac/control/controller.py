@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from gac.checks import finite, is_count, is_real, require
 from gac_kernels.contract import Signals
 
+from .alarm import Alarm
 from .alignment import Alignment
 from .estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
-from .gate import Gate, GateState
+from .gate import Gate
 from .schedules import Prior
+from .state import ControllerState
 
 EMAS = ("state", "literal", "none")
 ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
@@ -85,6 +87,9 @@ class ControllerConfig:
     """mu_prior(t) in [0, 1] as a function of the step t, from 0; see `gac.control.schedules`."""
     gate: Gate | None = None
     """A gate multiplies the blend by its trust; null: the blend is mu itself."""
+    alarm: Alarm | None = None
+    """Shuts the gate at once where the demonstrations' loss jumps up, until rewards confirm them or
+    it jumps down; null: no such alarm."""
 
     def __post_init__(self) -> None:
         for name in ("ema_decay", "signal_decay", "kl_decay"):
@@ -114,6 +119,8 @@ class ControllerConfig:
         # the printed average holds the deployed mu, so a closed gate would shut itself for ever
         fed_back = self.gate is not None and self.ema == "literal"
         require(not fed_back, "ema", self.ema, "state or none where there is a gate")
+        alone = self.alarm is not None and self.gate is None
+        require(not alone, "alarm", self.alarm, "null, or a gate beside it that opens again")
         choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
         for name, valid in choices.items():
             value = getattr(self, name)
@@ -135,69 +142,6 @@ class ControllerConfig:
         return t % (self.update_every if early is None or t >= self.early_steps else early) == 0
 
 
-@dataclass(frozen=True)
-class ControllerState:
-    """All that an update needs from the past, and the last values for logging."""
-
-    step: int
-    """Updates done so far, t of the next one."""
-    mu: float
-    """The mixing weight in use."""
-    mu_ada: float
-    """The adaptive weight of the last update; m_t under ema="state"."""
-    alpha: float
-    """Target share of the SFT gradient."""
-    kl: float | None = None
-    """EMA of the KL, nats per token; None before the first."""
-    sft_variance: float | None = None
-    """EMA of sigma_s^2; None before the first."""
-    rl_variance: float | None = None
-    """EMA of sigma_r^2; None before the first."""
-    disagreement: float | None = None
-    """EMA of the disagreement; None before the first."""
-    corrections: tuple[float, ...] | None = None
-    """EMA of the `Corrections`; None before the first."""
-    mu_star: float | None = None
-    """mu* of the last update; None before the first."""
-    prior: float | None = None
-    """mu_prior of the last update; None before the first."""
-    gate: GateState | None = None
-    """What the gate knows; None before its first measurement."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state in plain JSON types; floats survive JSON bit for bit."""
-        plain = asdict(self)
-        if self.corrections is not None:
-            plain["corrections"] = list(self.corrections)
-        plain["gate"] = None if self.gate is None else list(self.gate)
-        return plain
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> ControllerState:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: missing, unknown or non-finite entries.
-        """
-        plain = {"gate": None, **plain}  # earlier versions had no gate
-        wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        fault = "a dict from to_dict(): these keys are missing or unknown"
-        require(not wrong, "state", wrong, fault)
-        require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
-        values = dict(plain)
-        for name in ("mu", "mu_ada", "alpha"):
-            values[name] = finite(name, plain[name])
-        for name in ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior"):
-            values[name] = None if plain[name] is None else finite(name, plain[name])
-        extra = plain["corrections"]
-        if extra is not None:
-            known = len(Corrections._fields)
-            require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
-            values["corrections"] = tuple(finite("corrections", value) for value in extra)
-        values["gate"] = None if plain["gate"] is None else GateState.of(plain["gate"])
-        return cls(**values)
-
-
 def initial_state(config: ControllerConfig) -> ControllerState:
     """The state before the first update."""
     return ControllerState(0, config.mu_init, config.mu_init, config.alpha_init)
@@ -210,6 +154,7 @@ def step(
     kl: float | None = None,
     corrections: Corrections | None = None,
     alignment: Alignment | None = None,
+    demo_loss: float | None = None,
 ) -> ControllerState:
     """One update: Algorithm 1 with the options of `config`.
 
@@ -221,6 +166,7 @@ def step(
         kl: mean KL to the reference policy per token, nats; not finite counts as not given.
         corrections: for the estimators other than "independent"; zero until the first.
         alignment: inner product of both gradients at this refresh, for a gate.
+        demo_loss: mean loss of the step's demonstrations, for an alarm; not finite: not given.
     """
     decay = config.signal_decay
     known = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -246,16 +192,21 @@ def step(
     prior = finite("prior", config.prior(state.step))
     require(0 <= prior <= 1, f"prior({state.step})", prior, "a prior with values in [0, 1]")
     blend = (1.0 - config.prior_blend) * prior + config.prior_blend * mu_ada
-    gate = state.gate
+    gate, alarm, doubted = state.gate, state.alarm, state.doubted
     if config.gate is not None:
-        gate = gate if alignment is None else config.gate.next(gate, alignment)
-        blend *= config.gate.trust(gate)
-    change = _clip(blend - state.mu, -config.max_step, config.max_step)
+        if config.alarm is not None:
+            alarm, jumped = config.alarm.next(alarm, demo_loss)
+            doubted = alarm is not None and alarm.raised
+            gate = config.gate.restarted(gate, doubted) if jumped else gate
+        gate = gate if alignment is None else config.gate.next(gate, alignment, doubted)
+        blend *= config.gate.trust(gate, doubted)
+    fall = 1.0 if doubted else config.max_step  # what is wrong does its harm within a few steps
+    change = _clip(blend - state.mu, -fall, config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
     sft, rl, disagreement = known
     return ControllerState(
         state.step + 1, mu, mu_ada, alpha, kl_ema, sft, rl, disagreement, extra, target, prior,
-        gate,
+        gate, alarm,
     )  # fmt: skip
 
 
@@ -328,6 +279,7 @@ class GuidedController:
         kl: float | None = None,
         corrections: Corrections | None = None,
         alignment: Alignment | None = None,
+        demo_loss: float | None = None,
     ) -> float:
         """Take in what a step measured and return the next mu.
 
@@ -338,11 +290,13 @@ class GuidedController:
                 news.
             corrections: covariance and biases, for the estimators other than "independent".
             alignment: inner product of both gradients, for a gate.
+            demo_loss: mean loss of the step's demonstrations, for an alarm; None or not finite: no
+                news.
 
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].
         """
-        self.state = step(self.config, self.state, signals, kl, corrections, alignment)
+        self.state = step(self.config, self.state, signals, kl, corrections, alignment, demo_loss)
         return self.state.mu
 
     def is_refresh(self) -> bool:
@@ -372,7 +326,9 @@ class GuidedController:
     @property
     def trust(self) -> float:
         """The gate's factor of the proposal; 1 without a gate."""
-        return 1.0 if self.config.gate is None else self.config.gate.trust(self.state.gate)
+        if self.config.gate is None:
+            return 1.0
+        return self.config.gate.trust(self.state.gate, self.state.doubted)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain JSON types, for a checkpoint."""

@@ -16,7 +16,7 @@ from gac.checks import finite, is_real, require
 
 from .alignment import Alignment
 
-FORMS = {"cosine": (0.5, 2.5), "z": (1.0, 0.5)}
+FORMS = {"cosine": (0.5, 2.5), "mean_cosine": (0.6, 3.0), "z": (1.0, 0.5)}
 """Form -> (trust where the measure is 0, rise of the trust per unit of it)."""
 
 
@@ -66,8 +66,9 @@ class Gate:
     """
 
     form: str = "cosine"
-    """The measure: "cosine", of both gradients, trust 1/2 at 0, 1 at 0.2 and 0 at -0.2; or "z",
-    the inner product in standard errors, trust 1 at 0 and 0 at -2."""
+    """The measure: "cosine", of both gradients, from averages of their products without noise;
+    "mean_cosine", the average of the cosines of the measured gradients; or "z", the inner product
+    in standard errors."""
     at_zero: float | None = None
     """Trust where the measure is 0, in [0, 1]; null: the form's own."""
     slope: float | None = None
@@ -96,21 +97,36 @@ class Gate:
             slope if self.slope is None else self.slope,
         )
 
-    def trust(self, state: GateState | None) -> float:
-        """The factor of the proposal, in [0, 1]."""
-        return self.line[0] if state is None else state.trust
+    def trust(self, state: GateState | None, doubted: bool = False) -> float:
+        """The factor of the proposal, in [0, 1]; doubted: see `next`."""
+        if state is None:
+            return 0.0 if doubted else self.line[0]
+        return state.trust
 
-    def next(self, state: GateState | None, seen: Alignment) -> GateState | None:
-        """The state after a refresh that measured `seen`; unchanged if any of it is unknown."""
-        if not all(map(math.isfinite, seen)):
+    def restarted(self, state: GateState | None, doubted: bool) -> GateState | None:
+        """The state where the demonstrations have changed: that of a measure of 0."""
+        if state is None:
+            return None
+        return state._replace(inner=0.0, trust=self.trust(None, doubted))
+
+    def next(
+        self, state: GateState | None, seen: Alignment, doubted: bool = False
+    ) -> GateState | None:
+        """The state after a refresh that measured `seen`; unchanged if any of it is unknown.
+
+        doubted: demonstrations are presumed wrong, so that the trust at a measure of 0 is 0.
+        """
+        seen = seen.normalised() if self.form == "mean_cosine" else seen
+        values = list(map(float, seen[:4]))
+        if not all(map(math.isfinite, values)):
             return state
-        values = list(map(float, seen))
         if state is not None:
             pairs = zip(state, values, strict=False)  # the trust is no average
             values = [self.decay * old + (1 - self.decay) * new for old, new in pairs]
         inner, error, sft, rl = values
-        after = GateState(inner, error, sft, rl, self.trust(state))
+        after = GateState(inner, error, sft, rl, self.trust(state, doubted))
         at_zero, slope = self.line
+        at_zero = 0.0 if doubted else at_zero
         measure = after.z if self.form == "z" else after.cosine
         if math.isnan(measure):
             return after

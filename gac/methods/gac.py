@@ -69,7 +69,7 @@ class GAC(ControllerConfig, Method):
         controller.load_state_dict(state["controller"])
         told = state["alignment"]
         alignment = None if told is None else Alignment(*told)
-        mu = controller.update(last.signals, last.kl, last.corrections, alignment)
+        mu = controller.update(last.signals, last.kl, last.corrections, alignment, last.demo_loss)
         return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
 
     def needs(self, step: int) -> Needs:
@@ -99,6 +99,9 @@ class GAC(ControllerConfig, Method):
         if self.gate is not None and state["controller"]["gate"] is not None:
             gate = GateState.of(state["controller"]["gate"])
             known |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
+        if self.alarm is not None:
+            alarm = state["controller"]["alarm"]
+            known["doubted"] = 0.0 if alarm is None else alarm[-1]
         if isinstance(self.signals, ProxySignals):
             return known
         # the recorded signals are the proxies; beside them what the source last said

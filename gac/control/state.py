@@ -1,0 +1,84 @@
+"""What the controller carries from one update to the next, and its form in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from gac.checks import finite, is_count, require
+
+from .alarm import AlarmState
+from .estimators import Corrections
+from .gate import GateState
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """All that an update needs from the past, and the last values for logging."""
+
+    step: int
+    """Updates done so far, t of the next one."""
+    mu: float
+    """The mixing weight in use."""
+    mu_ada: float
+    """The adaptive weight of the last update; m_t under ema="state"."""
+    alpha: float
+    """Target share of the SFT gradient."""
+    kl: float | None = None
+    """EMA of the KL, nats per token; None before the first."""
+    sft_variance: float | None = None
+    """EMA of sigma_s^2; None before the first."""
+    rl_variance: float | None = None
+    """EMA of sigma_r^2; None before the first."""
+    disagreement: float | None = None
+    """EMA of the disagreement; None before the first."""
+    corrections: tuple[float, ...] | None = None
+    """EMA of the `Corrections`; None before the first."""
+    mu_star: float | None = None
+    """mu* of the last update; None before the first."""
+    prior: float | None = None
+    """mu_prior of the last update; None before the first."""
+    gate: GateState | None = None
+    """What the gate knows; None before its first measurement."""
+    alarm: AlarmState | None = None
+    """What the alarm knows; None before the first loss."""
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the demonstrations are presumed wrong."""
+        return self.alarm is not None and self.alarm.raised
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state in plain JSON types; floats survive JSON bit for bit."""
+        plain = asdict(self)
+        if self.corrections is not None:
+            plain["corrections"] = list(self.corrections)
+        plain["gate"] = None if self.gate is None else list(self.gate)
+        plain["alarm"] = None if self.alarm is None else list(map(float, self.alarm))
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> ControllerState:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: missing, unknown or non-finite entries.
+        """
+        plain = {"gate": None, "alarm": None, **plain}  # earlier versions had neither
+        wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
+        fault = "a dict from to_dict(): these keys are missing or unknown"
+        require(not wrong, "state", wrong, fault)
+        require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
+        values = dict(plain)
+        for name in ("mu", "mu_ada", "alpha"):
+            values[name] = finite(name, plain[name])
+        for name in ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior"):
+            values[name] = None if plain[name] is None else finite(name, plain[name])
+        extra = plain["corrections"]
+        if extra is not None:
+            known = len(Corrections._fields)
+            require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
+            values["corrections"] = tuple(finite("corrections", value) for value in extra)
+        values["gate"] = None if plain["gate"] is None else GateState.of(plain["gate"])
+        values["alarm"] = None if plain["alarm"] is None else AlarmState.of(plain["alarm"])
+        return cls(**values)
