@@ -57,6 +57,10 @@ SCENARIOS = {
     "late": Scenario("demonstrations whose digits are random until the change",
                      demos="wrong", later="demos"),
     "second": Scenario("as base, from another base model", base="second"),
+    "half": Scenario("after the change, half of the demonstrations have random digits",
+                     later="half"),
+    "turn": Scenario("demonstrations of addition until the change, of subtraction afterwards",
+                     demos="plus", later="demos"),
 }  # fmt: skip
 BASES = {  # file of its data, seeds to try, accepted share of solved subtractions
     "first": ("base", range(5), (0.01, 0.10)),
@@ -70,7 +74,7 @@ def write_scenarios(
 ) -> dict[str, TrainConfig]:
     """Write the data, train the bases that are missing, write out/NAME.yaml for each name."""
     task = out / "task"
-    if not (task / "eval_minus.jsonl").exists():
+    if not (task / "plus.jsonl").exists():
         write_task(task, seed=0)
         write_more(task, seed=0)
     bases = {}
@@ -85,14 +89,18 @@ def write_scenarios(
 
 
 def write_more(task: Path, seed: int) -> None:
-    """wrong.jsonl: demos.jsonl with random digits. sparse.jsonl: base.jsonl with fewer
-    subtractions. eval_minus.jsonl: 200 held-out subtractions."""
+    """wrong.jsonl: demos.jsonl with random digits; half.jsonl: every other one of them.
+    sparse.jsonl: base.jsonl with fewer subtractions. eval_minus.jsonl: 200 held-out subtractions.
+    plus.jsonl: 256 additions as weak as demos.jsonl."""
     rng = random.Random(f"scenarios:{seed}")
     demos = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
-    write_rows(task / "wrong.jsonl", wrong(demos, seed))
+    bad = wrong(demos, seed)
+    write_rows(task / "wrong.jsonl", bad)
+    write_rows(task / "half.jsonl", [(bad if i % 2 else demos)[i] for i in range(len(demos))])
     ops = rng.choices("+-", [1.0, SPARSE], k=20000)
     write_rows(task / "sparse.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
     write_rows(task / "eval_minus.jsonl", rows(rng, ["-"] * 200))
+    write_rows(task / "plus.jsonl", rows(rng, ["+"] * 256, {"+": 0.3}))
 
 
 def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig:
