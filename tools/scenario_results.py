@@ -20,7 +20,6 @@ import numpy as np
 
 from gac.cells import percent, span
 from gac.config import ConfigError
-from gac.demo.scenarios import SCENARIOS
 from gac.evaluation.estimates import DRAWS, bootstrap_interval
 from gac.study.runs import result
 from tools.scenario_study import (
@@ -37,6 +36,7 @@ CHOICE = "choose_mu.md"
 MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
 NEAR, COLLAPSE = 0.01, 0.5
+_NUMBERS = {4: "four", 7: "seven"}
 ROUNDING = 1e-9  # a distance of exactly a point is not beyond it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
 """Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
@@ -111,11 +111,11 @@ def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[s
 
 
 def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
-    """What is averaged over: the first four scenarios, and all that are complete."""
-    first = list(study.phases[0][1])
-    whole = [c for c in SCENARIOS if len(common(finals[c], first)) == len(study.seeds)]
-    found: dict[str, tuple[str, ...]] = {"the first four scenarios": MAIN}
-    if len(whole) > len(MAIN):
+    """What is averaged over: the scenarios that decide, and all that are complete."""
+    deciding, arms = study.phases[0]
+    whole = [c for c in study.scenarios if len(common(finals[c], list(arms))) == len(study.seeds)]
+    found = {f"the first {_NUMBERS[len(deciding)]} scenarios": tuple(deciding)}
+    if len(whole) > len(deciding):
         found[f"all {len(whole)} complete scenarios"] = tuple(whole)
     return found
 
@@ -156,7 +156,7 @@ def page(name: str, found: Mapping[str, Any]) -> str:
 def _verdicts(study: Study, finals: Finals) -> str:
     """The three questions about the judged arm, answered as far as there are runs."""
     judged, near, fallen = study.judged, [], 0
-    for scenario in SCENARIOS:
+    for scenario in study.scenarios:
         found = against_hindsight(finals, scenario, judged)
         if found is None:
             continue
@@ -194,7 +194,7 @@ def _means(finals: Finals) -> str:
     rows = []
     for arm in _arms(finals):
         row = [f"`{arm}`"]
-        for scenario in SCENARIOS:
+        for scenario in finals:
             known = [v for v in finals[scenario][arm] if v is not None]
             ends = bootstrap_interval(known) if len(known) > 1 else None
             text = f"{percent(float(np.mean(known)))} {span(ends)}" if known else "-"
@@ -203,17 +203,17 @@ def _means(finals: Finals) -> str:
             )
         rows.append(row)
     return ("In parentheses the number of seeds where it is not 10.\n\n"
-            + _markdown(("arm", *SCENARIOS), rows))  # fmt: skip
+            + _markdown(("arm", *finals), rows))  # fmt: skip
 
 
 def _hindsight(finals: Finals) -> str:
     rows = []
     for arm in _arms(finals):
-        cells = [against_hindsight(finals, c, arm) for c in SCENARIOS]
+        cells = [against_hindsight(finals, c, arm) for c in finals]
         rows.append([f"`{arm}`", *map(_distance, cells)])
     words = ("`n fell`: n runs ended below half of the mean of the best constant. A constant is "
              "compared with the best of the five, itself among them.")  # fmt: skip
-    return f"{words}\n\n{_markdown(('arm', *SCENARIOS), rows)}"
+    return f"{words}\n\n{_markdown(('arm', *finals), rows)}"
 
 
 def _distance(found: dict[str, Any] | None) -> str:
@@ -284,7 +284,7 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
 
     from gac.report.plots import COLOURS, DPI, STYLE
 
-    shown = [c for c in SCENARIOS if any(v is not None for a in finals[c] for v in finals[c][a])]
+    shown = [c for c in finals if any(v is not None for a in finals[c] for v in finals[c][a])]
     arms = _arms(finals)
     if not shown:
         return

@@ -1,8 +1,8 @@
-"""The studies of the gate: `python -m tools.scenario_study [gate|confirmation]`.
+"""The studies of the gate: `python -m tools.scenario_study [gate|confirmation|alarm]`.
 
-docs/study.md and docs/confirmation.md hold their protocols. Runs the cells of a grid in the order
-of their importance, seed by seed, one process at a time; finished runs are kept, so the command may
-be stopped and given again. Cells that the study's file in docs/ holds
+docs/study.md, docs/confirmation.md and docs/alarm.md hold their protocols. Runs the cells of a
+grid in the order of their importance, seed by seed, one process at a time; finished runs are kept,
+so the command may be stopped and given again. Cells that the study's file in docs/ holds
 (`python -m tools.scenario_results`) are not run again.
 """
 
@@ -34,6 +34,11 @@ def _arm(name: str, **changes: Any) -> dict[str, Any]:
     return {"name": name, **short(name, STEPS), "weight": "one", **changes}
 
 
+def _gated(gate: dict[str, Any], name: str = "gac-gated", **changes: Any) -> dict[str, Any]:
+    """Method `name` under `gate`; without an alarm unless `changes` has one."""
+    return {"alarm": None, **_arm(name, gate=gate, **changes)}
+
+
 _Z = {"form": "z"}
 _FREE = {"ema": "none", "prior_blend": 1.0, "max_step": 1.0}
 _MU_STAR = {"ema": "none", "prior_blend": 1.0, "signals": "gradients"}
@@ -43,8 +48,8 @@ FIRST: dict[str, dict[str, Any]] = {
     **{f"mu-{mu}": {"name": "constant", "mu": mu} for mu in CONSTANTS},
     "chord": _arm("chord-mu"),
     "gac": _arm("gac"),
-    "gate-z": _arm("gac-gated", gate=_Z),
-    "gate-cosine": _arm("gac-gated", gate={"form": "cosine"}),
+    "gate-z": _gated(_Z),
+    "gate-cosine": _gated({"form": "cosine"}),
 }
 """The arms of the main questions. gate-z is the one whose success is defined."""
 
@@ -53,13 +58,13 @@ FURTHER: dict[str, dict[str, Any]] = {
     "prior": _arm("gac", prior_blend=0.0),
     "gac-paper": _arm("gac-paper"),
     "gac-phi": _arm("gac", weight="phi"),
-    "gate-z-prior": _arm("gac-gated", gate=_Z, **_PRIOR),
-    "gate-cosine-prior": _arm("gac-gated", gate={"form": "cosine"}, **_PRIOR),
-    "gate-z-mu-star": _arm("gac-gated", gate=_Z, ema="none", prior_blend=1.0),
+    "gate-z-prior": _gated(_Z, **_PRIOR),
+    "gate-cosine-prior": _gated({"form": "cosine"}, **_PRIOR),
+    "gate-z-mu-star": _gated(_Z, ema="none", prior_blend=1.0),
     "mu-star": _arm("gac", update_every=2, max_step=0.15, **_MU_STAR),
-    "gate-z-slow": _arm("gac-gated", gate={**_Z, "decay": 0.8}, update_every=4, max_step=0.025),
-    "gate-z-steep": _arm("gac-gated", gate={**_Z, "slope": 1.75}),
-    "gate-z-hysteresis": _arm("gac-gated", gate={**_Z, "hysteresis": 0.15}),
+    "gate-z-slow": _gated({**_Z, "decay": 0.8}, update_every=4, max_step=0.025),
+    "gate-z-steep": _gated({**_Z, "slope": 1.75}),
+    "gate-z-hysteresis": _gated({**_Z, "hysteresis": 0.15}),
     "gac-sign": _arm("gac", kl_sign=-1),
     "gac-no-thermostat": _arm("gac", kl_up=0.0, kl_down=0.0),
     "free": _arm("gac", **_FREE),
@@ -71,12 +76,24 @@ FURTHER: dict[str, dict[str, Any]] = {
 CONFIRMED: dict[str, dict[str, Any]] = {
     **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
     "gate-cosine": FIRST["gate-cosine"],
-    "sketch-cosine": _arm("gac-gated-sketch", gate={"form": "cosine"}),
+    "sketch-cosine": _gated({"form": "cosine"}, "gac-gated-sketch"),
 }
 """The constants, the gate that did best in the first study, and the same on the head's sketch."""
 
+_MEAN = {"form": "mean_cosine", "at_zero": 0.6, "slope": 3.0}
+_SHUT = {"form": "cosine", "at_zero": 1.0, "slope": 0.0}
+_CLOSING: dict[str, Any] = {"alarm": {"threshold": 6.0, "decay": 0.9, "warmup": 10}}
+ALARMED: dict[str, dict[str, Any]] = {
+    **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
+    "gate-alarm": _gated(_MEAN, **_CLOSING),
+    "cosine-alarm": _gated({"form": "cosine"}, **_CLOSING),
+    "alarm-only": _gated(_SHUT, "gac-gated-sketch", prior={"high": 0.4, "low": 0.4}, **_CLOSING),
+}
+"""The constants, gates with an alarm, and a constant of 0.4 that the alarm alone shuts."""
+
 MAIN = ("base", "spoil", "wrong", "noisy")
-OTHER = tuple(name for name in SCENARIOS if name not in MAIN)
+OTHER = ("sparse", "late", "second")
+HARDER = ("half", "turn")
 
 
 class Study(NamedTuple):
@@ -91,6 +108,11 @@ class Study(NamedTuple):
     """docs/<page>.md: protocol and results; docs/<page>.png: the figure."""
     file: str
     """In docs/: what its finished runs found."""
+
+    @property
+    def scenarios(self) -> tuple[str, ...]:
+        used = {name for names, _ in self.phases for name in names}
+        return tuple(name for name in SCENARIOS if name in used)
 
     @property
     def arms(self) -> dict[str, Mapping[str, Any]]:
@@ -113,6 +135,10 @@ STUDIES = {
     "confirmation": Study(
         "gate-cosine", range(10, 20), ((MAIN, CONFIRMED), (OTHER, CONFIRMED)),
         "confirmation", "scenario_confirmation.json",
+    ),
+    "alarm": Study(
+        "gate-alarm", range(20, 30), (((*MAIN, *OTHER), ALARMED), (HARDER, ALARMED)),
+        "alarm", "scenario_alarm.json",
     ),
 }  # fmt: skip
 
@@ -141,7 +167,7 @@ def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[fl
     """
     path = docs / study.file
     finals: dict[str, dict[str, list[float | None]]]
-    finals = {c: {arm: [None] * len(study.seeds) for arm in study.arms} for c in SCENARIOS}
+    finals = {c: {arm: [None] * len(study.seeds) for arm in study.arms} for c in study.scenarios}
     if not path.exists():
         return finals
     found = json.loads(path.read_text())
