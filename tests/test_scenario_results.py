@@ -7,7 +7,6 @@ import json
 import pytest
 
 from gac.config import ConfigError
-from gac.demo.scenarios import SCENARIOS
 from tools import scenario_results as results
 from tools import scenario_study as study
 from tools.scenario_study import FIRST, MAIN, STUDIES, known_finals
@@ -42,7 +41,7 @@ def test_an_arm_is_compared_on_common_seeds_with_the_best_constant(finals):
     assert results.against_hindsight(finals, "base", "chord") is None
     single = results.against_single(finals, MAIN, "gate-z")
     assert single["best"] == "mu-0.5" and single["gap"] == pytest.approx(1.4 / 3 - 0.6)
-    assert results.against_single(finals, tuple(SCENARIOS), "gate-z") is None
+    assert results.against_single(finals, GATE.scenarios, "gate-z") is None
     assert results.groups(GATE, finals) == {"the first four scenarios": MAIN}
 
 
@@ -90,7 +89,7 @@ def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monke
     assert (tmp_path / "study.png").stat().st_size > 1000
     # only what the file lacks is run
     ran = []
-    grid = [(c, a, s, (c, a, s)) for c in SCENARIOS for a in FIRST for s in range(SEEDS)]
+    grid = [(c, a, s, (c, a, s)) for c in GATE.scenarios for a in FIRST for s in range(SEEDS)]
     monkeypatch.setattr(study, "known_finals", lambda given: known_finals(given, tmp_path))
     monkeypatch.setattr(study, "cells", lambda given, out: grid)
     monkeypatch.setattr(study, "run_all", lambda configs, *_, **__: ran.extend(configs))
@@ -103,3 +102,14 @@ def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monke
     page.write_text("no mark")
     with pytest.raises(ConfigError, match="has no line"):
         results.write("gate", tmp_path / "nothing", None, tmp_path)
+
+
+def test_no_study_shares_a_seed_and_each_keeps_its_scenarios():
+    seeds = [seed for held in STUDIES.values() for seed in held.seeds]
+    assert len(seeds) == len(set(seeds))
+    assert {name: len(held.scenarios) for name, held in STUDIES.items()} == {
+        "gate": 7, "confirmation": 7, "alarm": 9,
+    }  # fmt: skip
+    alarm = STUDIES["alarm"]
+    found = results.groups(alarm, known_finals(alarm, results.DOCS / "none"))
+    assert found == {"the first seven scenarios": alarm.phases[0][0]}

@@ -25,8 +25,10 @@ class Alignment(NamedTuple):
     """`|g_r|^2` as it was measured, noise included."""
 
     def normalised(self) -> Alignment:
-        """The same of both measured gradients at length one: `inner` is their cosine, which is near
-        0 where they are mostly noise, and 0 where one of them is 0."""
+        """The same of both measured gradients at length one, so that `inner` is their cosine.
+
+        It is near 0 where they are mostly noise, and 0 where one of them is 0.
+        """
         size = math.sqrt(max(self.sft_total, 0.0)) * math.sqrt(max(self.rl_total, 0.0))
         if size == 0:
             return Alignment(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
