@@ -41,7 +41,7 @@ class Mixer:
 
     Args:
         controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
-            only: GAC (proxy signals, no gate), CHORD, Constant, KLControl; None: GAC().
+            only: GAC (proxy signals, no gate), CHORD, Constant, Guarded, KLControl; None: GAC().
         rows: number of demonstrations that there are.
         batch: demonstrations of one optimiser step, over all ranks.
         seed: seed of the order of the demonstrations.
@@ -164,7 +164,7 @@ class Mixer:
                 "state on all of them"
             )
         parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
-        total = sum(parts[1:], parts[0])
+        total = TokenMoments.merged(parts)
         if total.rollout_tokens + total.demo_tokens == 0:
             raise RuntimeError("nothing was scored since the last close()")
         return total, table[:, 1:3].mean(0).tolist()
@@ -234,7 +234,8 @@ def served(controller: ControllerConfig | Method | None) -> Method:
     if lacking:
         raise ValueError(
             f"controller={name}: it needs {lacking}; inside another trainer there are "
-            "log-probabilities only: use gac, chord, constant or kl-ctrl, or train with gac itself"
+            "log-probabilities only: use gac, chord, constant, guarded or kl-ctrl, or train with "
+            "gac itself"
         )
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 

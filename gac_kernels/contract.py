@@ -203,9 +203,7 @@ class TokenMoments:
         mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=-math.inf)
         gathered = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(gathered, mine, group=group)
-        return TokenMoments.merged(
-            [TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered]
-        )
+        return TokenMoments.merged([TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered])
 
     def signals(self, trim: float = 0.1) -> Signals:
         """What the controller reads, by the paper's equations 7 to 9: one copy to the host.

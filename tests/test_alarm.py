@@ -7,18 +7,26 @@ import math
 import random
 
 import pytest
+import torch
 
 from gac.control.alarm import Alarm, AlarmState
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
+from gac.methods import METHODS, Observation
+from gac.mixer import Mixer
 from gac.training.trainer import Trainer
+from gac_kernels import fused_gac_loss
 
 from .tiny import metrics, tiny_config, write_tiny
 
 OPEN = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "mu_min": 0.0, "mu_init": 0.6}
 AGREE = Alignment(0.5, 0.01, 1.0, 1.0, 1.0, 1.0)  # both gradients, cosine 0.5
+
+MOMENTS = fused_gac_loss(
+    torch.zeros(1, 3, 5), torch.tensor([[1, 2, 3]]), torch.zeros(1), torch.tensor([True]), mu=0.5
+).moments
 
 
 def jumps(losses, **options) -> list[int]:
@@ -165,3 +173,30 @@ def test_a_run_notices_demonstrations_that_turn_bad(tmp_path):
     assert [row["step"] for row in found if row["doubted"]] == [42, 43, 44]
     assert found[40]["demo_loss"] > 2 * found[39]["demo_loss"]
     assert found[39]["mu"] > 0 and found[41]["mu"] == 0.0  # mu of a step knows the step before
+
+
+def test_the_guarded_constant_needs_nothing_but_the_losses():
+    method = METHODS["guarded"](mu=0.3)
+    state, last = method.init(), Observation(0)
+    found = []
+    for step, loss in enumerate([*noisy(0.4, 15), 3.0, *noisy(3.0, 14, spread=0.2), None, 0.4]):
+        state, mix = method.mix(json.loads(json.dumps(state)), last)
+        found.append(mix.mu)
+        last = Observation(step + 1, demo_loss=loss)
+    state, mix = method.mix(state, last)
+    assert found == [0.3] * 16 + [0.0] * 16 and mix.mu == 0.3
+    assert method.report(state) == {"doubted": 0.0}
+
+
+def test_another_trainer_can_be_guarded():
+    mixer = Mixer(METHODS["guarded"](), rows=8, batch=2)
+    for loss in [0.4, 0.35] * 6 + [4.0]:
+        mixer.draw()
+        mixer.rollouts(torch.tensor(0.1))
+        mixer.demos(torch.tensor(loss))
+        mixer.observe(MOMENTS)
+        row = mixer.close()
+    assert row["mu"] == 0.4 and mixer.mu == 0.0
+    again = Mixer(METHODS["guarded"](), rows=8, batch=2)
+    again.load_state_dict(json.loads(json.dumps(mixer.state_dict())))
+    assert again.mu == 0.0

@@ -35,7 +35,9 @@ NEEDS = {
     **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
     "gspo": (*ROLLOUTS, "log-probs"),
     **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
-    **dict.fromkeys(["sft-then-rl", "constant", "hpcd", "wcf", "chord-mu", "chord-phi"], BOTH),
+    **dict.fromkeys(
+        ["sft-then-rl", "constant", "guarded", "hpcd", "wcf", "chord-mu", "chord-phi"], BOTH
+    ),
     **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
     "kl-ctrl": (*BOTH, "reference"),
     "gradnorm-ctrl": TWO,

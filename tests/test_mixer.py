@@ -129,7 +129,7 @@ def test_a_foreign_state_is_refused(tmp_path: Path):
         (
             {"controller": METHODS["gac-gated"]()},
             "controller=gac-gated: it needs the inner product of both gradients for its gate; .* "
-            "use gac, chord, constant or kl-ctrl, or train with gac itself",
+            "use gac, chord, constant, guarded or kl-ctrl, or train with gac itself",
         ),
         (
             {"controller": METHODS["gac-gated-sketch"]()},

@@ -15,6 +15,7 @@ from .gradnorm import GradNorm
 from .gradnorm_ctrl import GradNormControl
 from .grpo import DAPO, GRPO, GSPO, DrGRPO
 from .gta import GTA
+from .guarded import Guarded
 from .hpt import HPT
 from .kl_ctrl import KLControl
 from .luffy import LUFFY
@@ -43,7 +44,7 @@ METHODS: dict[str, type[Method]] = {
         *(MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
         *(MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
         *(Uncertainty, DWA, FAMO),
-        *(GAC, *GAC_VARIANTS),
+        *(Guarded, GAC, *GAC_VARIANTS),
     )
 }
 

@@ -115,7 +115,7 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
     refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')
-        refused(f"controller={name}: it needs .*: use gac, chord, constant or kl-ctrl")
+        refused(f"controller={name}: it needs .*: use gac, chord, constant, guarded or kl-ctrl")
 
 
 def test_the_example_learns():

@@ -1,0 +1,38 @@
+"""A constant mu behind an alarm: protection from demonstrations that go bad, for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gac.control.alarm import Alarm, AlarmState
+
+from .base import Mix, Observation, State
+from .constant import Constant
+
+
+@dataclass(frozen=True)
+class Guarded(Constant):
+    """The same mu at every step, and 0 after the demonstrations' loss jumped up, until it falls."""
+
+    name: ClassVar[str] = "guarded"
+    family: ClassVar[str] = "noise-aware"
+    source: ClassVar[str] = "docs/controller.md"
+
+    mu: float = 0.4
+    """Weight of the demonstrations while they are not presumed wrong, in [0, 1]."""
+    alarm: Alarm = Alarm()
+    """When their loss has jumped."""
+
+    def init(self) -> State:
+        return {"alarm": None}
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        known = None if state["alarm"] is None else AlarmState.of(state["alarm"])
+        alarm, _ = self.alarm.next(known, last.demo_loss)
+        doubted = alarm is not None and alarm.raised
+        plain = None if alarm is None else list(map(float, alarm))
+        return {"alarm": plain}, Mix(0.0 if doubted else self.mu)
+
+    def report(self, state: State) -> dict[str, float | None]:
+        return {"doubted": 0.0 if state["alarm"] is None else state["alarm"][-1]}
