@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from gac.methods import CHORD, GAC, Constant, Method, Observation
 from gac.methods.base import Outcome
 from gac.methods.kl_ctrl import KLControl
 from gac.pair import Pair
+from gac.parallel.collectives import rank
 from gac_kernels import LossSpec, TokenMoments
 
+logger = logging.getLogger(__name__)
 FILE = "gac.json"
 
 
@@ -133,7 +136,10 @@ class Mixer:
         self._step += 1
         signals = None if reading is None else reading.signals
         observation = Observation(self._step, signals, **known)
-        self._state, self._mix = self.method.mix(self._state, observation)
+        before = self._state
+        self._state, self._mix = self.method.mix(before, observation)
+        if (news := self.method.notice(before, self._state)) and rank() == 0:
+            logger.warning("step %d: %s", self._step + 1, news)
         self._clear()
         return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
 

@@ -156,7 +156,7 @@ def test_the_mean_cosine_ignores_sizes_and_noise():
     assert gate.next(state, Alignment(0.1, 0.1, 1.0, 1.0)) == state  # the totals are unknown
 
 
-def test_a_run_notices_demonstrations_that_turn_bad(tmp_path):
+def test_a_run_notices_demonstrations_that_turn_bad(tmp_path, caplog):
     """The policy learns the first demonstrations; after 40 steps others take their place."""
     task = write_tiny(tmp_path)
     rows = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
@@ -172,6 +172,8 @@ def test_a_run_notices_demonstrations_that_turn_bad(tmp_path):
     found = metrics(tmp_path / "run")
     assert [row["step"] for row in found if row["doubted"]] == [42, 43, 44]
     assert found[40]["demo_loss"] > 2 * found[39]["demo_loss"]
+    heard = [line for line in caplog.messages if "presumed wrong" in line]
+    assert len(heard) == 1 and heard[0].startswith("step 42: ")
     assert found[39]["mu"] > 0 and found[41]["mu"] == 0.0  # mu of a step knows the step before
 
 
@@ -188,7 +190,7 @@ def test_the_guarded_constant_needs_nothing_but_the_losses():
     assert method.report(state) == {"doubted": 0.0}
 
 
-def test_another_trainer_can_be_guarded():
+def test_another_trainer_can_be_guarded(caplog):
     mixer = Mixer(METHODS["guarded"](), rows=8, batch=2)
     for loss in [0.4, 0.35] * 6 + [4.0]:
         mixer.draw()
@@ -197,6 +199,8 @@ def test_another_trainer_can_be_guarded():
         mixer.observe(MOMENTS)
         row = mixer.close()
     assert row["mu"] == 0.4 and mixer.mu == 0.0
+    (line,) = caplog.messages
+    assert line.startswith("step 14: the demonstrations' loss jumped to 4: they are presumed wrong")
     again = Mixer(METHODS["guarded"](), rows=8, batch=2)
     again.load_state_dict(json.loads(json.dumps(mixer.state_dict())))
     assert again.mu == 0.0

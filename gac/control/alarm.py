@@ -41,6 +41,19 @@ class AlarmState(NamedTuple):
         return cls(level, square, int(seen), bool(raised))
 
 
+def notice(before: Sequence[float] | None, after: Sequence[float] | None) -> str | None:
+    """A line for the log where the presumption has changed; both are states in plain JSON types."""
+    was, now = (None if x is None else AlarmState.of(x) for x in (before, after))
+    if now is None or now.raised == (was is not None and was.raised):
+        return None
+    if not now.raised:
+        return f"the demonstrations' loss fell to {now.level:.3g}: they are learnt from again"
+    return (
+        f"the demonstrations' loss jumped to {now.level:.3g}: they are presumed wrong and left "
+        "out; if they are right, use a method without an alarm, such as constant"
+    )
+
+
 @dataclass(frozen=True)
 class Alarm:
     """Demonstrations whose loss rises suddenly are presumed wrong, until it falls as suddenly.

@@ -202,6 +202,10 @@ class Method:
         """
         raise NotImplementedError
 
+    def notice(self, before: State, after: State) -> str | None:
+        """What a user should hear of the change that `mix` has made to the state."""
+        return None
+
     def solve(
         self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:

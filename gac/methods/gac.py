@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from gac.control.alarm import notice
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import GateState
@@ -71,6 +72,9 @@ class GAC(ControllerConfig, Method):
         alignment = None if told is None else Alignment(*told)
         mu = controller.update(last.signals, last.kl, last.corrections, alignment, last.demo_loss)
         return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
+
+    def notice(self, before: State, after: State) -> str | None:
+        return notice(before["controller"].get("alarm"), after["controller"]["alarm"])
 
     def needs(self, step: int) -> Needs:
         # update t sees what step t - 1 measured; the very first signals start the averages early

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.alarm import Alarm, AlarmState
+from gac.control.alarm import Alarm, AlarmState, notice
 
 from .base import Mix, Observation, State
 from .constant import Constant
@@ -33,6 +33,9 @@ class Guarded(Constant):
         doubted = alarm is not None and alarm.raised
         plain = None if alarm is None else list(map(float, alarm))
         return {"alarm": plain}, Mix(0.0 if doubted else self.mu)
+
+    def notice(self, before: State, after: State) -> str | None:
+        return notice(before["alarm"], after["alarm"])
 
     def report(self, state: State) -> dict[str, float | None]:
         return {"doubted": 0.0 if state["alarm"] is None else state["alarm"][-1]}

@@ -249,7 +249,10 @@ class Trainer:
     def _train_step(self) -> dict[str, Any]:
         """Algorithm 1 of the paper: one turn of its loop, for whatever method chooses mu_t."""
         rows = self._sample()  # B_r and B_s
-        self.state, mix = self.method.mix(self.state, self.last)  # from what step t - 1 measured
+        before = self.state
+        self.state, mix = self.method.mix(before, self.last)  # from what step t - 1 measured
+        if (news := self.method.notice(before, self.state)) and self.accelerator.is_main_process:
+            logger.warning("step %d: %s", self.step + 1, news)
         step = self._assemble(rows, mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
