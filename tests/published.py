@@ -174,7 +174,8 @@ LOSSES = {
     "gac-no-prior": mixture(0.502, phi),
     "gac-prior-low": mixture(0.49, phi),
     # the constant 0.7, capped at 0.15 from 0.5
-    **dict.fromkeys(["gac-gated", "gac-gated-sketch"], mixture(0.35)),
+    "gac-gated": mixture(0.42),
+    "gac-gated-sketch": mixture(0.35),
     "oracle": mixture(0.7, phi),
 }  # fmt: skip
 

@@ -121,7 +121,9 @@ def test_moments_of_units_are_unbiased_and_know_what_they_do_not_know():
     values = torch.tensor(readings, dtype=torch.float64)
     mean, error = values.mean(0), values.std(0) / len(values) ** 0.5
     inner_variance = values[:, 3].var()
-    wanted = [16 * 4 / 5, 16 * 9 / 3, (s - r).square().sum(), s @ r, inner_variance, s @ s, r @ r]
+    sft, rl = 16 * 4 / 5, 16 * 9 / 3
+    totals = s @ s + sft, r @ r + rl
+    wanted = [sft, rl, (s - r).square().sum(), s @ r, inner_variance, s @ s, r @ r, *totals]
     for ours, spread, truth in zip(mean, error, wanted, strict=True):
         assert abs(ours - truth) < 4 * spread + 0.05 * abs(truth) * (truth is inner_variance)
     for broken in (torch.full((4, 16), math.nan).double(), torch.empty(0, 16).double()):

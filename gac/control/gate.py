@@ -65,7 +65,7 @@ class Gate:
     (nan) changes nothing, and before the first measurement the trust is that of a measure of 0.
     """
 
-    form: str = "cosine"
+    form: str = "mean_cosine"
     """The measure: "cosine", of both gradients, from averages of their products without noise;
     "mean_cosine", the average of the cosines of the measured gradients; or "z", the inner product
     in standard errors."""

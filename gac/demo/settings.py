@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from gac.methods import METHODS
@@ -22,7 +23,6 @@ def short(name: str, steps: int) -> dict[str, Any]:
         "dwa": {"window": max(steps // 16, 1)},
         "gac-early-refresh": {"early_steps": steps // 8},
     }  # fmt: skip
-    own_prior = (
-        name.startswith(("gac-prior", "gac-gated")) or METHODS[name]().family != "noise-aware"
-    )
+    scheduled = any(field.name == "prior" for field in dataclasses.fields(METHODS[name]))
+    own_prior = not scheduled or name.startswith(("gac-prior", "gac-gated"))
     return fields.get(name, {}) | ({} if own_prior else {"prior": prior})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import Prior, RandomPrior
 from gac.control.signals import (
@@ -62,12 +63,13 @@ GAC_VARIANTS = (
     preset(GAC, "gac-gated", "A constant 0.7 times the trust that rewards put in the "
            "demonstrations, from the inner product of both gradients.",
            source="docs/controller.md",
-           cost=COSTLY, gate=Gate(), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
+           cost=COSTLY, gate=Gate(), alarm=Alarm(), prior=Prior.constant(0.7), prior_blend=0.0,
+           mu_min=0.0,
            update_every=2, max_step=0.15, signals=GradientSignals(), weight=DemoWeight.ONE),
     preset(GAC, "gac-gated-sketch", "gac-gated whose inner product is that of the head's gradient, "
            "from its sketch in the loss.", source="docs/controller.md",
            cost="reference forward of the rollouts, on refresh steps",
-           gate=Gate(), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
+           gate=Gate("cosine"), prior=Prior.constant(0.7), prior_blend=0.0, mu_min=0.0,
            update_every=2, max_step=0.15, signals=SketchSignals(), weight=DemoWeight.ONE),
     preset(GAC, "oracle", "mu* itself, from unbiased gradient moments: no average, prior or cap.",
            source="the paper, section 4.3 (its oracle is undefined)", cost=COSTLY, ema="none",
