@@ -143,6 +143,7 @@ def page(name: str, found: Mapping[str, Any]) -> str:
         "### Final accuracy", _means(finals),
         "### Distance to the best constant in hindsight", _hindsight(finals),
         "### Average over scenarios against the best single constant", _single(study, finals),
+        "### The judged arm against every other", _duels(study, finals),
         "### Not run", _missing(study, counts),
         "### Going on", f"`python -m tools.scenario_study {name} --out FOLDER` runs the missing "
         f"cells only, also where there are no run folders: it reads `docs/{study.file}`. Then "
@@ -235,6 +236,38 @@ def _single(study: Study, finals: Finals) -> str:
         head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
         parts.append(f"Over {words}:\n\n{_markdown(head, rows)}")
     return "\n\n".join(parts)
+
+
+def _duels(study: Study, finals: Finals) -> str:
+    """Paired differences of averages, also without the scenario in which the judged arm leads most:
+    one change of the data should not stand for all."""
+    deciding, judged = study.phases[0][0], study.judged
+    gaps = {c: found["gap"] for c in deciding if (found := against_hindsight(finals, c, judged))}
+    if not gaps:
+        return "No seed has run all of it yet."
+    most = max(gaps, key=lambda scenario: gaps[scenario])
+    kinds = (tuple(deciding), tuple(c for c in deciding if c != most))
+    rows = []
+    for other in _arms(finals):
+        cells = [_duel(finals, scenarios, judged, other) for scenarios in kinds]
+        if other != judged and all(cells):
+            rows.append([f"`{other}`", *cells])
+    words = (
+        f"Mean of `{judged}` less that of the other arm, on the seeds that both have in all of it."
+    )
+    head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{most}`")
+    return f"{words}\n\n{_markdown(head, rows)}"
+
+
+def _duel(finals: Finals, scenarios: Sequence[str], one: str, other: str) -> str:
+    seeds = sorted(set.intersection(*(
+        {s for s, pair in enumerate(zip(finals[c][one], finals[c][other], strict=True))
+         if None not in pair} for c in scenarios)))  # fmt: skip
+    if len(seeds) < 2:
+        return ""
+    first, second = np.mean([table(finals[c], (one, other), seeds) for c in scenarios], 0)
+    gaps = first - second
+    return f"{percent(float(gaps.mean()), '+')} {span(bootstrap_interval(gaps.tolist()), '+')}"
 
 
 def brief(study: Study, finals: Finals) -> str:
