@@ -252,9 +252,7 @@ def _duels(study: Study, finals: Finals) -> str:
         cells = [_duel(finals, scenarios, judged, other) for scenarios in kinds]
         if other != judged and all(cells):
             rows.append([f"`{other}`", *cells])
-    words = (
-        f"Mean of `{judged}` less that of the other arm, on the seeds that both have in all of it."
-    )
+    words = f"Mean of `{judged}` less that of the other arm, on the seeds that both have."
     head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{most}`")
     return f"{words}\n\n{_markdown(head, rows)}"
 
