@@ -169,7 +169,8 @@ class TokenMoments:
     @classmethod
     def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
         """Those of all `parts` together, at least one, on the first one's device."""
-        here = [part.to(parts[0].totals.device) for part in parts]
+        device = parts[0].totals.device
+        here = [part if part.totals.device == device else part.to(device) for part in parts]
         each = torch.stack([part.rollouts for part in here])
         counts, means = each[:, 0], each[:, 1:3]
         count = counts.sum()

@@ -49,9 +49,14 @@ class Row(NamedTuple):
         return slice(at + max(self.start, 1) - 1, at + len(self.ids) - 1)
 
     @property
+    def mixed(self) -> bool:
+        """Whether its first tokens with a loss are a demonstration's and the others are not."""
+        return self.switch > self.start and not self.is_demo
+
+    @property
     def kind(self) -> tuple[bool, bool, float]:
         """Rows of one kind may share a micro-batch: demonstration or not, mixed or not, weight."""
-        return self.is_demo, not self.is_demo and self.demo_tokens > 0, self.weight
+        return self.is_demo, self.mixed, self.weight
 
 
 class Batch(NamedTuple):
@@ -117,7 +122,7 @@ def collate(
     advantages = torch.tensor([row.advantage for row in rows])
     is_demo = torch.tensor([row.is_demo for row in rows])
     bounds = starts if packed else None
-    if any(row.kind[1] for row in rows):
+    if any(row.mixed for row in rows):
         # position t predicts token t + 1, so the demonstration's part ends one place early
         cuts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
         bounds = (*itertools.chain(*cuts), starts[-1])

@@ -214,15 +214,18 @@ def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> 
 def sampling_mode(model: Any) -> Iterator[None]:
     """Evaluation mode, without the model's own sampling defaults, which would be off-policy, and
     with an attention that every engine knows."""
-    was_training, defaults = model.training, model.generation_config
-    model.eval()
-    model.generation_config = GenerationConfig()
+    # each module as it was: those that stay in evaluation mode are nobody's to switch
+    training = [module for module in model.modules() if module.training]
+    defaults, model.generation_config = model.generation_config, GenerationConfig()
+    for module in training:
+        module.training = False
     try:
         with row_attention.plain(model):
             yield
     finally:
         model.generation_config = defaults
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def until(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

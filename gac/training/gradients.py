@@ -61,10 +61,7 @@ class Gradients:
         """Forward all rows, backward those that can move a weight."""
         seed(step.seed)  # what dropout draws does not hang on the sampling
         even = Mix(0.5) if step.needs.parts else step.mix
-        live: list[Row] = []
-        dead: list[Row] = []
-        for row in step.rows:
-            (dead if self._silent(row, even) else live).append(row)
+        live, dead = self._split(step.rows, even)
         run = _Run(self, step)
         if step.needs.kl and self.kl_rows:
             run.sampled = self._sampled_reference(step)
@@ -122,15 +119,22 @@ class Gradients:
         )  # fmt: skip
         return dataclasses.replace(run.measured(), norms=norms)
 
-    def _silent(self, row: Row, mix: Mix) -> bool:
-        """Whether the row's gradient is known to be zero, so that it costs no backward."""
+    def _split(self, rows: Sequence[Row], mix: Mix) -> tuple[list[Row], list[Row]]:
+        """Those with a gradient, and those whose is known to be zero: they cost no backward."""
         if self.loss.token is not None:
-            return False
-        if row.is_demo or row.demo_tokens:
-            unread = self.spec.demo_weight is not DemoWeight.SHAPED or row.advantage != 0
-            return mix.mu == 0 or not unread
-        still = row.advantage == 0 and self.spec.kl_coef == 0 and self.spec.entropy_coef == 0
-        return mix.mu == 1 or still
+            return list(rows), []
+        # what has a gradient without an advantage
+        shown = self.spec.demo_weight is not DemoWeight.SHAPED
+        sampled = self.spec.kl_coef != 0 or self.spec.entropy_coef != 0
+        live: list[Row] = []
+        dead: list[Row] = []
+        for row in rows:
+            if row.is_demo or row.mixed:
+                moves = mix.mu != 0 and (shown or row.advantage != 0)
+            else:
+                moves = mix.mu != 1 and (sampled or row.advantage != 0)
+            (live if moves else dead).append(row)
+        return live, dead
 
     def schedule(self, rows: Sequence[Row]) -> list[tuple[bool, list[Row]]]:
         """Micro-batches of one kind each, and whether they are demonstrations.
@@ -164,7 +168,7 @@ class Gradients:
 
     def _sampled_reference(self, step: Step) -> dict[int, Tensor]:
         """Reference log-probs by `Row.sequence` of `kl_rows` rollouts, others in each step."""
-        rows = [r for r in step.rows if not r.is_demo and not r.demo_tokens]
+        rows = [r for r in step.rows if not r.is_demo and not r.mixed]
         count = min(self.kl_rows or 0, len(rows))
         chosen = [rows[(step.number + i * len(rows) // count) % len(rows)] for i in range(count)]
         with self.reference_model() as model:
