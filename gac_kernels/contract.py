@@ -217,13 +217,8 @@ class TokenMoments:
         """
         if not 0 <= trim < 0.5:
             raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
-        both = torch.cat([self.rollouts, self.demo_nll]).cpu()
-        (n, _, _, ss, rr, sr, aa), nll = both[:7].tolist(), both[7:]
-        nll = nll[nll != -math.inf].sort().values  # nan last
-        cut = math.floor(trim * len(nll))
-        kept = nll[cut : len(nll) - cut]
-        broken = len(nll) == 0 or nll[-1].isnan()
-        sft = math.nan if broken else kept.var(correction=0).item()
+        n, _, _, ss, rr, sr, aa, *nll = torch.cat([self.rollouts, self.demo_nll]).tolist()
+        sft = _trimmed_variance([x for x in nll if x != -math.inf], trim)
         if n == 0:
             return Signals(sft, math.nan, math.nan)
         # a constant coefficient has z = 0; "not <=" so that nan stays nan
@@ -256,6 +251,16 @@ class TokenMoments:
     def entropy(self) -> Tensor:
         """0-d: mean entropy per rollout token, nats; nan without rollouts."""
         return self.totals[4] / self.totals[0]
+
+
+def _trimmed_variance(values: list[float], trim: float) -> float:
+    """Population variance without the share `trim` at each end; nan if there is nan, or nothing."""
+    if not values or any(map(math.isnan, values)):
+        return math.nan
+    cut = math.floor(trim * len(values))
+    kept = sorted(values)[cut : len(values) - cut]
+    mean = sum(kept) / len(kept)
+    return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # ** raises where it overflows
 
 
 class LossOutput(NamedTuple):
