@@ -21,6 +21,9 @@ from gac_kernels import LossSpec
 
 def restated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A configuration that an earlier version dumped, as this one does; unknown keys: as it is."""
+    method = saved.get("method")
+    if isinstance(method, Mapping) and "gate" in method and "alarm" not in method:
+        saved = {**saved, "method": {**method, "alarm": None}}  # gates were without one
     try:
         return dump(load(TrainConfig, saved))
     except ConfigError:

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from gac.config import dump
 from gac.control.alarm import Alarm, AlarmState
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
@@ -16,6 +17,7 @@ from gac.control.gate import Gate
 from gac.control.schedules import Prior
 from gac.methods import METHODS, Observation
 from gac.mixer import Mixer
+from gac.train_config import TrainConfig, restated
 from gac.training.trainer import Trainer
 from gac_kernels import fused_gac_loss
 
@@ -204,3 +206,10 @@ def test_another_trainer_can_be_guarded(caplog):
     again = Mixer(METHODS["guarded"](), rows=8, batch=2)
     again.load_state_dict(json.loads(json.dumps(mixer.state_dict())))
     assert again.mu == 0.0
+
+
+def test_a_run_from_before_the_alarm_goes_on_without_one():
+    plain = dump(TrainConfig())
+    assert restated(plain) == plain and plain["method"]["alarm"] is not None
+    del plain["method"]["alarm"]
+    assert restated(plain)["method"]["alarm"] is None
