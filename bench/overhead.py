@@ -110,7 +110,7 @@ class Parts:
             (type(trainer.method), ("mix", "after_step", "report"), "controller"),
             (collectives, ("total",), "exchange"),
             (TokenMoments, ("all_reduce",), "exchange"),
-            (TokenMoments, ("__add__", "signals"), "statistics"),
+            (TokenMoments, ("merged", "signals"), "statistics"),
         ):
             for name in names:
                 self._watch(owner, name, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 
@@ -27,3 +28,9 @@ def finite(name: str, value: SupportsFloat) -> float:
     number = math.nan if isinstance(value, str) else float(value)
     require(math.isfinite(number), name, value, "a finite number")
     return number
+
+
+def numbers(name: str, values: Sequence[SupportsFloat], count: int) -> list[float]:
+    """`values` as finite floats; a ValueError that names them unless they are `count` such."""
+    require(len(values) == count, name, values, f"{count} numbers, or None")
+    return [finite(name, value) for value in values]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.checks import finite, is_count, is_real, require
+from gac.checks import is_count, is_real, numbers, require
 
 LEAST = 0.1  # of the level: large batches have so little noise that any drift would be a jump
 
@@ -35,9 +35,7 @@ class AlarmState(NamedTuple):
         Raises:
             ValueError: a wrong number of values, or nan.
         """
-        known = len(cls._fields)
-        require(len(values) == known, "alarm", values, f"{known} numbers, or None")
-        level, square, seen, raised = (finite("alarm", value) for value in values)
+        level, square, seen, raised = numbers("alarm", values, len(cls._fields))
         return cls(level, square, int(seen), bool(raised))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.checks import finite, is_real, require
+from gac.checks import is_real, numbers, require
 
 from .alignment import Alignment
 
@@ -52,9 +52,7 @@ class GateState(NamedTuple):
         Raises:
             ValueError: a wrong number of values, or nan.
         """
-        known = len(cls._fields)
-        require(len(values) == known, "gate", values, f"{known} numbers, or None")
-        return cls(*(finite("gate", value) for value in values))
+        return cls(*numbers("gate", values, len(cls._fields)))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from gac.checks import finite, is_count, require
+from gac.checks import finite, is_count, numbers, require
 
 from .alarm import AlarmState
 from .estimators import Corrections
@@ -76,9 +76,7 @@ class ControllerState:
             values[name] = None if plain[name] is None else finite(name, plain[name])
         extra = plain["corrections"]
         if extra is not None:
-            known = len(Corrections._fields)
-            require(len(extra) == known, "corrections", extra, f"{known} numbers, or None")
-            values["corrections"] = tuple(finite("corrections", value) for value in extra)
+            values["corrections"] = tuple(numbers("corrections", extra, len(Corrections._fields)))
         values["gate"] = None if plain["gate"] is None else GateState.of(plain["gate"])
         values["alarm"] = None if plain["alarm"] is None else AlarmState.of(plain["alarm"])
         return cls(**values)

@@ -64,8 +64,8 @@ GAC_VARIANTS = (
            "demonstrations, from the inner product of both gradients.",
            source="docs/controller.md",
            cost=COSTLY, gate=Gate(), alarm=Alarm(), prior=Prior.constant(0.7), prior_blend=0.0,
-           mu_min=0.0,
-           update_every=2, max_step=0.15, signals=GradientSignals(), weight=DemoWeight.ONE),
+           mu_min=0.0, update_every=2, max_step=0.15, signals=GradientSignals(),
+           weight=DemoWeight.ONE),
     preset(GAC, "gac-gated-sketch", "gac-gated whose inner product is that of the head's gradient, "
            "from its sketch in the loss.", source="docs/controller.md",
            cost="reference forward of the rollouts, on refresh steps",
