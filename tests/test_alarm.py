@@ -56,13 +56,13 @@ def test_a_jump_is_found_at_its_step_and_once():
 
 
 def test_noise_falls_and_drifts_are_hardly_ever_a_jump():
-    """The fall of a first epoch and a drift, 200 runs of 300 steps each: one jump per 60,000."""
+    """The fall of a first epoch and a drift, 200 runs of 300 steps each."""
     found = 0
     for seed in range(200):
         noise = noisy(0.0, 300, seed)
         found += len(jumps([3 * math.exp(-t / 20) + 0.4 + e for t, e in enumerate(noise)]))
         found += len(jumps([0.5 + 0.002 * t + e for t, e in enumerate(noise)]))
-    assert found <= 2
+    assert found <= 1
 
 
 def test_small_changes_and_the_first_losses_are_no_jump():
