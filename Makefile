@@ -1,67 +1,67 @@
-# The one list of commands.
+# All development commands.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.done
-# Threads that spin while they wait for work make two processes on two cores many times slower.
+# Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup ext demo test release-check endings-check test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
-setup: $(STAMP)  ## a .venv with everything, pinned by requirements/lock.txt
+setup: $(STAMP)  ## create a .venv with all dependencies, pinned by requirements/lock.txt
 
 $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	# torch first, by its exact version: a range would take the newest build with gigabytes of CUDA
+	# torch first, with an exact version: a range would install the latest build with gigabytes of CUDA
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q -r requirements/lock.txt
-	# second opinions for tests and benches; without their dependencies, which would move our pins
+	# reference libraries for tests and benchmarks; no dependencies, which would override our pins
 	$(BIN)/python -m pip install -q --no-deps -r requirements/peers.txt
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $(STAMP)
 
-ext: setup  ## build the native kernels again, loudly
+ext: setup  ## rebuild the native kernels; fail on errors
 	GAC_EXT=1 $(BIN)/python setup.py -q build_ext --inplace
 
-demo: setup  ## train a tiny model by five methods and compare them
+demo: setup  ## train a tiny model with five methods and compare them
 	$(BIN)/gac demo
 
-test: setup  ## all tests that need no GPU
+test: setup  ## run all tests that do not need a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile
 
-release-check: setup  ## build sdist and wheel, install them in a fresh environment, train there
+release-check: setup  ## build the sdist and the wheel, install each in a fresh environment, and train there
 	$(BIN)/python -m pytest -m release tests/test_packages.py
 
-endings-check: setup  ## the kill tests ten times, then how 100 jobs end (half an hour)
+endings-check: setup  ## repeat the kill tests ten times, then check the exit codes of 100 jobs (half an hour)
 	for i in 1 2 3 4 5 6 7 8 9 10; do \
 	  $(BIN)/python -m pytest -q tests/test_ranks.py tests/test_resume.py || exit 1; done
 	$(BIN)/python -m tests.exit_codes --runs 100
 
-test-gpu:  ## the tests that need a GPU, with the python at hand
+test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py
 
-test-integrations: setup  ## each adapter against its trainer, in an environment of its own
+test-integrations: setup  ## test each adapter against its trainer, in a separate environment
 	$(BIN)/python -m tests.integrations.environments
 
-bench: setup  ## kernels against peers on the CPU; writes bench/results/ and the README's table
+bench: setup  ## benchmark the CPU kernels against other libraries; writes bench/results/ and the README's tables
 	$(BIN)/python -m pytest bench -m "not gpu"
 	$(BIN)/python -m bench.table
 
-bench-gpu:  ## kernels against peers on the GPU at hand; writes bench/results/
+bench-gpu:  ## benchmark the GPU kernels against other libraries; writes bench/results/ and the README's tables
 	$(PYTHON) -m pytest bench -m gpu
 	$(PYTHON) -m bench.table
 
-study: setup  ## every method on the demo's task, three seeds (about half an hour); docs/methods.md
+study: setup  ## run every method on the demo task with three seeds (about half an hour); writes docs/methods.md
 	$(BIN)/python -m tools.methods_study
 	$(BIN)/python -m tools.methods_table
 
-kernel-report: setup  ## compile every kernel for sm_80, sm_90, sm_100; registers, spills, shared memory
+kernel-report: setup  ## compile all kernels for sm_80, sm_90 and sm_100; report registers, spills and shared memory
 	$(BIN)/python -m gac_kernels.inspect
 
-docs: setup  ## the documentation site, docs/_build/html; warnings are errors
+docs: setup  ## build the documentation site in docs/_build/html; warnings are errors
 	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 
-docs-serve: docs  ## show it at http://localhost:8000
+docs-serve: docs  ## serve the site at http://localhost:8000
 	$(BIN)/python -m http.server 8000 --directory docs/_build/html
 
 lint: setup
@@ -71,7 +71,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types test  ## what CI runs
+check: lint types test  ## run everything that CI runs
 
 clean:
 	rm -rf build .venv *.egg-info gac_kernels/*.so

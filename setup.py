@@ -1,7 +1,7 @@
 """Builds the native extension and ships its sources; everything else is in pyproject.toml.
 
-GAC_EXT=auto (default) builds it where torch and a compiler are found and says so where not,
-1 fails loudly, 0 skips it. Without it the other backends do the work.
+GAC_EXT=auto (default) builds it if torch and a compiler are found and prints a message if not; 1
+makes a failed build an error; 0 skips it. Without it, the other backends are used.
 """
 
 import os
@@ -22,15 +22,15 @@ SOURCES = ["csrc/ops.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("backend", "bat
 ROWS = {
     "default": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    # gcc 12 warns in its own header
+    # gcc 12 warns about its own header
     "avx512": ["-mavx512f", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
 }
-# -ffast-math is absent on purpose: at link time it would set flush-to-zero for the whole process.
+# No -ffast-math: at link time it would enable flush-to-zero for the whole process.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
 
 
 class BuildNative(build_ext):
-    """One shared library of operators; the row kernels once per instruction set."""
+    """One shared library of operators, with the row kernels compiled once per instruction set."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # torch loads it, Python never imports it
@@ -41,7 +41,9 @@ class BuildNative(build_ext):
         except Exception as error:
             if MODE == "1":
                 raise
-            print(f"gac: the native CPU kernels were not built ({error}); GAC_EXT=1 makes it fatal")
+            print(
+                f"gac: the native CPU kernels were not built ({error}); set GAC_EXT=1 to make this an error"
+            )
 
     def build_extension(self, ext: Extension) -> None:
         from torch.utils import cpp_extension
@@ -58,17 +60,21 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """The modules, and csrc inside: where nvcc is found, the CUDA kernels are built from it."""
+    """The modules and a copy of csrc, from which the CUDA kernels are built on first use if nvcc is
+    found.
+    """
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # a checkout has them beside the package
+        if not self.editable_mode:  # a checkout has csrc next to the package
             target = Path(self.build_lib) / "gac_kernels" / "csrc"
             shutil.copytree("csrc", target, dirs_exist_ok=True)
 
 
 class Wheel(bdist_wheel):
-    """One wheel for every Python 3 of a platform: the library is no Python extension module."""
+    """One wheel per platform for every Python 3 version: the library is not a Python extension
+    module.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         build = Path(self.get_finalized_command("build").build_lib)

@@ -1,4 +1,4 @@
-"""The inputs of the benchmarks: heads of known models, and logits as peaked as theirs."""
+"""Benchmark inputs: LM heads of known models, and logits as peaked as theirs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Batch(NamedTuple):
 def linear_batch(
     tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
 ) -> Batch:
-    """Logits of deviation 2, and the target's raised by 0 to 20: from a guess to a certainty.
+    """Logits with standard deviation 2; the target's is raised by 0 to 20, from a guess to near
+    certainty.
 
     Nearly uniform logits would flatter kernels that skip small probabilities.
     """
     g = torch.Generator(device).manual_seed(0)
     weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)
-    for rows in weight.split(16384):  # never a float32 copy of the whole
+    for rows in weight.split(16384):  # in slices, to avoid a float32 copy of the whole weight
         rows.copy_(torch.randn(rows.shape, device=device, generator=g) / head.hidden**0.5)
     shape = (tokens // LENGTH, LENGTH)
     targets = torch.randint(head.vocab, shape, device=device, generator=g)
@@ -65,7 +66,7 @@ def linear_batch(
 
 
 def peaked_logits(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[B, T, V] with the same kind of peaks."""
+    """Logits [B, T, V], peaked in the same way."""
     g = torch.Generator(device).manual_seed(1)
     logits = torch.empty(tokens // LENGTH, LENGTH, vocab, dtype=dtype, device=device)
     for row in logits:

@@ -1,4 +1,6 @@
-"""The linear loss on the CPU, float32, against its three GEMMs and every peer that runs there."""
+"""The linear loss on the CPU in float32, compared with its three GEMMs and every peer that runs
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from .timing import gemm_step, interleave
 CPU = torch.device("cpu")
 N, HEAD = 2048, Head(512, 32000)
 SHAPE = f"H={HEAD.hidden} V={HEAD.vocab} float32"
-SECONDS = 40  # for all rounds together
+SECONDS = 40  # in total, over all rounds
 GEMM_TARGET = 1.12
 
 
 def test_cpu_linear(benchmark, record: Record) -> None:
     found, missing = providers(CPU, compiled=True)
     small = linear_batch(512, HEAD, torch.float32, CPU)
-    for name, provider in found.items():  # correct first, which also compiles
+    for name, provider in found.items():  # check correctness first; this also compiles
         exact = cross_entropy_truth if provider.scalar else truth
         worst = max(errors(provider.loss, exact, small))
         assert worst < 2e-5, f"{name} is wrong: relative error {worst:.1e}"
@@ -38,12 +40,20 @@ def test_cpu_linear(benchmark, record: Record) -> None:
     print(f"\n{N} tokens, {SHAPE}, {torch.get_num_threads()} threads")
     for name, timing in timings.items():
         kind = "scalar only" if name in found and found[name].scalar else ""
-        print(f"{name:40} {timing.best:8.0f} ms   it / ours {timing.best / best:5.2f}  {kind}")
+        print(f"{name:40} {timing.best:8.0f} ms   time / ours {timing.best / best:5.2f}  {kind}")
         record.add(
-            device="cpu", work="linear", shape=SHAPE, tokens=N, case="all live", provider=name,
-            ms=timing.best, median_ms=timing.median, rounds=timing.rounds, scalar=bool(kind),
+            device="cpu",
+            work="linear",
+            shape=SHAPE,
+            tokens=N,
+            case="all live",
+            provider=name,
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
+            scalar=bool(kind),
             tflops=6e-9 * N * HEAD.hidden * HEAD.vocab / timing.best,
-        )  # fmt: skip
+        )
     for name, reason in missing.items():
         print(f"{name:40} not run: {reason}")
     print(f"ours / three GEMMs: {best / timings['three GEMMs'].best:.3f}, target {GEMM_TARGET}")
@@ -54,7 +64,7 @@ def test_cpu_linear(benchmark, record: Record) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_cpu_memory(record: Record) -> None:
-    """Peak memory above the inputs and their gradients, each in a process of its own."""
+    """Peak memory beyond the inputs and their gradients, each measured in its own process."""
     peaks = {}
     for name, tokens in (("ours", N), ("ours", 4 * N), ("eager", N)):
         command = [sys.executable, "-m", "bench.peak_memory", name, str(tokens)]
@@ -62,8 +72,15 @@ def test_cpu_memory(record: Record) -> None:
         peaks[name, tokens] = float(done.stdout)
         print(f"{name:8} {tokens:6} tokens: {peaks[name, tokens]:7.0f} MiB above the gradients")
         record.add(
-            device="cpu", work="linear memory", shape=SHAPE, tokens=tokens, case="all live",
-            provider=name, mib=peaks[name, tokens],
-        )  # fmt: skip
+            device="cpu",
+            work="linear memory",
+            shape=SHAPE,
+            tokens=tokens,
+            case="all live",
+            provider=name,
+            mib=peaks[name, tokens],
+        )
     few, many = peaks["ours", N], peaks["ours", 4 * N]
-    assert many < few + 64, f"memory grows with the tokens: {few:.0f} MiB, then {many:.0f} MiB"
+    assert many < few + 64, (
+        f"memory grows with the number of tokens: {few:.0f} MiB, then {many:.0f} MiB"
+    )

@@ -1,7 +1,7 @@
 """The logits-level loss on the CPU: log-probs, entropy, both losses and the gradient.
 
-Ours against eager PyTorch and torch.compile doing the same work, one after the other in each
-round, so that a change of the machine's load meets all of them; ratios are those of the minima.
+Ours, eager PyTorch and torch.compile do the same work and alternate within each round, so that
+changes in machine load affect all of them; ratios compare the minima.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gac_kernels.backends import cpu
 from .record import Record
 
 N, V, SEQUENCES = 1024, 32000, 8
-SECONDS = 12  # for all rounds together
+SECONDS = 12  # in total, over all rounds
 TARGETS = {"ours": {"eager": 4.0, "compile": 1.5}, "ours, overwrite": {"eager": 10.0}}
 
 
 def make_batch() -> tuple[Tensor, ...]:
-    """logits [B, T, V] with the mass on few words, targets, advantages, is_demo"""
+    """logits [B, T, V] with the mass on few tokens, targets, advantages, is_demo"""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(SEQUENCES, N // SEQUENCES, V, generator=generator)
     targets = torch.randint(V, logits.shape[:2], generator=generator)
@@ -36,7 +36,9 @@ def make_batch() -> tuple[Tensor, ...]:
 def eager_loss(
     logits: Tensor, targets: Tensor, advantages: Tensor, is_demo: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy) as a trainer writes it: clipped policy term and CHORD's phi weight."""
+    """(loss, logps, entropy) as a trainer would write it: clipped policy term and CHORD's phi
+    weight.
+    """
     whole = logits.log_softmax(-1)
     logps = whole.gather(-1, targets[..., None]).squeeze(-1)
     with torch.no_grad():
@@ -56,7 +58,7 @@ def step(loss: Callable[..., tuple[Tensor, ...]], leaf: Tensor, *batch: Tensor) 
 
 
 def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The least time of each in seconds, taken in turns; at least five rounds."""
+    """The minimum time of each step in seconds; steps alternate, for at least five rounds."""
     best = dict.fromkeys(steps, float("inf"))
     stop, rounds = time.perf_counter() + seconds, 0
     while rounds < 5 or time.perf_counter() < stop:
@@ -89,7 +91,7 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
     truth_leaf = logits.double().requires_grad_()
     truth = step(eager_loss, truth_leaf, *batch)
     steps = {}
-    for name, loss in losses.items():  # correct first, which also compiles
+    for name, loss in losses.items():  # check correctness first; this also compiles
         leaf = logits.clone().requires_grad_()
         for value, true in zip(step(loss, leaf, *batch), truth, strict=True):
             torch.testing.assert_close(value.double(), true, rtol=2e-6, atol=5e-5)
@@ -107,12 +109,17 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
     print(f"\n[{N}, {V}] float32, {torch.get_num_threads()} threads, {cpu.capability()}")
     for name, seconds in best.items():
         ratio = best["eager"] / seconds
-        print(f"{name:16} {seconds * 1e3:8.1f} ms   eager / it {ratio:5.2f}")
+        print(f"{name:16} {seconds * 1e3:8.1f} ms   speedup over eager {ratio:5.2f}")
         benchmark.extra_info[f"{name} ms"] = round(seconds * 1e3, 2)
         record.add(
-            device="cpu", work="logits", shape=f"V={V} float32", tokens=N, provider=name,
-            case="loss + gradient", ms=1e3 * seconds,
-        )  # fmt: skip
+            device="cpu",
+            work="logits",
+            shape=f"V={V} float32",
+            tokens=N,
+            provider=name,
+            case="loss + gradient",
+            ms=1e3 * seconds,
+        )
     for name, targets in TARGETS.items():
         for peer, target in targets.items():
             ratio = best[peer] / best[name]

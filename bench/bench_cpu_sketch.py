@@ -1,4 +1,4 @@
-"""What the head sketch adds to the linear loss on the CPU, in processor time, in turns."""
+"""CPU-time overhead of the head sketch in the linear loss, measured in alternating order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ TARGET = 0.02
 
 
 def seconds(batch: Batch, sketch: HeadSketch | None) -> float:
-    """Processor time of one forward and backward."""
+    """CPU time of one forward and backward pass."""
     batch.hidden.grad = batch.weight.grad = None
     start = time.process_time()
     fused_linear_gac_loss(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, mu=batch.mu,
-        spec=SPEC, sketch=sketch,
-    ).loss.backward()  # fmt: skip
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=batch.mu,
+        spec=SPEC,
+        sketch=sketch,
+    ).loss.backward()
     return time.process_time() - start
 
 
@@ -42,8 +48,15 @@ def test_cpu_sketch(benchmark, record: Record) -> None:
     share, (low, high) = statistics.mean(shares), bootstrap_interval(shares)
     print(f"\nthe head sketch adds {share:.2%} [{low:.2%}, {high:.2%}], target {TARGET:.0%}")
     record.add(
-        device="cpu", work="sketch", shape=f"H={HEAD.hidden} V={HEAD.vocab} float32", tokens=N,
-        case="all live", provider="ours", share=share, share_ci95=[low, high], rounds=ROUNDS,
-    )  # fmt: skip
+        device="cpu",
+        work="sketch",
+        shape=f"H={HEAD.hidden} V={HEAD.vocab} float32",
+        tokens=N,
+        case="all live",
+        provider="ours",
+        share=share,
+        share_ci95=[low, high],
+        rounds=ROUNDS,
+    )
     benchmark.extra_info |= {"share": share, "ci95": [low, high]}
     benchmark.pedantic(lambda: seconds(batch, HeadSketch()), rounds=1)

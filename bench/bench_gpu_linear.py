@@ -27,13 +27,13 @@ from .timing import Step, first_line, gemm_step, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
 TOKENS = (2048, 8192, 32768)
-SECONDS = 5  # for the rounds of one case
+SECONDS = 5  # per case, over all rounds
 LOGP_TARGET = 2e-4
 GRADIENT_LIMIT = 2**-7  # relative, where eager PyTorch does not run
-EAGER_LIMIT = 60e9  # bytes that eager PyTorch may take before it is left out
-GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows dead", "ours, forward only"
+EAGER_LIMIT = 60e9  # bytes; eager PyTorch is skipped if it needs more
+GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows without gradient", "ours, forward only"
 CSRC = "ours, rows by csrc"
-TARGETS = {  # of what ours costs, relative to another
+TARGETS = {  # our time relative to the others
     GEMMS: ("at most", 1.08),
     "per token": ("at most", 1 / 1.3),
     "scalar": ("at most", 1.0),
@@ -41,7 +41,7 @@ TARGETS = {  # of what ours costs, relative to another
 
 
 def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str, Any], dict]:
-    """Relative errors against float64 of all that run, and why the others are not to be timed."""
+    """Relative errors against float64 of the providers that run, and why the others are not timed."""
     found, failed = {}, {}
     for name, (loss, scalar) in losses.items():
         try:
@@ -55,7 +55,7 @@ def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str,
     if "ours" in found and not (off := logp_error(small)) <= LOGP_TARGET:
         failed["ours"] = f"log-probs are off by {off:.1e}, more than {LOGP_TARGET:.0e}"
     for name, reason in failed.items():
-        print(f"{name} is left out: {reason}")
+        print(f"{name} is skipped: {reason}")
     return found, failed
 
 
@@ -84,7 +84,7 @@ def compare(
     compiled: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
-    """Check, time and record one shape; the least milliseconds of each provider."""
+    """Check, time and record one shape; returns each provider's minimum time in milliseconds."""
     found, missing = providers(device, compiled)
     if reason := problem("native", device.type):
         missing[CSRC] = reason
@@ -97,7 +97,7 @@ def compare(
 
     batch = linear_batch(tokens, head, dtype, device)
     if tokens * head.vocab * 24 > EAGER_LIMIT:
-        failed |= dict.fromkeys(["eager", "torch.compile"], "would not fit")
+        failed |= dict.fromkeys(["eager", "torch.compile"], "would not fit in memory")
     steps: dict[str, Step] = {GEMMS: gemm_step(batch.hidden, batch.weight)}
     steps |= {
         name: lambda loss=p.loss: step(loss, batch)
@@ -105,7 +105,7 @@ def compare(
         if name not in failed
     }
     if "ours" in steps:
-        # no demonstration has a gradient
+        # with mu = 0, no demonstration has a gradient
         steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))
         steps[FORWARD] = lambda: forward_only(batch)
     timings = interleave(runnable(steps, failed), device, seconds)
@@ -113,24 +113,37 @@ def compare(
     for name, timing in timings.items():
         batch.hidden.grad = batch.weight.grad = None
         record.add(
-            device=device.type, work="linear", shape=shape, tokens=tokens, provider=name,
-            case="all live", ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
+            device=device.type,
+            work="linear",
+            shape=shape,
+            tokens=tokens,
+            provider=name,
+            case="all live",
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
             tflops=(1 / 3 if name == FORWARD else 1) * flops / timing.best / 1e9,
             fraction_of_gemms=timings[GEMMS].best / timing.best if GEMMS in timings else None,
             mib=peak_mib(steps[name], device) - gradients_mib(name, batch),
-            scalar=name in found and found[name].scalar, errors=wrong.get(name),
+            scalar=name in found and found[name].scalar,
+            errors=wrong.get(name),
             logp_error=logp if name == "ours" else None,
-        )  # fmt: skip
+        )
     for name, reason in (missing | failed).items():
         record.add(
-            device=device.type, work="linear", shape=shape, tokens=tokens, provider=name,
-            case="all live", not_run=reason,
-        )  # fmt: skip
+            device=device.type,
+            work="linear",
+            shape=shape,
+            tokens=tokens,
+            provider=name,
+            case="all live",
+            not_run=reason,
+        )
     return {name: timing.best for name, timing in timings.items()}
 
 
 def gradients_mib(name: str, batch: Batch) -> float:
-    """The gradients that a step leaves behind: not extra memory."""
+    """Size of the gradients that a step returns, which do not count as extra memory."""
     if name in (GEMMS, FORWARD):
         return 0.0
     return (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
@@ -139,13 +152,15 @@ def gradients_mib(name: str, batch: Batch) -> float:
 def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
     print(f"\n{title}")
     if not {"ours", GEMMS, HALF} <= best.keys():
-        print(f"nothing to compare: only {', '.join(best)} ran")
+        print(f"nothing to compare: only these ran: {', '.join(best)}")
         return
     mine = best["ours"]
     for name, ms in best.items():
-        print(f"{name:40} {ms:9.3f} ms   it / ours {ms / mine:5.2f}")
-    print(f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half dead / all live "
-          f"{best[HALF] / mine:.3f} (target 0.72)")  # fmt: skip
+        print(f"{name:40} {ms:9.3f} ms   time / ours {ms / mine:5.2f}")
+    print(
+        f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half without gradient / all "
+        f"{best[HALF] / mine:.3f} (target 0.72)"
+    )
     for name in best.keys() - {GEMMS, HALF, CSRC, FORWARD, "ours", "eager"}:
         kind = "scalar" if name in scalar else "per token"
         print(f"ours / {name}: {mine / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
@@ -155,7 +170,9 @@ def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
 @pytest.mark.parametrize("shape", HEADS)
 def test_linear(shape: str, tokens: int, record: Record) -> None:
     device = torch.device("cuda")
-    compiled = shape == "Qwen2.5-7B" and tokens == 8192  # once: it takes a minute to compile
+    compiled = (
+        shape == "Qwen2.5-7B" and tokens == 8192
+    )  # for one case only: compiling takes a minute
     best = compare(record, device, shape, HEADS[shape], tokens, compiled=compiled)
     scalar = {name for name, p in providers(device, False)[0].items() if p.scalar}
     report(f"{shape}, {tokens} tokens, bfloat16", best, scalar)

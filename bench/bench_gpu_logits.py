@@ -1,4 +1,4 @@
-"""The logits-level loss on a GPU: Triton, csrc/cuda and peers against the copy bandwidth."""
+"""The logits-level loss on a GPU: Triton, csrc/cuda and peers, relative to the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.gpu
 TOKENS = (2048, 8192)
 BACKENDS = {"ours, Triton": "triton", "ours, csrc": "native"}
 SECONDS = 3
-# blocks and tiles to compare; three blocks of nine tiles share a multiprocessor
+# (blocks, tiles) to compare; with nine tiles per block, three blocks fit on a multiprocessor
 SPLITS = ((2, 28), (4, 14), (4, 28), (8, 7), (8, 9), (8, 14), (8, 28))
-SPLIT_CASES = {  # dtypes of logits and gradient, rows: a trainer's, and the chunked head's
+SPLIT_CASES = {  # dtypes of logits and gradient, rows: as in a trainer, and as in the chunked head
     "bfloat16": ((torch.bfloat16, torch.bfloat16), 8192),
     "float32 to bfloat16": ((torch.float32, torch.bfloat16), 1408),
 }
@@ -38,21 +38,30 @@ def make_batch(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device
     logits = peaked_logits(tokens, vocab, dtype, device)
     g = torch.Generator(device).manual_seed(2)
     targets = torch.randint(vocab, logits.shape[:2], device=device, generator=g)
-    # half of the targets are the likely word
+    # half of the targets are the most likely token
     targets = torch.where(targets % 2 == 0, logits.argmax(-1), targets)
     sequences = tokens // LENGTH
     return Batch(
-        logits.requires_grad_(), torch.empty(0, device=device), targets,
+        logits.requires_grad_(),
+        torch.empty(0, device=device),
+        targets,
         torch.randn(sequences, device=device, generator=g),
-        torch.arange(sequences, device=device) % 2 == 1, 0.5,
-    )  # fmt: skip
+        torch.arange(sequences, device=device) % 2 == 1,
+        0.5,
+    )
 
 
 def fused(batch: Batch, backend: str, overwrite: bool = False) -> Tensor:
     return fused_gac_loss(
-        batch.hidden, batch.targets, batch.advantages, batch.is_demo, mu=batch.mu, spec=SPEC,
-        overwrite=overwrite, backend=backend,
-    ).loss  # fmt: skip
+        batch.hidden,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=batch.mu,
+        spec=SPEC,
+        overwrite=overwrite,
+        backend=backend,
+    ).loss
 
 
 def eager(batch: Batch) -> Tensor:
@@ -76,7 +85,7 @@ def backward(loss: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
 
 
 def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], dict[str, str]]:
-    """What runs here, and why the rest does not."""
+    """The losses that run here, and why the others do not."""
     found: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
     missing = {}
     for title, name in BACKENDS.items():
@@ -95,7 +104,7 @@ def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], 
 
 
 def problem_of(loss: Callable[[Batch], Tensor], batch: Batch) -> str | None:
-    """What is wrong with loss or gradient against float64, or None."""
+    """How the loss or gradient differs from float64, or None if it is accurate."""
     exact = batch._replace(hidden=batch.hidden.detach().double().requires_grad_())
     want = reference.fused_gac_loss(
         exact.hidden, exact.targets, exact.advantages, exact.is_demo, mu=exact.mu, spec=SPEC
@@ -113,19 +122,27 @@ def problem_of(loss: Callable[[Batch], Tensor], batch: Batch) -> str | None:
 
 
 def compare(
-    record: Record, device: torch.device, shape: str, tokens: int, vocab: int, bandwidth: float,
-    seconds: float = SECONDS, dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, float]:  # fmt: skip
-    """Check, time and record; least milliseconds. bandwidth: of a copy, GB/s."""
+    record: Record,
+    device: torch.device,
+    shape: str,
+    tokens: int,
+    vocab: int,
+    bandwidth: float,
+    seconds: float = SECONDS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, float]:
+    """Check, time and record; returns minimum times in milliseconds. bandwidth: of a copy, in GB/s."""
     found, missing = losses(device)
     small = make_batch(512, vocab, dtype, device)
     for name in list(found):
         if reason := problem_of(found[name], small):
             del found[name]
             missing[name] = reason
-            print(f"{name} is left out: {reason}")
+            print(f"{name} is skipped: {reason}")
     batch = make_batch(tokens, vocab, dtype, device)
-    source = batch.hidden.detach().clone()  # what was overwritten is put back, untimed
+    source = (
+        batch.hidden.detach().clone()
+    )  # to restore overwritten logits, outside the timed region
     into = torch.empty_like(source)
     steps: dict[str, Step] = {"copy": lambda: into.copy_(source)}
     steps |= {name: lambda loss=loss: backward(loss, batch) for name, loss in found.items()}
@@ -134,24 +151,39 @@ def compare(
             steps[f"{title}, forward only"] = lambda b=backend: forward_only(batch, b)
 
     def restore(_: str) -> None:
-        batch.hidden.data.copy_(source)  # for all: whoever comes next must not meet a gradient
+        batch.hidden.data.copy_(
+            source
+        )  # for every provider: the next one must not get a gradient as its logits
 
     timings = interleave(runnable(steps, missing), device, seconds, prepare=restore)
     for name, timing in timings.items():
         passes = 1 if "forward" in name else 2
-        moved = passes * source.nbytes / timing.best / 1e6  # GB/s if no byte moves twice
+        moved = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
         restore(name)
         record.add(
-            device=device.type, work="logits", shape=shape, tokens=tokens, provider=name,
-            case="forward" if passes == 1 else "loss + gradient", ms=timing.best,
-            median_ms=timing.median, rounds=timing.rounds, gbs=moved,
-            fraction_of_copy=moved / bandwidth, mib=peak_mib(steps[name], device),
-        )  # fmt: skip
+            device=device.type,
+            work="logits",
+            shape=shape,
+            tokens=tokens,
+            provider=name,
+            case="forward" if passes == 1 else "loss + gradient",
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
+            gbs=moved,
+            fraction_of_copy=moved / bandwidth,
+            mib=peak_mib(steps[name], device),
+        )
     for name, reason in missing.items():
         record.add(
-            device=device.type, work="logits", shape=shape, tokens=tokens, provider=name,
-            case="loss + gradient", not_run=reason,
-        )  # fmt: skip
+            device=device.type,
+            work="logits",
+            shape=shape,
+            tokens=tokens,
+            provider=name,
+            case="loss + gradient",
+            not_run=reason,
+        )
     return {name: timing.best for name, timing in timings.items()}
 
 
@@ -167,7 +199,7 @@ def test_logits(shape: str, tokens: int, record: Record) -> None:
     bandwidth = copy_bandwidth(device)
     vocab = HEADS[shape].vocab
     best = compare(record, device, shape, tokens, vocab, bandwidth)
-    bound = 2 * tokens * vocab / bandwidth / 1e6  # ms of one pass in bfloat16
+    bound = 2 * tokens * vocab / bandwidth / 1e6  # ms for one pass over the logits in bfloat16
     print(f"\n{shape}, {tokens} tokens; a copy runs at {bandwidth:.0f} GB/s")
     for name, ms in best.items():
         print(f"{name:32} {ms:8.3f} ms   {ms / bound:5.2f} passes at copy bandwidth")
@@ -176,7 +208,7 @@ def test_logits(shape: str, tokens: int, record: Record) -> None:
 
 @pytest.mark.parametrize("case", SPLIT_CASES)
 def test_splits_of_a_row(case: str, record: Record) -> None:
-    """How many blocks share a row, and how much shared memory each takes: what `split` chooses."""
+    """The choice that `cuda.split` makes: blocks per row and shared memory per block."""
     shape = "Qwen2.5-7B"
     if reason := problem("native", "cuda"):
         pytest.skip(reason)
@@ -188,18 +220,31 @@ def test_splits_of_a_row(case: str, record: Record) -> None:
         moved = rows * HEADS[shape].vocab * sum(t.itemsize for t in dtypes) / timing.best / 1e6
         print(f"{name:24} {timing.best:8.3f} ms {moved:6.0f} GB/s")
         record.add(
-            device="cuda", work="splits", shape=shape, tokens=rows, provider=name, case=case,
-            ms=timing.best, median_ms=timing.median, rounds=timing.rounds, gbs=moved,
-        )  # fmt: skip
+            device="cuda",
+            work="splits",
+            shape=shape,
+            tokens=rows,
+            provider=name,
+            case=case,
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
+            gbs=moved,
+        )
     for name, reason in failed.items():
         record.add(
-            device="cuda", work="splits", shape=shape, tokens=rows, provider=name, case=case,
+            device="cuda",
+            work="splits",
+            shape=shape,
+            tokens=rows,
+            provider=name,
+            case=case,
             not_run=reason,
-        )  # fmt: skip
+        )
 
 
 def splits(run: Step, vocab: int, dtype: torch.dtype) -> dict[str, Step]:
-    """The run with each split that holds such a row, by name."""
+    """`run` with each split that can hold such a row, by name."""
 
     def with_split(split: cuda.Split) -> None:
         with mock.patch.object(cuda, "split", lambda *_, **__: split):

@@ -1,4 +1,4 @@
-"""What large batches hide: launches, the statistics and the controller, CUDA graphs."""
+"""Costs that large batches hide: launches, statistics, controller, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPEATS = 50
 
 
 def host_us(run: Callable[[], object], rounds: int = 200) -> float:
-    """Median microseconds from the call to the end of its work on the device."""
+    """Median time from the call to the end of its work on the device, in microseconds."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -47,20 +47,27 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_launch_overhead(backend: str, record: Record) -> None:
-    """256 tokens of 32000 words: no slower than eager PyTorch."""
+    """256 tokens, V = 32000. Target: no slower than eager PyTorch."""
     batch = make_batch(256, 32000, torch.bfloat16, DEVICE)
     runs = {"eager": eager, f"ours, {backend}": functools.partial(fused, backend=backend)}
     times = {name: host_us(lambda loss=loss: backward(loss, batch)) for name, loss in runs.items()}
     for name, microseconds in times.items():
         print(f"{name:20} {microseconds:8.1f} us")
         record.add(
-            device="cuda", work="launch", shape="V=32000", tokens=256, provider=name,
-            case="loss + gradient", ms=microseconds / 1e3,
-        )  # fmt: skip
+            device="cuda",
+            work="launch",
+            shape="V=32000",
+            tokens=256,
+            provider=name,
+            case="loss + gradient",
+            ms=microseconds / 1e3,
+        )
 
 
 def test_cuda_graph(backend: str, record: Record) -> None:
-    """The whole loss and backward in one graph; a replay on other logits gives their loss."""
+    """Loss and backward captured in one graph; a replay on other logits gives their loss and
+    gradient.
+    """
     batch = make_batch(512, 32000, torch.bfloat16, DEVICE)
     run = functools.partial(fused, backend=backend)
     side = torch.cuda.Stream()
@@ -82,13 +89,18 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     expected = backward(run, batch).item(), batch.hidden.grad
     assert replayed[0] == expected[0] and torch.equal(replayed[1], expected[1])
     record.add(
-        device="cuda", work="graph", shape="V=32000", tokens=512, provider=f"ours, {backend}",
-        case="replay", ms=host_us(graph.replay) / 1e3,
-    )  # fmt: skip
+        device="cuda",
+        work="graph",
+        shape="V=32000",
+        tokens=512,
+        provider=f"ours, {backend}",
+        case="replay",
+        ms=host_us(graph.replay) / 1e3,
+    )
 
 
 def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
-    """REPEATS times the sums over all tokens: one of them is too short to time alone."""
+    """A graph of REPEATS reductions over all tokens: one is too short to time."""
     triton = backends.load("triton", DEVICE)
     inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, batch.mu)
     tokens = triton.plan(inputs, SPEC)
@@ -98,14 +110,18 @@ def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
             triton.reduce(tokens, terms, moments)
-    return lambda: (graph.replay(), tokens, terms)  # which it reads by their addresses
+    return lambda: (
+        graph.replay(),
+        tokens,
+        terms,
+    )  # keep them alive: the graph reads them by address
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 def test_statistics_and_controller(tokens: int, record: Record) -> None:
-    """Their time in a step as a share of the loss with a 7B head, the controller's included.
+    """Time per step of the statistics and the controller, as a fraction of the loss with a 7B head.
 
-    Signals are read once in `update_every` steps; the other updates go without.
+    Signals are read once every `update_every` steps; the other updates do not read them.
     """
     batch = linear_batch(tokens, HEADS["Qwen2.5-7B"], torch.bfloat16, DEVICE)
     steps: dict[str, Step] = {"loss": lambda: step(ours, batch)}
@@ -121,12 +137,24 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
     refresh = host_us(lambda: controller.update(signals=out.moments.signals(), kl=0.01)) / 1e3
     plain = host_us(lambda: controller.update(kl=0.01)) / 1e3
     update = (refresh + (config.update_every - 1) * plain) / config.update_every
-    print(f"\n{tokens} tokens: moments {extra:.4f} ms, controller {update:.4f} ms a step (refresh "
-          f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f} % of the loss "
-          f"(target 0.1 %)")  # fmt: skip
-    for name, ms in (("loss", times["loss"]), ("moments", extra), ("controller", update),
-                     ("signals and update", refresh)):  # fmt: skip
+    print(
+        f"\n{tokens} tokens: moments {extra:.4f} ms, controller {update:.4f} ms per step (refresh "
+        f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f} % of the loss "
+        f"(target 0.1 %)"
+    )
+    for name, ms in (
+        ("loss", times["loss"]),
+        ("moments", extra),
+        ("controller", update),
+        ("signals and update", refresh),
+    ):
         record.add(
-            device="cuda", work="statistics", shape="Qwen2.5-7B", tokens=tokens, provider=name,
-            case="", ms=ms, fraction_of_loss=ms / times["loss"],
-        )  # fmt: skip
+            device="cuda",
+            work="statistics",
+            shape="Qwen2.5-7B",
+            tokens=tokens,
+            provider=name,
+            case="",
+            ms=ms,
+            fraction_of_loss=ms / times["loss"],
+        )

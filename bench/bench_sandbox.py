@@ -1,7 +1,7 @@
-"""Programs per second through the sandbox, the latency of one, and what its start takes.
+"""Sandbox throughput in programs per second, latency of one program, and start-up time.
 
-A shared machine slows the clock's figures; so CPU time is counted too, and what two idle cores
-could do follows from it.
+On a shared machine wall-clock figures are too slow, so CPU time is measured too; it gives the
+throughput of two idle cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(pool: Pool) -> Outcome:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """CPU seconds of this process and of the children it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -53,7 +53,7 @@ def test_sandbox(benchmark, work: Callable[[Pool], Outcome], preload: tuple[str,
     pool = Pool(workers=WORKERS, preload=preload)
     layers = pool.start()
     started = time.perf_counter() - start
-    pool.close()  # the server's CPU time counts from here on
+    pool.close()  # waits for the server, so that its CPU time is included
     startup = cpu_seconds() - before
 
     first = work(pool)
@@ -76,11 +76,16 @@ def test_sandbox(benchmark, work: Callable[[Pool], Outcome], preload: tuple[str,
     cpu_ms = 1e3 * (cpu_seconds() - before - startup) / (ROUNDS * PROGRAMS)
 
     figures = {
-        "programs_per_second": statistics.median(rates), "slowest_round": min(rates),
-        "fastest_round": max(rates), "cpu_ms": cpu_ms, "two_idle_cores_per_second": 2e3 / cpu_ms,
-        "median_ms": statistics.median(latencies), "p95_ms": sorted(latencies)[47],
-        "start_seconds": started, "load": os.getloadavg()[0],
-    }  # fmt: skip
+        "programs_per_second": statistics.median(rates),
+        "slowest_round": min(rates),
+        "fastest_round": max(rates),
+        "cpu_ms": cpu_ms,
+        "two_idle_cores_per_second": 2e3 / cpu_ms,
+        "median_ms": statistics.median(latencies),
+        "p95_ms": sorted(latencies)[47],
+        "start_seconds": started,
+        "load": os.getloadavg()[0],
+    }
     name = f"{work.__name__}, {', '.join(preload) or 'stdlib'}"
     save(name, {"layers": str(layers), **figures})
     print(f"\n{name}: {layers}")
@@ -92,11 +97,17 @@ def test_sandbox(benchmark, work: Callable[[Pool], Outcome], preload: tuple[str,
 
 
 def save(name: str, figures: dict[str, Any]) -> None:
-    """Put the figures under `name` into bench/results/sandbox/<device>-<date>.json."""
+    """Save the figures under `name` in bench/results/sandbox/<device>-<date>.json."""
     device, today = device_name("cpu"), str(datetime.date.today())
     path = RESULTS / "sandbox" / f"{slug(device)}-{today}.json"
-    head = {"device": device, "date": today, "python": platform.python_version(),
-            "kernel": platform.release(), "workers": WORKERS, "target": TARGET}  # fmt: skip
+    head = {
+        "device": device,
+        "date": today,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "workers": WORKERS,
+        "target": TARGET,
+    }
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "rows": {**rows, name: figures}}, indent=1) + "\n")

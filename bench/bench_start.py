@@ -1,10 +1,10 @@
-"""Peak host memory of a sharded start and of an export: `python -m bench.bench_start`.
+"""Peak host memory of loading a sharded model and of exporting it: `python -m bench.bench_start`.
 
-Real processes over gloo on this machine. Each rank's peak (VmHWM, which counts mapped files too) is
-taken from what it held before the work, and given as a share of the model's bytes. *whole* reads
-the model on every rank and then shards it, and exports it by loading it; *cut* is what gac does.
-Last, what a checkpoint costs in step time, written before the next step or beside it
-(`dcp.async_save`). Writes bench/results/start.json.
+Real processes over gloo on this machine. Each rank's peak (VmHWM, which includes mapped files) is
+measured relative to its memory before the work and reported as a fraction of the model size.
+*whole* loads the full model on every rank, then shards it, and exports by loading it again; *cut*
+is what gac does: it shards while loading. Finally, it measures how much step time a checkpoint
+costs, saved synchronously or asynchronously (`dcp.async_save`). Writes bench/results/start.json.
 """
 
 from __future__ import annotations
@@ -44,29 +44,35 @@ from .peak_memory import resident
 from .record import RESULTS, copy_out, device_name, environment
 
 SHARDED = ParallelConfig(mode="fsdp")
-SHARD = 32 << 20  # bytes of a file of the export
-DEADLINE = 900  # seconds of one job
+SHARD = 32 << 20  # bytes per exported file
+DEADLINE = 900  # seconds per job
 SAVES = 3
 
 
 def write_base(folder: Path, layers: int, dtype: torch.dtype) -> None:
-    """A Qwen2 with 26 MB in each layer, and 51 MB of embedding, in float32."""
+    """A Qwen2 model with 26 MB per layer and a 51 MB embedding in float32."""
     words = tokenizer()
     words.save_pretrained(folder)
     made = Qwen2Config(
-        vocab_size=16640, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
-        num_attention_heads=12, num_key_value_heads=12, pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=16640,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made, dtype=dtype)
     model.save_pretrained(folder, max_shard_size="100MB")
 
 
 def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What `work` returns; the MiB by which it grew this process at most, and its seconds."""
+    """Run `work`; returns its result, its peak memory growth in MiB and its time in seconds."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, start = resident("VmRSS"), time.perf_counter()
     done = work()
     found = {"mib": resident("VmHWM") - before, "seconds": time.perf_counter() - start}
@@ -74,7 +80,7 @@ def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def start(config: ModelConfig, accelerator: Accelerator, way: str) -> nn.Module:
-    """The sharded model, by the one way or the other."""
+    """Load the sharded model, with `way` "whole" or "cut"."""
     arrival = setup.arriving(accelerator, SHARDED)
     if way == "whole":
         return setup.prepare(load_model(config), accelerator, SHARDED, "no", arrival)
@@ -91,15 +97,15 @@ def export_whole(config: ModelConfig, path: Path, out: Path) -> None:
 
 
 def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The peaks of this rank's start, and of the export at the end of a run."""
+    """Peak memory of this rank while loading the model, and while exporting it at the end of a run."""
     config, folder = ModelConfig(path=job["base"]), Path(job["folder"])
     model, started = peak(lambda: start(config, accelerator, job["way"]))
     total = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-    _, first = peak(lambda: check_head(model))  # gathers layer by layer, as every forward
+    _, first = peak(lambda: check_head(model))  # gathers layer by layer, like every forward pass
     setup.reshard(model)
     path = checkpoint.save(folder / "run", 1, model, torch.optim.SGD(model.parameters()), {})
     exported = None
-    if accelerator.is_main_process:  # the others wait, as in a run
+    if accelerator.is_main_process:  # the other ranks wait, as in a run
         if job["way"] == "whole":
             _, exported = peak(lambda: export_whole(config, path, folder / "out"))
         else:
@@ -109,13 +115,15 @@ def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 
 
 def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Seconds by which a checkpoint delays the next steps, and the memory it takes, each way."""
+    """Delay of the next steps in seconds and memory growth due to a checkpoint, saved synchronously
+    and asynchronously.
+    """
     model = start(ModelConfig(path=job["base"]), accelerator, "cut")
     check_head(model)
-    setup.reshard(model)  # gathered parameters are other objects
+    setup.reshard(model)  # gathered parameters are different objects
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.arange(64)[None] % 16
-    beside = dist.new_group(backend="gloo")  # the steps' collectives go on meanwhile
+    beside = dist.new_group(backend="gloo")  # the steps' collectives continue during the save
 
     def step() -> float:
         begun = time.perf_counter()
@@ -138,7 +146,7 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
         begun, steps = time.perf_counter(), 0
         future = dcp.async_save(state(), checkpoint_id=where, process_group=beside)
         assert isinstance(future, Future)
-        while True:  # all ranks make the same number of steps
+        while True:  # all ranks must run the same number of steps
             done = torch.tensor(float(future.done()))
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
             if done:
@@ -161,7 +169,7 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 
 
 def worker(job: dict[str, Any]) -> None:
-    """What one rank of a job does."""
+    """Run one rank of a job."""
     torch.set_num_threads(1)
     accelerator = setup.make_accelerator(SHARDED, "no", (), job["folder"])
     found = (saving if job["work"] == "saving" else memory)(job, accelerator)
@@ -170,25 +178,38 @@ def worker(job: dict[str, Any]) -> None:
 
 
 def run(ranks: int, **job: Any) -> list[dict[str, Any]]:
-    """What each of `ranks` new processes finds."""
+    """Run a job in `ranks` new processes; returns each one's results."""
     with tempfile.TemporaryDirectory() as folder:
         told = json.dumps({**job, "folder": folder})
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(ranks), "-m", "bench.bench_start", "--worker", told,
-        ]  # fmt: skip
-        # what is held counts, not what the allocator keeps for later
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "bench.bench_start",
+            "--worker",
+            told,
+        ]
+        # return freed memory to the system, so that only live memory is measured
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
         subprocess.run(command, check=True, timeout=DEADLINE, env=variables)
         return [json.loads((Path(folder) / f"rank-{r}.json").read_text()) for r in range(ranks)]
 
 
 def measure(layers: int, counts: list[int]) -> None:
-    """All jobs; what is known is written after each."""
+    """Run all jobs; the results so far are saved after each one."""
     document: dict[str, Any] = {
-        "device": device_name("cpu"), "date": str(datetime.date.today()), **environment("cpu"),
-        "layers": layers, "export_shard_mib": SHARD / 2**20, "memory": [], "checkpoints": [],
-    }  # fmt: skip
+        "device": device_name("cpu"),
+        "date": str(datetime.date.today()),
+        **environment("cpu"),
+        "layers": layers,
+        "export_shard_mib": SHARD / 2**20,
+        "memory": [],
+        "checkpoints": [],
+    }
     with tempfile.TemporaryDirectory() as place:
         bases = [Path(place) / "float32", Path(place) / "bfloat16"]
         for base in bases:
@@ -204,7 +225,7 @@ def measure(layers: int, counts: list[int]) -> None:
 
 
 def save(document: dict[str, Any]) -> None:
-    """Write and print what was measured so far."""
+    """Save the results so far and print the latest one."""
     path = RESULTS / "start.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(path)
@@ -212,23 +233,30 @@ def save(document: dict[str, Any]) -> None:
 
 
 def row(ranks: int, way: str, stored: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest of the ranks' peaks, also as shares of the model's bytes."""
+    """The maximum of the ranks' peaks, also as a fraction of the model size."""
     total = found[0]["model_mib"]
     start, exported = max(f["start"]["mib"] for f in found), found[0]["export"]
     return {
-        "ranks": ranks, "way": way, "stored": stored, "model_mib": round(total, 1),
-        "start_mib": round(start, 1), "start_share": round(start / total, 3),
+        "ranks": ranks,
+        "way": way,
+        "stored": stored,
+        "model_mib": round(total, 1),
+        "start_mib": round(start, 1),
+        "start_share": round(start / total, 3),
         "forward_share": round(max(f["forward"]["mib"] for f in found) / total, 3),
         "start_seconds": round(max(f["start"]["seconds"] for f in found), 2),
-        "export_mib": round(exported["mib"], 1), "export_share": round(exported["mib"] / total, 3),
+        "export_mib": round(exported["mib"], 1),
+        "export_share": round(exported["mib"] / total, 3),
         "export_seconds": round(exported["seconds"], 2),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write, or be one rank."""
+    """Run the benchmark, or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=8, help="of the model: 8 are 265 MiB")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="number of model layers; 8 give 265 MiB"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

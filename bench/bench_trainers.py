@@ -1,10 +1,10 @@
-"""GRPO by TRL and by GAC, step by step in turns: `python -m bench.bench_trainers [--rounds 6]`.
+"""GRPO in TRL and in GAC, alternating step by step: `python -m bench.bench_trainers [--rounds 6]`.
 
-The same model of 4.2 million weights, prompts, rewards, batch (8 prompts of 8 responses) and
-lengths, which are forced (see forced_lengths.py): all alike, or long-tailed. Each trainer runs in a
-process of its own on one thread of the CPU and waits for its turn; processor time is counted, from
-the beginning of one step to that of the next, with all that a trainer does there. What is found
-goes to bench/results/trainers.json.
+Both use the same model of 4.2 million parameters, prompts, rewards, batch (8 prompts with 8
+completions each) and completion lengths, which are forced (see forced_lengths.py): uniform or
+long-tailed. Each trainer runs in its own process on one CPU thread and waits for its turn;
+CPU time is measured from the start of one step to the start of the next, including everything the
+trainer does in between. Results are written to bench/results/trainers.json.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ ROWS = PROMPTS * COMPLETIONS
 MICRO_ROWS = 8
 ARMS = {
     "gac": "the defaults: all rows in one forward, padded",
-    "gac-packed": f"micro_tokens: {MICRO_ROWS} rows of the longest, packed",
+    "gac-packed": f"micro_tokens: {MICRO_ROWS} rows of maximum length, packed",
     "trl": "all rows in one forward, padded",
     "trl-micro": f"micro-batches of {MICRO_ROWS} rows",
 }
 PACKAGES = ("torch", "transformers", "trl")
-LIMIT = 1800  # seconds of a step, and of a start, on however busy a machine
+LIMIT = 1800  # seconds per step and per start-up; generous for a busy machine
 
 
 def reward(text: str) -> float:
-    """A coin, the same for the same response."""
+    """A pseudo-random 0 or 1 that depends only on the completion."""
     return float(zlib.crc32(text.encode()) % 2)
 
 
@@ -52,21 +52,23 @@ def chance(completion: str, example: Any) -> float:
 
 
 def memory() -> dict[str, float]:
-    """MiB of this process: held now, and the most so far."""
+    """Current and peak resident memory of this process, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[key].split()[0]) / 1024
-            for name, key in (("held", "VmRSS"), ("peak", "VmHWM"))}  # fmt: skip
+    return {
+        name: int(fields[key].split()[0]) / 1024
+        for name, key in (("held", "VmRSS"), ("peak", "VmHWM"))
+    }
 
 
-# ---- in a trainer's own process
+# ---- in the trainer process
 
 
 def turn() -> None:
-    """The beginning of a step: tell what was used so far, and wait for the next turn."""
+    """Called at the start of a step: report the resources used so far and wait for the next turn."""
     print(json.dumps({"cpu": time.process_time(), **memory()}), file=_OUT, flush=True)
     if not sys.stdin.readline():
-        os._exit(0)  # in the middle of a run, which has nothing to save
+        os._exit(0)  # exit mid-run: there is nothing to save
 
 
 def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
@@ -75,17 +77,29 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
     from gac.training.trainer import Trainer
 
     longest = PROMPT_TOKENS + LONGEST[kind]
-    trainer = Trainer(load(TrainConfig, {
-        "out": str(folder / f"gac-{kind}-{packed}"), "method": "grpo",
-        "model": {"path": str(folder), "random_init": True},
-        "data": {"prompts": str(folder / "prompts.jsonl")},
-        "reward": "bench.bench_trainers:chance", "steps": steps,
-        "rollouts": {"prompts": PROMPTS, "completions": COMPLETIONS,
-                     "max_new_tokens": LONGEST[kind]},
-        "optim": {"schedule": "constant", "warmup": 0},
-        "checkpoint_every": steps, "export": False,
-        **({"micro_tokens": MICRO_ROWS * longest} if packed else {}),
-    }), resume=False)  # fmt: skip
+    trainer = Trainer(
+        load(
+            TrainConfig,
+            {
+                "out": str(folder / f"gac-{kind}-{packed}"),
+                "method": "grpo",
+                "model": {"path": str(folder), "random_init": True},
+                "data": {"prompts": str(folder / "prompts.jsonl")},
+                "reward": "bench.bench_trainers:chance",
+                "steps": steps,
+                "rollouts": {
+                    "prompts": PROMPTS,
+                    "completions": COMPLETIONS,
+                    "max_new_tokens": LONGEST[kind],
+                },
+                "optim": {"schedule": "constant", "warmup": 0},
+                "checkpoint_every": steps,
+                "export": False,
+                **({"micro_tokens": MICRO_ROWS * longest} if packed else {}),
+            },
+        ),
+        resume=False,
+    )
     force(trainer.accelerator.unwrap_model(trainer.model), kind)
     step = trainer._train_step
 
@@ -93,7 +107,7 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
         turn()
         return step()
 
-    trainer._train_step = counted  # type: ignore[method-assign] # the same, and a turn before it
+    trainer._train_step = counted  # type: ignore[method-assign] # the same step, after waiting for a turn
     trainer.run()
 
 
@@ -117,13 +131,24 @@ def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
         train_dataset=Dataset.from_json(str(folder / "prompts.jsonl"), cache_dir=str(folder)),
         callbacks=[Turns()],
         args=GRPOConfig(
-            output_dir=str(folder / f"trl-{kind}-{micro}"), max_steps=steps, use_cpu=True,
-            per_device_train_batch_size=size, gradient_accumulation_steps=ROWS // size,
-            num_generations=COMPLETIONS, max_completion_length=LONGEST[kind], beta=0.0,
-            loss_type="grpo", learning_rate=1e-6, lr_scheduler_type="constant", bf16=False,
-            gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
+            output_dir=str(folder / f"trl-{kind}-{micro}"),
+            max_steps=steps,
+            use_cpu=True,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=ROWS // size,
+            num_generations=COMPLETIONS,
+            max_completion_length=LONGEST[kind],
+            beta=0.0,
+            loss_type="grpo",
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
         ),
-    )  # fmt: skip
+    )
     trainer.train()
 
 
@@ -132,21 +157,35 @@ def work(arm: str, folder: Path, kind: str, steps: int) -> None:
     (run_gac if family == "gac" else run_trl)(folder, kind, bool(option), steps)
 
 
-# ---- in the process that gives the turns
+# ---- in the coordinating process
 
 
 class Worker:
-    """A trainer's process, stopped at the beginning of a step."""
+    """A trainer process, paused at the start of a step."""
 
     def __init__(self, arm: str, folder: Path, kind: str, steps: int) -> None:
         self.arm, self.errors = arm, folder / f"{arm}-{kind}.log"
         with self.errors.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bench.bench_trainers", "--arm", arm, "--kind", kind,
-                 "--folder", str(folder), "--steps", str(steps)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.bench_trainers",
+                    "--arm",
+                    arm,
+                    "--kind",
+                    kind,
+                    "--folder",
+                    str(folder),
+                    "--steps",
+                    str(steps),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )  # fmt: skip
+            )
         self.last = self._heard()
         self.start = self.last["held"]
 
@@ -158,11 +197,11 @@ class Worker:
         alarm.cancel()
         if not line:
             tail = self.errors.read_text()[-2000:]
-            raise SystemExit(f"error: {self.arm} ended or took more than {LIMIT} s\n{tail}")
+            raise SystemExit(f"error: {self.arm} exited or took more than {LIMIT} s\n{tail}")
         return json.loads(line)
 
     def step(self) -> float:
-        """Processor seconds of one step."""
+        """CPU seconds of one step."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -176,10 +215,10 @@ class Worker:
 
 
 def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
-    """One row per arm, and TRL's seconds over ours with an interval."""
+    """One row per arm, and the ratios of TRL's time to ours with confidence intervals."""
     workers = {arm: Worker(arm, folder, kind, rounds + 3) for arm in ARMS}
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round is a warm-up
         order = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
         for arm in order:
             spent = workers[arm].step()
@@ -206,15 +245,19 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
     }
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {
-        "device": device_name("cpu"), "threads": 1, "rounds": rounds,
+        "device": device_name("cpu"),
+        "threads": 1,
+        "rounds": rounds,
         "versions": {"python": platform.python_version(), **versions},
-        "response_tokens_per_step": round(tokens / rounds, 1), "longest": LONGEST[kind],
-        "arms": arms, "speed": ratios,
-    }  # fmt: skip
+        "response_tokens_per_step": round(tokens / rounds, 1),
+        "longest": LONGEST[kind],
+        "arms": arms,
+        "speed": ratios,
+    }
 
 
 def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
-    """Ratio of the sums, and its 95 % interval by resampling the rounds."""
+    """Ratio of the total times, with a 95 % bootstrap interval over rounds."""
     rng = random.Random(0)
     pairs = list(zip(theirs, ours, strict=True))
     of: Callable[[list[Any]], float] = lambda some: (  # noqa: E731 - one expression
@@ -227,8 +270,12 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m bench.bench_trainers", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each trainer, >= 2")
-    parser.add_argument("--kind", choices=LONGEST, help="only these lengths; others keep theirs")
+    parser.add_argument("--rounds", type=int, default=6, help="steps per trainer, at least 2")
+    parser.add_argument(
+        "--kind",
+        choices=LONGEST,
+        help="run only these lengths; stored results of the others are kept",
+    )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
@@ -236,7 +283,7 @@ def main() -> None:
     if given.arm:
         return work(given.arm, given.folder, given.kind, given.steps)
     if given.rounds < 2:
-        parser.error(f"--rounds {given.rounds}: use 2 or more, for an interval")
+        parser.error(f"--rounds {given.rounds}: an interval needs at least 2")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name))
         asked = [given.kind] if given.kind else list(LONGEST)
@@ -250,7 +297,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    _OUT, sys.stdout = sys.stdout, sys.stderr  # what a trainer prints is not heard as a turn
+    _OUT, sys.stdout = sys.stdout, sys.stderr  # keeps the trainer's own output out of the protocol
     if "--arm" not in sys.argv:
         sys.stdout = _OUT
     main()

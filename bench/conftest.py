@@ -1,4 +1,4 @@
-"""What every benchmark needs: memory that stays mapped and threads that do not spin."""
+"""Process settings for all benchmarks: memory stays mapped, and idle threads do not spin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from .record import Record
 
-# Read when libgomp loads, so before torch is imported.
+# libgomp reads this when it loads, so it must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 WRITTEN: dict[Path, None] = {}
@@ -30,10 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def mapped_memory() -> bool:
-    """Large buffers are reused, not unmapped and faulted in again at every call.
+    """Reuse large buffers instead of unmapping them and faulting them in again at every call.
 
-    The page faults of a fresh [N, V] buffer take longer than the loss itself and would flatter
-    whoever allocates less. False where the C library is not glibc.
+    The page faults of a fresh [N, V] buffer take longer than the loss itself and would favor the
+    provider that allocates least. False if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)])
@@ -41,7 +41,7 @@ def mapped_memory() -> bool:
 
 @pytest.fixture
 def record() -> Iterator[Record]:
-    """Rows for bench/results; written after each benchmark, or a time limit would lose them all."""
+    """Rows for bench/results, saved after each benchmark so that a timeout does not lose them all."""
     from .record import Record
 
     rows = Record()
@@ -50,7 +50,7 @@ def record() -> Iterator[Record]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The tables of what was just measured, shown whether output is captured or not."""
+    """Print the tables of the new results, even if output is captured."""
     from .table import tables
 
     for path in WRITTEN:

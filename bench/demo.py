@@ -1,4 +1,4 @@
-"""Copy a finished demo into the README: its picture and its table. Usage: bench/demo.py [RUNS]."""
+"""Copy the plot and the table of a finished demo into the README. Usage: bench/demo.py [RUNS]."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
-Each part is a list of steps. A step is a process with a time limit; whatever becomes of it, the
-next one follows. What it prints goes to bench/results/first-run/, what it measures to
-bench/results/, and after every step both are copied into the folder that the environment names OUT.
-It needs torch, triton, transformers, pytest and nvcc; peers are benched where their wheels lie in
-bench/wheels/ (or in the folder that GAC_WHEELS names):
+Each part is a list of steps. A step is a process with a time limit; if it fails, the next one runs
+all the same. Its output goes to bench/results/first-run/ and its measurements to bench/results/;
+after every step both are copied to the folder given by the environment variable OUT. Requires
+torch, triton, transformers, pytest and nvcc; peers are benchmarked if their wheels are in
+bench/wheels/ (or in the folder given by GAC_WHEELS):
 
     python3 -m pip download --no-deps -d bench/wheels -r requirements/peers.txt
 """
@@ -30,7 +30,7 @@ from .record import RESULTS
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = Path(__file__).parent / "wheels"
 PART_SECONDS = 600
-SHARE = 0.95  # of a step's time that its tests may take: the rest is for their report
+SHARE = 0.95  # fraction of a step's time limit for its tests; the rest is for their report
 
 
 class Step(NamedTuple):
@@ -44,15 +44,26 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 def guarded(name: str, seconds: int, limit: int, *arguments: str) -> Step:
-    """Tests that may hang, each for at most `limit` seconds."""
-    command = python("bench.watchdog", "--limit", str(limit), "--seconds",
-                     str(int(SHARE * seconds)), "-q", "-s", "-m", "gpu", *arguments)  # fmt: skip
+    """A step of tests that may hang; each test has at most `limit` seconds."""
+    command = python(
+        "bench.watchdog",
+        "--limit",
+        str(limit),
+        "--seconds",
+        str(int(SHARE * seconds)),
+        "-q",
+        "-s",
+        "-m",
+        "gpu",
+        *arguments,
+    )
     return Step(name, seconds, command)
 
 
 def tiny(*options: str) -> list[str]:
-    """A native case that a sanitizer can follow; the 15 bytes that a bulk load may read past a row
-    lie inside the allocation."""
+    """A native case small enough for a sanitizer; the 15 bytes that a bulk load may read past a row
+    are inside the allocation.
+    """
     return python("bench.row_case", "--rows", "40", "--vocab", "50257", *options)
 
 
@@ -62,9 +73,17 @@ def sanitizer(tool: str, *options: str) -> list[str]:
 
 def ncu(*options: str) -> list[str]:
     sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis")
-    return ["ncu", "--clock-control", "none", "-k", "regex:row_kernel|loss_kernel", "-c", "3",
-            *(word for s in sections for word in ("--section", s)),
-            *python("bench.row_case", *options)]  # fmt: skip
+    return [
+        "ncu",
+        "--clock-control",
+        "none",
+        "-k",
+        "regex:row_kernel|loss_kernel",
+        "-c",
+        "3",
+        *(word for s in sections for word in ("--section", s)),
+        *python("bench.row_case", *options),
+    ]
 
 
 WIDE = ("--dtype", "float32", "--rows", "1408")
@@ -75,21 +94,21 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("build", 120, python("gac_kernels.build_cuda")),
         Step("smoke triton", 90, python("bench.smoke", "triton", "cuda")),
         Step("smoke native", 90, python("bench.smoke", "native", "cuda")),
-        Step("products", 110, python("bench.gemm_probe")),
-        guarded("tests of Triton", 165, 90, "tests/test_triton_gpu.py", "tests/test_batch.py"),
+        Step("GEMMs", 110, python("bench.gemm_probe")),
+        guarded("Triton tests", 165, 90, "tests/test_triton_gpu.py", "tests/test_batch.py"),
     ),
     2: (
         Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("tests of the linear form", 150, 90, "tests/test_linear_gpu.py"),
-        guarded("tests of csrc", 150, 90, "tests/test_cuda_gpu.py"),
-        Step("memory, apart", 45, sanitizer("memcheck")),
-        Step("memory, over the logits", 45, sanitizer("memcheck", "--overwrite")),
-        Step("barriers, apart", 45, sanitizer("synccheck")),
-        Step("barriers, over the logits", 45, sanitizer("synccheck", "--overwrite")),
+        guarded("linear-form tests", 150, 90, "tests/test_linear_gpu.py"),
+        guarded("csrc tests", 150, 90, "tests/test_cuda_gpu.py"),
+        Step("memcheck, separate output", 45, sanitizer("memcheck")),
+        Step("memcheck, in place", 45, sanitizer("memcheck", "--overwrite")),
+        Step("synccheck, separate output", 45, sanitizer("synccheck")),
+        Step("synccheck, in place", 45, sanitizer("synccheck", "--overwrite")),
     ),
     3: (
         Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("given logits", 240, 90, "bench/bench_gpu_logits.py"),
+        guarded("logits-level loss", 240, 90, "bench/bench_gpu_logits.py"),
         guarded("small batches", 120, 60, "bench/bench_gpu_small.py"),
         Step("profile csrc bfloat16", 30, ncu("--backend", "native")),
         Step("profile csrc float32 to bfloat16", 30, ncu("--backend", "native", *WIDE)),
@@ -99,41 +118,47 @@ PARTS: dict[int, tuple[Step, ...]] = {
     4: (
         Step("build", 120, python("gac_kernels.build_cuda")),
         guarded("linear, 7B", 240, 150, LINEAR, "-k", "Qwen2.5-7B"),
-        guarded("linear, the others", 230, 90, LINEAR, "-k", "not Qwen2.5-7B"),
+        guarded("linear, other heads", 230, 90, LINEAR, "-k", "not Qwen2.5-7B"),
     ),
     5: (
         Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("tests of csrc", 110, 90, "tests/test_cuda_gpu.py"),
+        guarded("csrc tests", 110, 90, "tests/test_cuda_gpu.py"),
         guarded("given logits, 7B", 120, 90, "bench/bench_gpu_logits.py", "-k", "7B or splits"),
         guarded("linear, 7B", 220, 150, LINEAR, "-k", "Qwen2.5-7B"),
         Step("tables", 20, python("bench.table")),
     ),
-}  # fmt: skip
+}
 
 
 def run_step(step: Step, log: Path, environment: dict[str, str]) -> str:
-    """Run it with its whole process group; "done", or what went wrong."""
+    """Run a step in its own process group; returns "done" or what went wrong."""
     if shutil.which(step.command[0]) is None:
-        return f"left out: {step.command[0]} is not on the PATH"
+        return f"skipped: {step.command[0]} is not on the PATH"
     with log.open("w") as text:
         process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT,
+            step.command,
+            cwd=ROOT,
+            env=environment,
+            stdout=text,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(timeout=step.seconds)
         except subprocess.TimeoutExpired:
             code = None
-        with contextlib.suppress(ProcessLookupError):  # and what it may have left behind
+        with contextlib.suppress(ProcessLookupError):  # kills leftover child processes too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if code is None:
-        return f"stopped after {step.seconds} s"
-    return "done" if code == 0 else f"failed with {code}"
+        return f"timed out after {step.seconds} s"
+    return "done" if code == 0 else f"failed with exit code {code}"
 
 
 def peers(folder: Path, into: Path) -> list[str]:
-    """Unpack the wheels of `folder`; their names. A wheel without extensions is its own install."""
+    """Unpack the wheels in `folder` and return their names. Pure-Python wheels work without an
+    install.
+    """
     wheels = sorted(folder.glob("*.whl"))
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -142,7 +167,7 @@ def peers(folder: Path, into: Path) -> list[str]:
 
 
 def run_part(steps: Sequence[Step], folder: Path, out: Path | None) -> dict[str, str]:
-    """Every step in turn; what became of each."""
+    """Run every step in order; returns the outcome of each."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     with tempfile.TemporaryDirectory() as unpacked:
@@ -167,9 +192,10 @@ def run_part(steps: Sequence[Step], folder: Path, out: Path | None) -> dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python3 -m bench.first_run", description=__doc__,
+        prog="python3 -m bench.first_run",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--part", type=int, choices=PARTS, required=True)
     parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A tiny model whose responses end where a schedule says, whatever trainer samples them."""
+"""A tiny model whose completions have scheduled lengths, whichever trainer samples them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ VOCABULARY = 4864
 
 
 def schedule(kind: str, step: int) -> list[int]:
-    """Tokens of each response of a step, the end token counted.
+    """Length in tokens of each completion of a step, including the EOS token.
 
-    uniform: all of one length. long-tailed: log-normal, median 32, with one of the full length.
+    uniform: all have the maximum length. long-tailed: log-normal with median 32, and one of maximum
+        length.
     """
     longest, rows = LONGEST[kind], PROMPTS * COMPLETIONS
     if kind == "uniform":
@@ -34,28 +35,40 @@ def schedule(kind: str, step: int) -> list[int]:
 
 
 def write(folder: Path) -> None:
-    """Tokenizer, configuration of a Qwen2 of 4.2 million weights, and prompts of equal length."""
+    """Write a tokenizer, the configuration of a Qwen2 model with 4.2 million parameters, and
+    prompts of equal length.
+    """
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2"
     ).save_pretrained(folder)
     Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(folder)
     rng = random.Random(0)
     rows = [
-        {"prompt": " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(PROMPT_TOKENS)),
-         "answer": "w3"}
+        {
+            "prompt": " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(PROMPT_TOKENS)),
+            "answer": "w3",
+        }
         for _ in range(512)
-    ]  # fmt: skip
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class Ends(LogitsProcessor):
-    """Makes row i draw the end token as its token number lengths[i], and not before."""
+    """Forces row i to sample EOS as its token number lengths[i], and not earlier."""
 
     def __init__(self, lengths: list[int], prompt: int, end: int) -> None:
         self.lengths, self.prompt, self.end = torch.tensor(lengths), prompt, end
@@ -70,7 +83,9 @@ class Ends(LogitsProcessor):
 
 
 def force(model: Any, kind: str) -> None:
-    """Let `model.generate` follow the schedule, a step's responses in one call or in several."""
+    """Make `model.generate` follow the schedule, whether a step's completions come from one call or
+    several.
+    """
     original, drawn = model.generate, 0
     rows = PROMPTS * COMPLETIONS
 
@@ -85,7 +100,9 @@ def force(model: Any, kind: str) -> None:
         out = original(*args, **keywords, logits_processor=LogitsProcessorList([ends]))
         found = (out[:, ids.shape[1] :] == 1).int().argmax(1) + 1
         if found.tolist() != lengths:
-            raise RuntimeError(f"{kind}: responses of {found.tolist()} tokens, not {lengths}")
+            raise RuntimeError(
+                f"{kind}: completions have {found.tolist()} tokens, expected {lengths}"
+            )
         return out
 
     model.generate = generate

@@ -1,7 +1,8 @@
-"""The long run of random inputs, recorded: `python -m bench.fuzz [--seed 0]`.
+"""Run the long fuzz test and record its result: `python -m bench.fuzz [--seed 0]`.
 
-Runs `pytest -m full tests/test_fuzz.py`, which holds 10,000 drawn inputs against the float64
-reference, and writes what it found to bench/results/fuzz.json. Minutes; exits as pytest does.
+Runs `pytest -m full tests/test_fuzz.py`, which checks 10,000 random inputs against the float64
+reference, and writes the result to bench/results/fuzz.json. Takes minutes; returns pytest's exit
+status.
 """
 
 from __future__ import annotations
@@ -23,31 +24,45 @@ COUNTS = re.compile(r"(\d+) passing, (\d+) failing, and (\d+) invalid")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="what draws the inputs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     seed = parser.parse_args().seed
-    # without the cache of earlier failures, so that the seed alone decides what is drawn; with time
-    # for a busy machine, which the suite's limit has not
-    command = ["-m", "pytest", "-q", "-m", "full", "tests/test_fuzz.py", "-p", "no:cacheprovider",
-               f"--timeout={LIMIT}", "-o", f"faulthandler_timeout={LIMIT + 60}",
-               f"--hypothesis-seed={seed}", "--hypothesis-show-statistics"]  # fmt: skip
+    # no cache of earlier failures, so that the inputs depend on the seed alone; a longer timeout
+    # than the suite's, for a busy machine
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "full",
+        "tests/test_fuzz.py",
+        "-p",
+        "no:cacheprovider",
+        f"--timeout={LIMIT}",
+        "-o",
+        f"faulthandler_timeout={LIMIT + 60}",
+        f"--hypothesis-seed={seed}",
+        "--hypothesis-show-statistics",
+    ]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
     found = COUNTS.findall(done.stdout)
     if not found:
-        print("error: pytest did not say how many inputs it drew", file=sys.stderr)
+        print("error: the number of inputs is missing from pytest's output", file=sys.stderr)
         return done.returncode or 1
     passing, failing, refused = (sum(map(int, column)) for column in zip(*found, strict=True))
     result = {
         "command": " ".join(["python", *command]),
         "machine": platform.machine(),
-        "versions": {"python": platform.python_version(),
-                     **{name: importlib.metadata.version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
         "inputs": passing + failing,
         "passing": passing,
         "failing": failing,
-        "drawn_again": refused,
+        "rejected": refused,
         "outcome": "passed" if done.returncode == 0 else "failed",
-    }  # fmt: skip
+    }
     (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return done.returncode

@@ -1,7 +1,7 @@
-"""The three products of the linear form, one by one: `python -m bench.gemm_probe`.
+"""Times the three GEMMs of the linear form, one by one: `python -m bench.gemm_probe`.
 
-What a library makes of a product depends on its rows M, on the dtype that it gives and on the
-stride that it reads; the chunked head chooses all three (`gac_kernels/linear.py`).
+The speed of a library's GEMM depends on the number of rows M, the output dtype and the input
+stride; the chunked head chooses all three (`gac_kernels/linear.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .record import Record
 from .timing import Step, interleave, runnable
 
 ROWS = (1024, 1408, 1536, 2304, 4096)
-SECONDS = 0.4  # for the rounds of one shape
+SECONDS = 0.4  # per shape, over all rounds
 
 
 def products(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
-    """Each product of M rows by name. The gradient of the logits is [M, V] of row stride V, or 2 V
-    where it shares the storage of float32 logits.
+    """The GEMMs for M rows, by name. The gradient of the logits is [M, V] with row stride V, or 2 V
+    if it shares the storage of float32 logits.
     """
     bf16, f32 = torch.bfloat16, torch.float32
     g = torch.Generator(device).manual_seed(0)
@@ -47,14 +47,14 @@ def products(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
         "dX of stride 2V, float32": lambda: torch.mm(strided, weight, f32, out=dx[f32]),
         "dW, bfloat16": lambda: torch.mm(dense.T, x, out=dw[bf16]),
         "dW, float32": lambda: torch.mm(dense.T, x, f32, out=dw[f32]),
-        "dW added, float32": lambda: torch.addmm(dw[f32], dense.T, x, f32, out=dw[f32]),
+        "dW accumulated, float32": lambda: torch.addmm(dw[f32], dense.T, x, f32, out=dw[f32]),
     }
 
 
 def probe(
     record: Record, shape: str, head: Head, rows: int, device: torch.device, seconds: float
 ) -> dict[str, float]:
-    """Time and record one head and one M; TFLOP/s by product."""
+    """Time and record one head and one M; returns TFLOP/s per GEMM."""
     failed: dict[str, str] = {}
     steps = runnable(products(rows, head, device), failed)
     speeds = {}
@@ -62,9 +62,13 @@ def probe(
     for name, timing in (interleave(steps, device, seconds) if steps else {}).items():
         speeds[name] = 2 * rows * head.hidden * head.vocab / timing.best / 1e9
         record.add(
-            **place, provider=name, ms=timing.best, median_ms=timing.median, rounds=timing.rounds,
+            **place,
+            provider=name,
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
             tflops=speeds[name],
-        )  # fmt: skip
+        )
         print(f"{shape:14} M={rows:5} {name:26} {timing.best:8.3f} ms {speeds[name]:6.0f} TFLOP/s")
     for name, reason in failed.items():
         record.add(**place, provider=name, not_run=reason)
@@ -83,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         for rows in chosen.rows:
             record = Record()
             probe(record, shape, HEADS[shape], rows, torch.device(chosen.device), chosen.seconds)
-            record.save()  # at once: a time limit would lose them all
+            record.save()  # save after each shape, so that a timeout does not lose everything
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The same linear loss by ours and by every peer that is installed.
+"""The same linear loss, computed by gac_kernels and by every installed peer.
 
-A peer that gives log-probabilities gets the mixed loss on top of them in plain PyTorch, as a
-trainer would write it. A peer that gives only a mean cross-entropy does less work; it is marked so.
+For a peer that returns log-probabilities, the mixed loss is added in plain PyTorch, as a trainer
+would write it. A peer that returns only a mean cross-entropy does less work and is marked as
+`scalar`.
 """
 
 from __future__ import annotations
@@ -45,17 +46,28 @@ def mixed_loss(logps: Tensor, batch: Batch) -> Tensor:
 
 def ours(batch: Batch, backend: str = "auto") -> Tensor:
     return fused_linear_gac_loss(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, mu=batch.mu,
-        spec=SPEC, backend=backend,
-    ).loss  # fmt: skip
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=batch.mu,
+        spec=SPEC,
+        backend=backend,
+    ).loss
 
 
 def truth(batch: Batch) -> Tensor:
-    """In float64, holding all logits: for small batches."""
+    """The loss in float64; materializes all logits, so only for small batches."""
     return reference.fused_linear_gac_loss(
-        batch.hidden.double(), batch.weight.double(), batch.targets, batch.advantages,
-        batch.is_demo, mu=batch.mu, spec=SPEC,
-    ).loss  # fmt: skip
+        batch.hidden.double(),
+        batch.weight.double(),
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=batch.mu,
+        spec=SPEC,
+    ).loss
 
 
 def cross_entropy_truth(batch: Batch) -> Tensor:
@@ -64,7 +76,7 @@ def cross_entropy_truth(batch: Batch) -> Tensor:
 
 
 def eager(batch: Batch) -> Tensor:
-    """Log-probs and entropy from the whole logits, in float32 like trainers do."""
+    """Log-probs and entropy from the full logits in float32, as trainers compute them."""
     whole = F.linear(batch.hidden, batch.weight).float().log_softmax(-1)
     logps = whole.gather(-1, batch.targets[..., None]).squeeze(-1)
     with torch.no_grad():
@@ -128,7 +140,7 @@ def _quack_mean(batch: Batch) -> Tensor:
 
 
 def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider], dict[str, str]]:
-    """What runs on `device`, ours first; and why the others do not."""
+    """The providers that run on `device`, ours first, and why the others do not."""
     found = {"ours": Provider(ours), "eager": Provider(eager)}
     if compiled:
         found["torch.compile"] = Provider(torch.compile(eager))
@@ -141,12 +153,16 @@ def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider]
     peers = {
         "TRL chunked_logprob": ("trl.kernels.chunked_logprob", Provider(_trl)),
         "Liger scaled cross-entropy": (
-            "liger_kernel.ops.fused_linear_scaled_cross_entropy", Provider(_liger_tokens)),
+            "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+            Provider(_liger_tokens),
+        ),
         "cut-cross-entropy": ("cut_cross_entropy", Provider(_cce)),
         "Liger cross-entropy, mean": (
-            "liger_kernel.transformers.fused_linear_cross_entropy", Provider(_liger_mean, True)),
+            "liger_kernel.transformers.fused_linear_cross_entropy",
+            Provider(_liger_mean, True),
+        ),
         "QuACK cross-entropy, mean": ("quack.linear_cross_entropy", Provider(_quack_mean, True)),
-    }  # fmt: skip
+    }
     for name, (module, provider) in peers.items():
         try:
             importlib.import_module(module)

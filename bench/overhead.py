@@ -1,12 +1,12 @@
-"""What GAC costs on top of the same mix at a constant mu: `python -m bench.overhead`.
+"""Overhead of GAC over the same mixed loss at a constant mu: `python -m bench.overhead`.
 
-Each step's rollouts and demonstrations are learnt from twice, in turns of changing order: by GAC,
-and by the bare mixed loss at the same mu, without statistics, KL or controller. So the two differ
-in nothing else, and the share is that of their difference in a whole step, sampling included. What
-the loss spends on statistics is the difference of its forward with and without them, in turns. The
-lengths and batches are those of examples/gsm8k.yaml divided by 16, times --times, on a model whose
-head is the share of its weights that it is in a model of 1.5B (15 %). On a CPU, processor time is
-counted. Writes bench/results/overhead.json.
+Every step trains twice on the same rollouts and demonstrations, in alternating order: with GAC, and
+with the bare mixed loss at the same mu, without statistics, KL or controller. Nothing else differs;
+the overhead is their difference as a fraction of a whole step, including sampling. The cost of the
+statistics is the difference between the loss's forward pass with and without them, in alternation.
+Lengths and batch sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times;
+the head has the same share of the model's weights as in a 1.5B model (15 %). On a CPU, CPU time is
+measured. Writes bench/results/overhead.json.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ from gac_kernels import TokenMoments
 from .record import RESULTS, copy_out, device_name, environment
 
 PARTS = ("statistics", "reference forward", "controller", "exchange")
-UPDATES = 10  # between two refreshes of the signals
-ROUNDS = 8  # of the loss's forward with and without statistics
-SIZES = {"hidden_size": 96, "intermediate_size": 560, "num_hidden_layers": 4, "vocab_size": 1400,
-         "num_attention_heads": 3, "num_key_value_heads": 1}  # fmt: skip
+UPDATES = 10  # steps per refresh of the signals
+ROUNDS = 8  # forward passes of the loss with statistics, and as many without
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 560,
+    "num_hidden_layers": 4,
+    "vocab_size": 1400,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
 
 
 def clock() -> float:
-    """Seconds: of the processor, or of the wall once the GPU is idle."""
+    """CPU time in seconds or, on a GPU, wall-clock time after a synchronization."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()
@@ -59,31 +65,42 @@ def clock() -> float:
 
 
 def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -> TrainConfig:
-    """examples/gsm8k.yaml in small, on an untrained model."""
+    """A scaled-down examples/gsm8k.yaml on an untrained model."""
     write_task(folder / "task", seed=0)
     start = folder / "task" / "init"
     model = AutoConfig.from_pretrained(start)
     model.update({**SIZES, "layer_types": None, "max_position_embeddings": 1024})
     model.save_pretrained(start)
-    data = {"prompts": str(folder / "task" / "prompts.jsonl"),
-            "demos": str(folder / "task" / "demos.jsonl")}  # fmt: skip
-    return load(TrainConfig, {
-        "out": str(folder / "run"), "model": {"path": str(start), "random_init": True},
-        "method": "gac", "data": data, "reward": "bench.overhead:chance", "steps": updates + 1,
-        "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
-        "demo_batch": 4 * times,
-        "micro_batch": 8, "kl_rows": kl_rows, "optim": {"lr": 1e-6, "warmup": 1},
-    })  # fmt: skip
+    data = {
+        "prompts": str(folder / "task" / "prompts.jsonl"),
+        "demos": str(folder / "task" / "demos.jsonl"),
+    }
+    return load(
+        TrainConfig,
+        {
+            "out": str(folder / "run"),
+            "model": {"path": str(start), "random_init": True},
+            "method": "gac",
+            "data": data,
+            "reward": "bench.overhead:chance",
+            "steps": updates + 1,
+            "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
+            "demo_batch": 4 * times,
+            "micro_batch": 8,
+            "kl_rows": kl_rows,
+            "optim": {"lr": 1e-6, "warmup": 1},
+        },
+    )
 
 
 def chance(completion: str, example: Any) -> float:
-    """A coin: every group has something to learn."""
+    """A random 0 or 1, so that groups have non-zero advantages."""
     return float(random.random() < 0.5)
 
 
 @contextlib.contextmanager
 def bare_loss() -> Iterator[None]:
-    """The fused loss without its statistics."""
+    """Replace the fused loss by one without statistics."""
     whole = gac.model.fused_linear_gac_loss
 
     def loss(hidden: Any, *batch: Any, **keywords: Any) -> Any:
@@ -98,12 +115,12 @@ def bare_loss() -> Iterator[None]:
 
 
 class Parts:
-    """Seconds in the parts of GAC that have a call of their own."""
+    """Times the parts of GAC that are separate calls."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: Counter[str] = Counter()
         self.on = False
-        self.losses: list[Callable[..., Any]] = []  # the forwards of a step's losses
+        self.losses: list[Callable[..., Any]] = []  # forward calls of the current step's losses
         gradients = trainer.gradients
         for owner, names, part in (
             (gradients, ("reference_logprobs", "_sampled_reference"), "reference forward"),
@@ -129,7 +146,7 @@ class Parts:
 
     @torch.no_grad()
     def time_statistics(self) -> None:
-        """Add what the step's losses spent on them, and forget the losses."""
+        """Time the statistics of the step's losses, then clear the losses."""
         for loss in self.losses:
             for turn in range(2 * ROUNDS):
                 moments = turn % 4 in (1, 2)
@@ -155,7 +172,7 @@ class Parts:
 
 
 def with_gac(trainer: Trainer, rows: list[Row]) -> None:
-    """A step as the trainer makes it."""
+    """One step, as in the trainer."""
     trainer.state, mix = trainer.method.mix(trainer.state, trainer.last)
     step = trainer._assemble(rows, mix)
     measured = trainer.gradients(step)
@@ -163,7 +180,7 @@ def with_gac(trainer: Trainer, rows: list[Row]) -> None:
 
 
 def without(trainer: Trainer, rows: list[Row], mu: float) -> None:
-    """The same step at a given mu, of which only the losses are measured."""
+    """The same step at a given mu; only its losses are recorded."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
     step = dataclasses.replace(step, needs=Needs())
     with bare_loss():
@@ -172,14 +189,16 @@ def without(trainer: Trainer, rows: list[Row], mu: float) -> None:
 
 
 class Turn(dict[str, float]):
-    """Seconds of one step: sampling, bare, gac, and the parts of gac."""
+    """Seconds per cycle: sampling, bare, gac, and the parts of gac."""
 
 
 def measure(config: TrainConfig, cycles: int) -> list[Turn]:
-    """Cycles of `update_every` steps after the first one, which warms up; one Turn per cycle."""
+    """Run cycles of `update_every` steps; returns one Turn per cycle, without the first, which is a
+    warm-up.
+    """
     trainer = Trainer(config, resume=False)
     parts, found = Parts(trainer), []
-    every = config.method.update_every  # type: ignore[attr-defined] # GAC's own field
+    every = config.method.update_every  # type: ignore[attr-defined] # a field of the GAC method only
     for number in range((cycles + 1) * every):
         if number % every == 0:
             found.append(Turn(dict.fromkeys(("sampling", "bare", "gac", *PARTS), 0.0)))
@@ -202,7 +221,9 @@ def measure(config: TrainConfig, cycles: int) -> list[Turn]:
 
 
 def share(turns: list[Turn], part: Callable[[Turn], float]) -> dict[str, Any]:
-    """Percent of a whole step, its 95 % interval by resampling the cycles, and milliseconds."""
+    """Percentage of a whole step, with a 95 % bootstrap interval over cycles, and milliseconds per
+    step.
+    """
     rng = random.Random(0)
 
     def ratio(some: list[Turn]) -> float:
@@ -210,19 +231,26 @@ def share(turns: list[Turn], part: Callable[[Turn], float]) -> dict[str, Any]:
 
     drawn = sorted(ratio(rng.choices(turns, k=len(turns))) for _ in range(2000))
     return {
-        "percent": round(ratio(turns), 3), "ci95": [round(drawn[50], 3), round(drawn[-51], 3)],
+        "percent": round(ratio(turns), 3),
+        "ci95": [round(drawn[50], 3), round(drawn[-51], 3)],
         "ms": round(1e3 * statistics.mean(map(part, turns)) / UPDATES, 3),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
-    parser.add_argument("--cycles", type=int, default=8, help="refreshes of the signals, >= 2")
-    parser.add_argument("--kl-rows", type=int, help="rollouts that tell the KL; all if not given")
-    parser.add_argument("--times", type=int, default=1, help="lengths and batches, as a multiple")
+    parser.add_argument(
+        "--cycles", type=int, default=8, help="number of cycles (signal refreshes), at least 2"
+    )
+    parser.add_argument(
+        "--kl-rows", type=int, help="number of rollouts used to estimate the KL (default: all)"
+    )
+    parser.add_argument(
+        "--times", type=int, default=1, help="multiplier of the lengths and batch sizes"
+    )
     arguments = parser.parse_args()
     if arguments.cycles < 2:
-        parser.error(f"--cycles {arguments.cycles}: use 2 or more, for an interval")
+        parser.error(f"--cycles {arguments.cycles}: an interval needs at least 2")
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
         updates = UPDATES * (arguments.cycles + 1)
@@ -232,20 +260,22 @@ def main() -> None:
 
 
 def found(turns: list[Turn]) -> dict[str, Any]:
-    """What the bench prints and keeps."""
+    """Summary that is printed and saved."""
     step = statistics.mean(t["sampling"] + t["bare"] for t in turns) / UPDATES
     sampled = sum(t["sampling"] for t in turns) / sum(t["sampling"] + t["bare"] for t in turns)
     parts = {part: share(turns, operator.itemgetter(part)) for part in PARTS}
     return {
-        "cycles": len(turns), "bare_step_ms": round(1e3 * step, 1),
-        "sampling_share": round(sampled, 3), **parts,
+        "cycles": len(turns),
+        "bare_step_ms": round(1e3 * step, 1),
+        "sampling_share": round(sampled, 3),
+        **parts,
         "the rest": share(turns, lambda t: t["gac"] - t["bare"] - sum(t[part] for part in PARTS)),
         "overhead": share(turns, lambda t: t["gac"] - t["bare"]),
-    }  # fmt: skip
+    }
 
 
 def save(case: str, result: dict[str, Any]) -> None:
-    """Print one case and keep it beside the others."""
+    """Print one case and add it to the results file."""
     path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
     known = json.loads(path.read_text()) if path.exists() else {}
     where = {"device": device_name(device), "date": str(datetime.date.today())}

@@ -1,4 +1,4 @@
-"""Prints the peak memory of one linear loss on the CPU, in MiB above inputs and gradients.
+"""Prints the peak memory of one linear loss on the CPU, in MiB beyond inputs and gradients.
 
 Usage: python -m bench.peak_memory PROVIDER TOKENS.
 """
@@ -17,18 +17,20 @@ from .linear_losses import providers, step
 
 
 def resident(field: str) -> float:
-    """MiB of VmRSS (now) or VmHWM (the peak)."""
+    """VmRSS (current) or VmHWM (peak) of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1024
 
 
 def main(name: str, tokens: int) -> float:
     found, _ = providers(CPU, compiled=False)
-    step(found[name].loss, linear_batch(256, HEAD, torch.float32, CPU))  # libraries, thread pools
+    step(
+        found[name].loss, linear_batch(256, HEAD, torch.float32, CPU)
+    )  # warm-up: loads libraries and starts thread pools
     batch = linear_batch(tokens, HEAD, torch.float32, CPU)
     gradients = (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step(found[name].loss, batch)
     return resident("VmHWM") - before - gradients
 

@@ -26,11 +26,13 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """row: device ("cpu" or "cuda"), work, shape, tokens, provider, ms, and what is known."""
+        """row: device ("cpu" or "cuda"), work, shape, tokens, provider, ms and any other fields."""
         self.rows.append(row)
 
     def save(self) -> list[Path]:
-        """Rows of the same device, work, shape, tokens, case and provider replace older ones."""
+        """Save the rows, replacing older ones with the same device, work, shape, tokens, case and
+        provider.
+        """
         paths = []
         for device in sorted({row["device"] for row in self.rows}):
             name = device_name(device)
@@ -48,7 +50,9 @@ class Record:
 
 
 def copy_out(path: Path) -> None:
-    """Into the folder that the environment names OUT, from which a lent machine returns files."""
+    """Copy `path` to the folder given by the environment variable OUT, which a remote GPU machine
+    sends back.
+    """
     if out := os.environ.get("OUT"):
         Path(out).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out)
@@ -74,7 +78,7 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, and on a GPU the driver and the clocks right after the runs."""
+    """Package versions and, on a GPU, the driver version and the clocks right after the runs."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""One call of a row kernel and nothing else: for profilers, sanitizers and the choice of a split.
+"""A single row-kernel call, for profilers, sanitizers and tuning the split.
 
 `python -m bench.row_case --backend native --dtype float32 --out bfloat16 --rows 40 --vocab 50257`
 """
@@ -17,7 +17,7 @@ from gac_kernels.tokens import plan
 from .timing import Step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LENGTH = 8  # rows of a sequence
+LENGTH = 8  # rows per sequence
 
 
 def row_case(
@@ -31,7 +31,8 @@ def row_case(
 ) -> Step:
     """Loss and gradient of [rows / 8, 8, V] logits by `backend.row_loss`.
 
-    overwrite: the gradient goes over the logits; a narrower one into the first part of each row.
+    overwrite: the gradient overwrites the logits; if its dtype is narrower, it fills the first part
+        of each row.
     """
     g = torch.Generator(device).manual_seed(0)
     shape = (rows // LENGTH, LENGTH)
@@ -59,9 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
     run = row_case(
-        backends.load(chosen.backend, device), chosen.rows, chosen.vocab, DTYPES[chosen.dtype],
-        DTYPES[chosen.out], device, chosen.overwrite,
-    )  # fmt: skip
+        backends.load(chosen.backend, device),
+        chosen.rows,
+        chosen.vocab,
+        DTYPES[chosen.dtype],
+        DTYPES[chosen.out],
+        device,
+        chosen.overwrite,
+    )
     for _ in range(3):
         run()
     if device.type == "cuda":

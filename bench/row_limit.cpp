@@ -1,9 +1,10 @@
-// What bounds the row kernels in place on a CPU: the same rows with and without the exponential.
+// Measures what limits the in-place row kernels on a CPU: the same rows with and without the
+// exponential.
 //
 //   g++ -std=c++20 -O3 -ffp-contract=fast -mavx512f -mfma -Icsrc/cpu bench/row_limit.cpp -o limit
 //   g++ -DWITHOUT_EXP (the same) -o limit_without && ./limit && ./limit_without
 //
-// Picoseconds of processor time per float32 logit, the least of seven rounds over 1024 rows.
+// Prints picoseconds of CPU time per float32 logit, the minimum of seven rounds over 1024 rows.
 #define GAC_ISA avx512
 #define GAC_ISA_NAME "avx512"
 #ifdef WITHOUT_EXP
@@ -12,7 +13,7 @@
 #undef exp2
 namespace gac::avx512 {
 namespace {
-inline Floats exp2(Exponent t) { return t.n + t.f; }  // reads what the true one reads
+inline Floats exp2(Exponent t) { return t.n + t.f; }  // reads the same inputs as the real one
 }  // namespace
 }  // namespace gac::avx512
 #endif
@@ -84,6 +85,6 @@ int main() {
     for (int64_t j = 0; j < kWidth; ++j) all[i * kWidth + j] *= 1.001f;
     sink = all[i * kWidth];
   });
-  std::printf("in place %.0f, from the cache %.0f; one reading and writing of the memory %.0f\n",
+  std::printf("in place %.0f, from cache %.0f; one read and write of memory %.0f\n",
               memory, both - copied, scaled);
 }

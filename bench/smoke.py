@@ -1,6 +1,6 @@
-"""Whether a backend survives a loss: `python -m bench.smoke BACKEND DEVICE`, a process of its own.
+"""Smoke test of a backend in its own process: `python -m bench.smoke BACKEND DEVICE`.
 
-A kernel that hangs, or writes where it must not, would take the results of all others with it.
+A kernel that hangs or writes out of bounds would otherwise take all other benchmarks down with it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from gac_kernels import backends, fused_gac_loss, fused_linear_gac_loss
 
-# a row in four blocks of a cluster, in one, and rows that start anywhere
+# a row over four blocks of a cluster, a row in one block, and unaligned rows
 LOGITS = ((152064, torch.bfloat16), (32000, torch.bfloat16), (50257, torch.float32))
 
 
 @functools.cache
 def problem(backend: str, device: str, seconds: float = 180) -> str | None:
-    """Why `backend` is of no use on `device`, or None."""
+    """Why `backend` does not work on `device`, or None if it does."""
     if reason := backends.unavailable(backend, torch.device(device), torch.float32):
         return reason
     command = [sys.executable, "-m", "bench.smoke", backend, device]
@@ -28,7 +28,7 @@ def problem(backend: str, device: str, seconds: float = 180) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=root)
     except subprocess.TimeoutExpired:
-        return f"no end of a small loss after {seconds:g} s"
+        return f"a small loss did not finish within {seconds:g} s"
     if done.returncode:
         return (
             f"a small loss fails: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
@@ -37,24 +37,26 @@ def problem(backend: str, device: str, seconds: float = 180) -> str | None:
 
 
 def main(backend: str, device: str) -> None:
-    rows = 300 if device == "cuda" else 3  # on a GPU several for each block
+    rows = 300 if device == "cuda" else 3  # on a GPU, several rows per block
     for vocab, dtype in LOGITS:
         logits = torch.randn(2, rows, vocab, device=device).to(dtype)
         batch = (
-            torch.randint(vocab, (2, rows), device=device), torch.ones(2, device=device),
+            torch.randint(vocab, (2, rows), device=device),
+            torch.ones(2, device=device),
             torch.tensor([False, True], device=device),
-        )  # fmt: skip
+        )
         compare(lambda x, on, b=batch: fused_gac_loss(x, *b, backend=on), logits, backend)
         weight = torch.randn(vocab, 64, device=device).to(dtype) / 8
         hidden = torch.randn(2, rows, 64, device=device).to(dtype)
         compare(
             lambda x, on, w=weight, b=batch: fused_linear_gac_loss(x, w, *b, backend=on),
-            hidden, backend,
-        )  # fmt: skip
+            hidden,
+            backend,
+        )
 
 
 def compare(call, leaf: torch.Tensor, backend: str) -> None:
-    """Log-probs and gradient against the reference's."""
+    """Compare log-probs and gradient with the reference backend."""
     results = []
     for name in (backend, "reference"):
         x = leaf.detach().clone().requires_grad_()

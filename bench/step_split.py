@@ -1,8 +1,8 @@
 """Where a training step's time goes: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
 
-Without a configuration it trains the demo's tiny model by GAC from random weights, and writes
-bench/results/step_split.json. Time in a nested part counts there only; "rest" is rewards, batches,
-statistics, controller and logging. On a CPU it is processor time.
+Without a configuration, it trains the demo's tiny model with GAC from random weights and writes
+bench/results/step_split.json. Time in a nested part is counted in that part only; "rest" is
+rewards, batches, statistics, controller and logging. On a CPU, CPU time is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REST, MODEL = "rest", ("generation", "forward", "backward")
 
 
 class Stopwatch:
-    """Seconds per part; the innermost part that is running gets the time."""
+    """Seconds per part; time is attributed to the innermost running part."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -52,8 +52,8 @@ class Stopwatch:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **keywords: Any) -> Any:
-            outside = part != REST and not self.running  # of the training steps
-            if outside or "generation" in self.running:  # whose forwards are its own
+            outside = part != REST and not self.running  # not within a training step
+            if outside or "generation" in self.running:  # its forward passes count as generation
                 return inner(*args, **keywords)
             self._turn()
             self.running.append(part)
@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 def demo_config(folder: Path, steps: int) -> TrainConfig:
-    """The demo's GAC run on an untrained model, without evaluations and checkpoints."""
+    """The demo's GAC run on an untrained model, without evaluations or checkpoints."""
     write_task(folder / "task", seed=0)
     config = method_config(folder, folder / "task" / "init", "gac", 0, steps)
     return dataclasses.replace(
@@ -79,7 +79,7 @@ def demo_config(folder: Path, steps: int) -> TrainConfig:
 
 
 def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
-    """Seconds per step of each part, the first steps left out."""
+    """Seconds per step of each part, without the first `warmup` steps."""
     trainer = Trainer(config, resume=False)
     watch = Stopwatch()
     watch.watch(trainer.accelerator.unwrap_model(trainer.model), "generate", "generation")
@@ -87,8 +87,11 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
         watch.watch(model, "forward", "forward")
     watch.watch(gac.model, "fused_linear_gac_loss", "loss")
     watch.watch(trainer.accelerator, "backward", "backward")
-    for owner, name in ((trainer.optimizer, "step"), (trainer.optimizer, "zero_grad"),
-                        (torch.nn.utils, "clip_grad_norm_")):  # fmt: skip
+    for owner, name in (
+        (trainer.optimizer, "step"),
+        (trainer.optimizer, "zero_grad"),
+        (torch.nn.utils, "clip_grad_norm_"),
+    ):
         watch.watch(owner, name, "optimiser")
     watch.watch(trainer, "_train_step", REST)
     step, done = trainer._train_step, 0
@@ -108,10 +111,13 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
 def save(steps: int, parts: dict[str, float], outside: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     document = {
-        "device": device_name(device), "date": str(datetime.date.today()), **environment(device),
-        "steps": steps, "ms": {part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
+        "device": device_name(device),
+        "date": str(datetime.date.today()),
+        **environment(device),
+        "steps": steps,
+        "ms": {part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
         "outside": round(outside, 4),
-    }  # fmt: skip
+    }
     path = RESULTS / "step_split.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(path)
@@ -136,8 +142,10 @@ def main() -> None:
     outside = 1 - sum(parts.get(part, 0) for part in (*MODEL, "loss", "optimiser")) / total
     if not arguments.config:
         save(arguments.steps, parts, outside)
-    print(f"total {1e3 * total:.1f} ms; outside model, loss and optimiser {outside:.1%}, "
-          f"target {TARGET:.0%}")  # fmt: skip
+    print(
+        f"total {1e3 * total:.1f} ms; outside model, loss and optimiser {outside:.1%}, "
+        f"target {TARGET:.0%}"
+    )
 
 
 if __name__ == "__main__":

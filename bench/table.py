@@ -1,7 +1,7 @@
-"""Results as the README's tables and the roofline plot: nobody types a number.
+"""Generates the README's tables and the roofline plot from the recorded results.
 
-`python -m bench.table` prints the tables of the newest results of each kind of device, writes them
-between the markers of README.md, and draws docs/roofline.png where there are GPU results.
+`python -m bench.table` prints the tables of the newest results for each device type, writes them
+between the markers in README.md, and draws docs/roofline.png if there are GPU results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Row = dict[str, Any]
 
 
 def newest(kind: str) -> dict[str, Any] | None:
-    """The newest results file with a table's rows of `kind` ("cpu" or "cuda")."""
+    """The newest results file that has table rows for `kind` ("cpu" or "cuda")."""
     documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     of_kind = [
-        d for d in documents
+        d
+        for d in documents
         if any(row["device"] == kind and row["work"] in WORK for row in d.get("rows", ()))
-    ]  # fmt: skip
+    ]
     return max(of_kind, key=lambda d: d["date"], default=None)
 
 
@@ -41,7 +42,7 @@ def tables(path: Path) -> str:
 
 
 def find(rows: Iterable[Row], **fields: Any) -> Row | None:
-    """The first row with these fields that was run."""
+    """The first row that matches these fields and was run."""
     for row in rows:
         if "not_run" not in row and all(row.get(k) == v for k, v in fields.items()):
             return row
@@ -55,7 +56,7 @@ def number(row: Row | None, field: str, form: str = "{:.2f}") -> str:
 
 
 def ratio(row: Row | None, other: Row | None) -> str:
-    """How many times as long as `row` the other takes."""
+    """The time of `other` relative to `row`."""
     if row is None or other is None:
         return NOT_MEASURED
     return f"{other['ms'] / row['ms']:.2f}x"
@@ -67,7 +68,7 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def providers(rows: list[Row], **fields: Any) -> list[str]:
-    """Names in the order of the file, without repeats."""
+    """Provider names in file order, without duplicates."""
     found = [r["provider"] for r in rows if all(r.get(k) == v for k, v in fields.items())]
     return list(dict.fromkeys(found))
 
@@ -78,7 +79,7 @@ def cpu_table(document: dict[str, Any] | None) -> str:
     rows, parts = document["rows"], [f"{document['device']}, {document['date']}:"]
     for work, title in (
         ("logits", "loss and gradient of given logits"),
-        ("linear", "hidden times weight, loss, both gradients"),
+        ("linear", "linear layer and loss, with both gradients"),
     ):
         names = providers(rows, work=work)
         if not names:
@@ -90,17 +91,27 @@ def cpu_table(document: dict[str, Any] | None) -> str:
             memory = find(rows, work=f"{work} memory", provider=name)
             note = " (scalar only)" if row and row.get("scalar") else ""
             digits = "{:.1f}" if row and row["ms"] < 100 else "{:.0f}"
-            body.append([name + note, number(row, "ms", digits), ratio(mine, row),
-                         ratio(row, eager),
-                         number(memory, "mib", "{:.0f}") if memory else ""])  # fmt: skip
+            body.append(
+                [
+                    name + note,
+                    number(row, "ms", digits),
+                    ratio(mine, row),
+                    ratio(row, eager),
+                    number(memory, "mib", "{:.0f}") if memory else "",
+                ]
+            )
         first = next(row for row in rows if row["work"] == work)
         shape = f"{title}, {first['tokens']} tokens, {first['shape']}"
-        parts.append(markdown([shape, "ms", "time / ours", "eager / it", "extra MiB"], body))
+        parts.append(
+            markdown([shape, "ms", "time / ours", "speedup over eager", "extra MiB"], body)
+        )
     return "\n\n".join(parts)
 
 
 def gpu_linear(rows: list[Row]) -> str:
-    """One line per shape and number of tokens that were tried; what failed there stays visible."""
+    """One line per shape and number of tokens that were tried; failures are shown as "not
+    measured".
+    """
     body = []
     for shape in HEADS:
         for tokens in GPU_TOKENS:
@@ -110,13 +121,30 @@ def gpu_linear(rows: list[Row]) -> str:
             mine = find(rows, **place, provider="ours")
             gemms = find(rows, **place, provider="three GEMMs")
             half = find(rows, **place, provider="ours, half the rows dead")
-            body.append([
-                shape, str(tokens), number(mine, "ms"), number(mine, "tflops", "{:.0f}"),
-                ratio(gemms, mine), ratio(mine, half), best_peer(rows, mine, place, scalar=False),
-                best_peer(rows, mine, place, scalar=True), number(mine, "mib", "{:.0f}"),
-            ])  # fmt: skip
-    head = ["head", "tokens", "ms", "TFLOP/s", "/ its GEMMs", "half dead / all live",
-            "best per-token peer / ours", "best scalar peer / ours", "extra MiB"]  # fmt: skip
+            body.append(
+                [
+                    shape,
+                    str(tokens),
+                    number(mine, "ms"),
+                    number(mine, "tflops", "{:.0f}"),
+                    ratio(gemms, mine),
+                    ratio(mine, half),
+                    best_peer(rows, mine, place, scalar=False),
+                    best_peer(rows, mine, place, scalar=True),
+                    number(mine, "mib", "{:.0f}"),
+                ]
+            )
+    head = [
+        "head",
+        "tokens",
+        "ms",
+        "TFLOP/s",
+        "time / GEMMs",
+        "half without gradient / all",
+        "best per-token peer / ours",
+        "best scalar peer / ours",
+        "extra MiB",
+    ]
     return markdown(head, body)
 
 
@@ -136,9 +164,16 @@ def best_peer(rows: list[Row], mine: Row | None, place: Row, scalar: bool) -> st
 
 
 def gpu_logits(rows: list[Row]) -> str:
-    names = ("ours, Triton", "ours, Triton, overwrite", "ours, csrc", "ours, csrc, overwrite",
-             "ours, Triton, forward only", "ours, csrc, forward only", "eager",
-             "TRL log-softmax and entropy")  # fmt: skip
+    names = (
+        "ours, Triton",
+        "ours, Triton, overwrite",
+        "ours, csrc",
+        "ours, csrc, overwrite",
+        "ours, Triton, forward only",
+        "ours, csrc, forward only",
+        "eager",
+        "TRL log-softmax and entropy",
+    )
     body = []
     for name in names:
         row = find(rows, work="logits", shape="Qwen2.5-7B", tokens=8192, provider=name)
@@ -163,7 +198,7 @@ def gpu_table(document: dict[str, Any] | None) -> str:
 
 
 def roofline(document: dict[str, Any], path: Path) -> None:
-    """FLOP/s over FLOPs per byte of memory traffic."""
+    """Plot FLOP/s against FLOPs per byte of memory traffic."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -181,18 +216,24 @@ def roofline(document: dict[str, Any], path: Path) -> None:
             if row["work"] == "linear" and row["provider"] == "ours" and "ms" in row:
                 axes.plot(intensity(row), row["tflops"], "o", color="tab:blue")
                 axes.annotate(f"{row['shape']}, {row['tokens']}", (intensity(row), row["tflops"]))
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s",
-             xlim=(1, 1e5), ylim=(1, 2e3),
-             title=document["device"])  # fmt: skip
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP per byte",
+        ylabel="TFLOP/s",
+        xlim=(1, 1e5),
+        ylim=(1, 2e3),
+        title=document["device"],
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def intensity(row: Row) -> float:
-    """FLOPs per byte of the chunked head in bfloat16: per chunk the logits in float32 once written
-    and read, their gradient once written and read twice; the weight and its float32 gradient per
-    chunk; see docs/kernels.md."""
+    """FLOPs per byte of the chunked head in bfloat16. Per chunk, the float32 logits are written and
+    read once, and their gradient is written once and read twice; the weight is read twice, and its
+    float32 gradient is read and written once; see docs/kernels.md."""
     hidden, vocab = HEADS[row["shape"]]
     tokens = row["tokens"]
     chunks = -(-tokens // ((960 << 20) // (6 * vocab) // 128 * 128))

@@ -1,7 +1,7 @@
-"""Times taken in turns, and the limits of the machine measured in the same run.
+"""Interleaved timing, and the machine's limits measured in the same run.
 
-Providers alternate round by round, so that a change of clocks or load meets all of them; a table's
-ratios are those of the least times.
+Providers alternate round by round, so that changes in clocks or load affect all of them; ratios in
+tables compare minimum times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class Timing(NamedTuple):
-    """Of one provider, in milliseconds."""
+    """Times of one provider, in milliseconds."""
 
     best: float
     median: float
@@ -24,14 +24,16 @@ class Timing(NamedTuple):
 
 
 Step = Callable[[], object]
-HEAD_START = 4_000_000  # clocks, 2 ms at 2 GHz: the host's launches run ahead, as in training
+HEAD_START = (
+    4_000_000  # clock cycles, 2 ms at 2 GHz: kernel launches run ahead of the GPU, as in training
+)
 
 
 def once(step: Step, device: torch.device) -> float:
-    """Milliseconds of one call; on a GPU between two events on its stream.
+    """Time of one call in milliseconds; on a GPU, between two events on its stream.
 
-    There the stream is kept busy until the host has queued its first launches: an idle GPU would
-    wait for each of them, and a row kernel of a millisecond would seem slower than it is.
+    On a GPU, the stream is kept busy until the host has queued the first launches. Otherwise launch
+    latency would make a row kernel of about a millisecond look slower than it is.
     """
     if device.type == "cpu":
         start = time.perf_counter()
@@ -54,9 +56,10 @@ def interleave(
     least: int = 5,
     prepare: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
-    """Every step in turn for `seconds`, `least` rounds at any rate, after one round to warm up.
+    """Time all steps in alternation for `seconds`, and for at least `least` rounds, after one
+    warm-up round.
 
-    prepare: called with the name before each step, outside its time.
+    prepare: called with the step's name before each step, untimed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     stop = None
@@ -72,7 +75,7 @@ def interleave(
 
 
 def runnable(steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Step]:
-    """The steps that run; `failed` learns why the others do not."""
+    """The steps that run without error; adds the errors of the others to `failed`."""
     kept = {}
     for name, run in steps.items():
         try:
@@ -82,7 +85,7 @@ def runnable(steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Ste
         else:
             kept[name] = run
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what a failed one left
+        torch.cuda.empty_cache()  # memory left behind by failed steps
     return kept
 
 
@@ -91,7 +94,7 @@ def first_line(error: Exception) -> str:
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """Largest allocation of one call above what was allocated before it, in MiB; nan on a CPU."""
+    """Peak memory allocated during one call beyond what was allocated before, in MiB; nan on a CPU."""
     if device.type == "cpu":
         return math.nan
     torch.cuda.synchronize(device)
@@ -103,10 +106,10 @@ def peak_mib(step: Step, device: torch.device) -> float:
 
 
 def gemm_step(hidden: torch.Tensor, weight: torch.Tensor) -> Step:
-    """The three products of a linear loss on whole matrices, and nothing else: 6 N H V FLOPs.
+    """The three GEMMs of a linear loss on whole matrices, and nothing else: 6 N H V FLOPs.
 
-    With a softmax where the gradient of the logits would be: a GPU that its power limits multiplies
-    small numbers faster than noise.
+    A softmax stands in for the gradient of the logits: a power-limited GPU multiplies small numbers
+    faster than random noise.
     """
     x, w = hidden.detach().flatten(0, -2), weight.detach()
     logits = x @ w.T
@@ -124,7 +127,7 @@ def gemm_step(hidden: torch.Tensor, weight: torch.Tensor) -> Step:
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
-    """GB/s of a copy within the device's memory, reads and writes counted."""
+    """Bandwidth of a copy in device memory in GB/s, counting reads and writes."""
     a = torch.zeros(size // 4, device=device).normal_()
     b = torch.empty_like(a)
     timing = interleave({"copy": lambda: b.copy_(a)}, device, seconds=0.3)["copy"]

@@ -1,8 +1,9 @@
-"""Tests that may hang: `python -m bench.watchdog --limit 60 --seconds 150 tests/test_x.py ...`.
+"""Runs tests that may hang: `python -m bench.watchdog --limit 60 --seconds 150 tests/test_x.py
+...`.
 
-pytest runs in a process of its own, which ends when a test takes longer than the limit, or when one
-leaves the GPU in an error that every later test would meet. The tests that have not begun then go
-on in a new process. Nothing but pytest is needed.
+pytest runs in its own process, which exits when a test exceeds the limit or leaves the GPU in an
+error state that would fail every later test. The tests that have not started yet then run in a new
+process. Only pytest is required.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ LIMIT, LOG = "GAC_WATCHDOG_LIMIT", "GAC_WATCHDOG_LOG"  # the plugin's two argume
 
 
 class Outcome(NamedTuple):
-    """What became of the tests, each under its id."""
+    """Test ids by outcome."""
 
     passed: list[str]
     failed: list[str]
     skipped: list[str]
-    hung: list[str]  # or ended the process in another way
-    not_begun: bool  # time was up before all had begun
+    hung: list[str]  # or crashed the process
+    not_begun: bool  # time ran out before all tests had started
 
 
-# --- in the process of the tests: a plugin of pytest
+# --- in the test process: a pytest plugin
 
 
 def note(**event: str) -> None:
@@ -65,7 +66,7 @@ def pytest_sessionfinish() -> None:
 
 
 def device_is_lost() -> bool:
-    """Whether the GPU refuses all further work of this process."""
+    """Whether the GPU rejects all further work from this process."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
@@ -76,11 +77,11 @@ def device_is_lost() -> bool:
     return False
 
 
-# --- outside
+# --- in the parent process
 
 
 def run(arguments: list[str], limit: float, seconds: float) -> Outcome:
-    """pytest with these arguments, anew after each test that ended its process."""
+    """Run pytest with these arguments, restarting it after each test that ended its process."""
     stop = time.monotonic() + seconds
     events: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +106,7 @@ def _session(
     try:
         subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), check=False)
     except subprocess.TimeoutExpired:
-        print(f"stopped after {seconds:.0f} s", flush=True)
+        print(f"timed out after {seconds:.0f} s", flush=True)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -122,17 +123,21 @@ def _outcome(events: list[dict[str, str]], finished: bool) -> Outcome:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.watchdog", description=__doc__)
-    parser.add_argument("--limit", type=float, required=True, help="seconds of one test")
-    parser.add_argument("--seconds", type=float, required=True, help="of all together")
+    parser.add_argument(
+        "--limit", type=float, required=True, help="time limit per test, in seconds"
+    )
+    parser.add_argument(
+        "--seconds", type=float, required=True, help="time limit for all tests together, in seconds"
+    )
     chosen, rest = parser.parse_known_args(arguments)
     outcome = run(rest, chosen.limit, chosen.seconds)
     print(f"\n{len(outcome.passed)} passed, {len(outcome.skipped)} skipped")
     for name in outcome.failed:
         print(f"failed: {name}")
     for name in outcome.hung:
-        print(f"ended its process: {name}")
+        print(f"hung or crashed: {name}")
     if outcome.not_begun:
-        print("not all tests have begun")
+        print("some tests were not started")
     return 1 if outcome.failed or outcome.hung or outcome.not_begun else 0
 
 

@@ -1,5 +1,6 @@
-// The one list of native operators. Their meaning is that of the functions of the same names in
-// gac_kernels/backends/__init__.py; the files in cpu/ and cuda/ register what runs.
+// Schemas of all native operators. They behave as documented under the same names in
+// gac_kernels/backends/__init__.py; the files in cpu/ register the implementations (cuda/ has a
+// plain C interface instead).
 #include <torch/library.h>
 
 TORCH_LIBRARY(gac_native, m) {

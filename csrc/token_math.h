@@ -1,5 +1,5 @@
-// The loss of one token and its derivatives, in closed form, for host and device code alike.
-// Mirrors `token_terms` in gac_kernels/reference.py, where autograd makes the derivatives.
+// The loss of one token and its derivatives in closed form, for both host and device code.
+// Mirrors `token_terms` in gac_kernels/reference.py, where autograd computes the derivatives.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ enum class DemoWeight { one, p, phi, shaped, trust };
 
 constexpr int kMaxLogRatio = 40;  // MAX_LOG_RATIO in gac_kernels/contract.py
 
-// What LossSpec says about one token; an absent bound is an infinity.
+// The per-token options of LossSpec; a missing bound is infinite.
 template <class Real>
 struct TokenSpec {
   Real ratio_low;   // 1 - clip_low
@@ -35,7 +35,7 @@ template <class Real>
 struct TokenLoss {
   Real loss = 0;
   Real kl = 0;          // the estimator, without its coefficient
-  bool clipped = false;  // the clip removed the gradient
+  bool clipped = false;  // clipping removed the gradient
   Real d_logp = 0;      // derivatives of `loss`
   Real d_entropy = 0;
 };
@@ -56,14 +56,14 @@ GAC_HOST_DEVICE void add_kl(Real logp, Real ref, const TokenSpec<Real>& spec,
   }
 }
 
-// `old` is the sampling policy's log-probability, `logp` itself on-policy. No reference: has_ref
-// is false and `ref` is not used.
+// `old` is the sampling policy's log-probability; pass `logp` itself if on-policy. Without a
+// reference, has_ref is false and `ref` is ignored.
 template <class Real>
 GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advantage, Real old,
                                              bool has_ref, Real ref, const TokenSpec<Real>& spec) {
   TokenLoss<Real> token;
   const Real gap = logp - old;
-  const bool overflows = gap > kMaxLogRatio;  // the ratio stops there, and so does its gradient
+  const bool overflows = gap > kMaxLogRatio;  // the ratio is clamped and its gradient is 0
   const Real ratio = std::exp(overflows ? Real(kMaxLogRatio) : gap);
   Real inside = ratio < spec.ratio_low ? spec.ratio_low : ratio;
   inside = inside > spec.ratio_high ? spec.ratio_high : inside;
@@ -90,7 +90,7 @@ GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const Token
   switch (spec.demo_weight) {
     case DemoWeight::one: break;
     case DemoWeight::p: weight = p; break;
-    case DemoWeight::phi: weight = -p * std::expm1(logp); break;  // p (1 - p) without cancelling
+    case DemoWeight::phi: weight = -p * std::expm1(logp); break;  // p (1 - p) without cancellation
     case DemoWeight::shaped:
       token.loss = -advantage * p / (p + c);
       token.d_logp = token.loss * (c / (p + c));

@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: `make docs`."""
+"""Sphinx configuration; build the site with `make docs`."""
 
 import os
 import subprocess
@@ -25,19 +25,23 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
-smartquotes_action = "D"  # dashes; quotes in our words are often code
+smartquotes_action = "D"  # convert dashes only; quotes are often part of code
 myst_heading_anchors = 3
-myst_disable_syntax = ["myst_line_comment"]  # a line may begin with a percent sign
+myst_disable_syntax = ["myst_line_comment"]  # lines may start with a percent sign
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"  # others are in the signature
+autodoc_typehints_description_target = (
+    "documented"  # undocumented parameters appear only in the signature
+)
 default_role = "code"  # single backticks in docstrings
-autodoc_preserve_defaults = True  # LossSpec(), not all its fields
+autodoc_preserve_defaults = True  # show LossSpec(), not the repr with all fields
 autodoc_class_signature = "separated"
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Source"]  # paper and equation
-suppress_warnings = ["config.cache"]  # `setup` below is a function of this file
-# links to others' pages need a network while building: GAC_DOCS_LINKS=1 make docs
+suppress_warnings = [
+    "config.cache"
+]  # conf.py defines the function `setup`, which cannot be pickled
+# links to external docs need network access at build time: GAC_DOCS_LINKS=1 make docs
 if os.environ.get("GAC_DOCS_LINKS") == "1":
     intersphinx_mapping = {
         "python": ("https://docs.python.org/3", None),
@@ -45,12 +49,12 @@ if os.environ.get("GAC_DOCS_LINKS") == "1":
         "transformers": ("https://huggingface.co/docs/transformers/main/en", None),
     }
 
-# the words under a field are prose: what stands before a colon is no type
+# attribute docstrings are prose: text before a colon is not a type
 GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
 
 
 def generate(app: object) -> None:
-    """Pages that the program itself writes: the command line and every configuration key."""
+    """Generates the command-line and configuration reference pages."""
     subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
 
 

@@ -1,9 +1,9 @@
-"""Code as a reward on a laptop: `python examples/code_toy.py` (Linux, minutes on a CPU).
+"""The code reward on a laptop: `python examples/code_toy.py` (Linux; takes minutes on a CPU).
 
-A model of 0.2 million weights learns from nothing to write the body of `def f(a, b):` from a
-sentence such as "twice a minus b squared". Half of its demonstrations have a wrong operator; hidden
-tests, run in the sandbox, tell which programs are right. Further arguments go to `gac train`, e.g.
-`--set method=sft out=runs/code_toy/sft`.
+A randomly initialized model with 0.2 million parameters learns to write the body of `def f(a, b):`
+from a sentence such as "twice a minus b squared". Half of the demonstrations use a wrong operator;
+hidden tests in the sandbox decide which programs are correct. Additional arguments are passed to
+`gac train`, e.g. `--set method=sft out=runs/code_toy/sft`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,37 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from gac import cli
 
 CONFIG = Path(__file__).with_suffix(".yaml")
-TASK = Path("runs/code_toy/task")  # as in the configuration
+TASK = Path("runs/code_toy/task")  # must match the configuration
 OPERANDS = {
-    "a": "a", "b": "b", "twice a": "2*a", "twice b": "2*b", "thrice a": "3*a", "thrice b": "3*b",
-    "a squared": "a*a", "b squared": "b*b", "two": "2", "three": "3", "five": "5", "seven": "7",
-}  # fmt: skip
+    "a": "a",
+    "b": "b",
+    "twice a": "2*a",
+    "twice b": "2*b",
+    "thrice a": "3*a",
+    "thrice b": "3*b",
+    "a squared": "a*a",
+    "b squared": "b*b",
+    "two": "2",
+    "three": "3",
+    "five": "5",
+    "seven": "7",
+}
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 HEAD, RETURN = 'def f(a, b):\n    """{}"""\n', "    return "
-TESTED = ((3, 5), (7, 2), (-4, 6), (0, 9))  # values of a and b
-HELD_OUT = 82  # of 432 sentences
+TESTED = ((3, 5), (7, 2), (-4, 6), (0, 9))  # test inputs (a, b)
+HELD_OUT = 82  # number of held-out sentences, of 432
 
 
 def row(left: str, operator: str, right: str, rng: random.Random) -> dict[str, Any]:
-    """A sentence, its program, the program's tests, and a demonstration, right half the time."""
+    """One data row: a sentence, its program with tests, and a demonstration that is correct half
+    the time.
+    """
     other = rng.choice([o for o in OPERATORS if o != operator])
     shown = other if rng.random() < 0.5 else operator
     expression = OPERANDS[left] + OPERATORS[operator] + OPERANDS[right]
-    results = [eval(expression, {"a": a, "b": b}) for a, b in TESTED]  # written above, by no model
+    results = [
+        eval(expression, {"a": a, "b": b}) for a, b in TESTED
+    ]  # safe: built from the constants above, not by a model
     sentence = f"{left} {operator} {right}"
     return {
         "id": sentence,
@@ -49,7 +63,7 @@ def row(left: str, operator: str, right: str, rng: random.Random) -> dict[str, A
         "operator": operator,
         "answer": RETURN + expression,
         "solution": RETURN + OPERANDS[left] + OPERATORS[shown] + OPERANDS[right],
-        "code": HEAD.format(sentence),  # which the answer continues
+        "code": HEAD.format(sentence),  # the prompt that the answer continues
         "entry_point": "f",
         "tests": [f"assert f({a}, {b}) == {r}" for (a, b), r in zip(TESTED, results, strict=True)],
     }
@@ -63,9 +77,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     model.pre_tokenizer = Split(Regex(f"{RETURN}|[a-z]+|."), "isolated")
     model.decoder = Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=model,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def write_task(folder: Path, seed: int = 0) -> None:
@@ -81,11 +98,18 @@ def write_task(folder: Path, seed: int = 0) -> None:
     words = tokenizer()
     words.save_pretrained(folder / "init")
     LlamaConfig(
-        vocab_size=len(words), hidden_size=96, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=32, tie_word_embeddings=True,
-        initializer_range=0.1, pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id,
+        vocab_size=len(words),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
         bos_token_id=None,
-    ).save_pretrained(folder / "init")  # fmt: skip
+    ).save_pretrained(folder / "init")
 
 
 def main(arguments: Sequence[str]) -> int:

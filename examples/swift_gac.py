@@ -1,8 +1,8 @@
-"""ms-swift with adaptive demonstrations, on a tiny model made on the spot: minutes on a CPU.
+"""GAC in ms-swift, on a tiny model created on the fly; takes minutes on a CPU.
 
     python -m examples.swift_gac [STEPS]
 
-It is swift's own `rlhf` command; what a user adds to it is marked with "gac".
+Runs swift's own `rlhf` command; the additions for GAC are marked with "gac".
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PLUGIN = str(Path(__file__).with_name("swift_plugin.py"))
 
 
 class ShareRight(ORM):
-    """Share of the answer's characters that are right."""
+    """Fraction of the answer's characters that are correct."""
 
     def __call__(self, completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [toy.reward(c, gold) for c, gold in zip(completions, answer, strict=True)]
 
 
 def write(folder: Path) -> None:
-    """The model, and both data sets as conversations of one turn."""
+    """Write the model and both data sets, as single-turn conversations."""
     toy.write(folder)
     demos = [json.loads(line) for line in (folder / "demos.jsonl").read_text().splitlines()]
     files = {
@@ -39,38 +39,89 @@ def write(folder: Path) -> None:
             for row in toy.prompts(0, 512)
         ],
         "demos": [
-            {"messages": [{"role": "user", "content": row["prompt"]},
-                          {"role": "assistant", "content": row["completion"]}]}
+            {
+                "messages": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["completion"]},
+                ]
+            }
             for row in demos
         ],
-    }  # fmt: skip
+    }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def command(folder: Path, steps: int) -> list[str]:
-    """The words after `swift rlhf`."""
+    """The arguments of `swift rlhf`."""
     return [
-        "--external_plugins", PLUGIN,  # gac
-        "--chord_sft_dataset", f"{folder}/demos.jsonl",  # gac
-        "--chord_sft_per_device_train_batch_size", "8",  # gac: of each micro-batch
-        "--beta", "1e-30",  # gac: measures the KL that alpha follows, and changes no weight
-        "--rlhf_type", "grpo", "--model", f"{folder}/model", "--model_type", "qwen2",
-        "--dataset", f"{folder}/prompts.jsonl", "--reward_funcs", "share_right",
-        "--template", "toy", "--tuner_type", "full", "--torch_dtype", "float32",
-        "--max_steps", str(steps), "--learning_rate", "1e-3",
-        "--per_device_train_batch_size", "32", "--num_generations", "8",
-        "--gradient_accumulation_steps", "2", "--max_completion_length", str(toy.LENGTH + 1),
-        "--output_dir", f"{folder}/out", "--add_version", "false", "--load_args", "false",
-        "--check_model", "false", "--split_dataset_ratio", "0", "--dataset_num_proc", "1",
-        "--dataloader_num_workers", "0", "--save_strategy", "no", "--logging_steps", "1",
-        "--report_to", "none", "--use_vllm", "false", "--use_cpu", "true",
-        "--gradient_checkpointing", "false",
-    ]  # fmt: skip
+        "--external_plugins",
+        PLUGIN,  # gac
+        "--chord_sft_dataset",
+        f"{folder}/demos.jsonl",  # gac
+        "--chord_sft_per_device_train_batch_size",
+        "8",  # gac: per process and micro-batch
+        "--beta",
+        "1e-30",  # gac: measures the KL for alpha without affecting training
+        "--rlhf_type",
+        "grpo",
+        "--model",
+        f"{folder}/model",
+        "--model_type",
+        "qwen2",
+        "--dataset",
+        f"{folder}/prompts.jsonl",
+        "--reward_funcs",
+        "share_right",
+        "--template",
+        "toy",
+        "--tuner_type",
+        "full",
+        "--torch_dtype",
+        "float32",
+        "--max_steps",
+        str(steps),
+        "--learning_rate",
+        "1e-3",
+        "--per_device_train_batch_size",
+        "32",
+        "--num_generations",
+        "8",
+        "--gradient_accumulation_steps",
+        "2",
+        "--max_completion_length",
+        str(toy.LENGTH + 1),
+        "--output_dir",
+        f"{folder}/out",
+        "--add_version",
+        "false",
+        "--load_args",
+        "false",
+        "--check_model",
+        "false",
+        "--split_dataset_ratio",
+        "0",
+        "--dataset_num_proc",
+        "1",
+        "--dataloader_num_workers",
+        "0",
+        "--save_strategy",
+        "no",
+        "--logging_steps",
+        "1",
+        "--report_to",
+        "none",
+        "--use_vllm",
+        "false",
+        "--use_cpu",
+        "true",
+        "--gradient_checkpointing",
+        "false",
+    ]
 
 
 def run(steps: int, folder: Path) -> list[dict[str, float]]:
-    """Train for `steps` optimiser steps; what was logged."""
+    """Train for `steps` optimizer steps and return the logged metrics."""
     orms["share_right"] = ShareRight
     plain = TemplateMeta("toy", prefix=[], prompt=["{{QUERY}}"], chat_sep=[])
     register_template(plain, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A tiny model, its task and its samples: what the examples inside other trainers share."""
+"""A tiny model, its task and its sampling, shared by the examples for other trainers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from transformers import AutoModelForCausalLM
 
 from gac.demo import task
 
-LENGTH = 8  # characters of an answer
+LENGTH = 8  # characters per answer
 
 
 class Rollout(NamedTuple):
     """One sampled answer, scored at temperature 1."""
 
-    group: int  # of its prompt
+    group: int  # index of the prompt
     prompt: Tensor  # [P] token ids
-    response: Tensor  # [R] token ids, the end token included
-    logps: Tensor  # [R] under the policy that sampled it
+    response: Tensor  # [R] token ids, including the EOS token
+    logps: Tensor  # [R] under the sampling policy
     ref_logps: Tensor  # [R] under the reference
     reward: float
 
 
 def write(folder: Path) -> None:
-    """A random model with its tokenizer in model/, 256 weak subtractions in demos.jsonl."""
+    """Write a random model and its tokenizer to model/, and 256 weak subtraction demos to
+    demos.jsonl.
+    """
     words = task.tokenizer()
     config = task.model_config(len(words), words.pad_token_id, words.eos_token_id)
     torch.manual_seed(0)
@@ -41,12 +43,12 @@ def write(folder: Path) -> None:
 
 
 def prompts(seed: int, count: int) -> list[dict[str, Any]]:
-    """Prompts and answers, additions and subtractions in turn."""
+    """Prompts and answers, alternating additions and subtractions."""
     return task.rows(random.Random(f"prompts:{seed}"), ["+", "-"] * (count // 2))
 
 
 def reward(completion: str, answer: str) -> float:
-    """Share of the answer's characters that are right."""
+    """Fraction of the answer's characters that are correct."""
     return sum(a == b for a, b in zip(completion, answer, strict=False)) / len(answer)
 
 
@@ -54,14 +56,17 @@ def reward(completion: str, answer: str) -> float:
 def sample(
     policy: Any, reference: Any, words: Any, rows: Sequence[dict[str, Any]], completions: int
 ) -> list[Rollout]:
-    """`completions` answers to each prompt, as a rollout engine returns them."""
+    """Sample `completions` answers per prompt, as a rollout engine would."""
     text = [row["prompt"] for row in rows for _ in range(completions)]
-    ids = words(text, return_tensors="pt")["input_ids"]  # prompts of one length
+    ids = words(text, return_tensors="pt")["input_ids"]  # all prompts have the same length
     start = ids.shape[1]
     whole = policy.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
         max_new_tokens=LENGTH + 1,
-    )  # fmt: skip
+    )
     scored = [_logprobs(model, whole)[:, start - 1 :] for model in (policy, reference)]
     found = []
     for i, tokens in enumerate(whole[:, start:]):
@@ -76,13 +81,13 @@ def sample(
 
 @torch.no_grad()
 def copy_weights(policy: Any, trained: Any) -> None:
-    """The weights of a sharded module into the model that samples."""
+    """Copy the weights of a sharded module into the sampling model."""
     sharded = dict(trained.named_parameters())
     for name, weight in policy.named_parameters():
         weight.copy_(sharded[name].full_tensor())
 
 
 def _logprobs(model: Any, ids: Tensor) -> Tensor:
-    """[B, T - 1]: of each token after the first; what follows an end token is not looked at."""
+    """Log-probs [B, T - 1] of all tokens after the first; those after an EOS token are not used."""
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

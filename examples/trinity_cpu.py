@@ -1,6 +1,6 @@
-"""What Trinity-RFT 0.6's trainer does with verl 0.8 on GPUs, for CPUs: worker and batches.
+"""CPU replacement for the trainer of Trinity-RFT 0.6 on verl 0.8: worker and batches.
 
-Trinity's `VERLTrainer` asks for a GPU; the loss, the batches and verl's worker under it do not.
+Trinity's `VERLTrainer` requires a GPU, but the loss, the batches and verl's worker do not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ from verl.workers.utils.padding import left_right_2_no_padding
 EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
     FSDPEngineWithLMHead
 )
-for name in ("max_memory_allocated", "max_memory_reserved", "empty_cache", "memory_allocated",
-             "memory_reserved", "reset_peak_memory_stats"):  # fmt: skip
+for name in (
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "empty_cache",
+    "memory_allocated",
+    "memory_reserved",
+    "reset_peak_memory_stats",
+):
     if not hasattr(torch.cpu, name):
         setattr(torch.cpu, name, lambda *args, **keywords: 0)
 torch.cpu.mem_get_info = lambda *args: (0, 1)  # type: ignore[attr-defined] - for verl's log
@@ -42,7 +48,7 @@ torch.cpu.get_device_name = lambda *args: "CPU"  # type: ignore[attr-defined] - 
 
 
 def _unpad(states: torch.Tensor, mask: torch.Tensor) -> tuple[Any, ...]:
-    """flash-attn's unpad_input, which verl imports from a package that needs a GPU."""
+    """Replacement for flash-attn's unpad_input; verl imports it from a package that needs a GPU."""
     lengths = mask.sum(1, dtype=torch.int32)
     where = mask.flatten().nonzero().flatten()
     ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -53,9 +59,15 @@ attention_utils._get_attention_functions = lambda: (None, None, None, _unpad)
 
 
 def start_alone() -> None:
-    """Be the only process of a job: verl's workers read these variables."""
-    known = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-             "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    """Start a single-process group; verl's workers read these environment variables."""
+    known = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     os.environ.update(known)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -66,16 +78,22 @@ def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
     config = TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
-            path=model, use_remove_padding=False, enable_gradient_checkpointing=False,
+            path=model,
+            use_remove_padding=False,
+            enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "sdpa"},
         ),
         engine_config=FSDPEngineConfig(
-            strategy="fsdp2", model_dtype="fp32", mixed_precision=single, use_torch_compile=False,
-            use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
+            strategy="fsdp2",
+            model_dtype="fp32",
+            mixed_precision=single,
+            use_torch_compile=False,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
         ),
         optimizer_config=FSDPOptimizerConfig(lr=lr, clip_grad=1e9, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
-    )  # fmt: skip
+    )
     made = TrainingWorker(config=config)
     made.reset()
     made.set_loss_fn(build_trinity_loss(algorithm))
@@ -83,10 +101,10 @@ def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
 
 
 def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro: int) -> TensorDict:
-    """This rank's part of a training step as Trinity hands it to the actor.
+    """This rank's share of a training step, in the format that Trinity passes to the actor.
 
-    references: of each row, the log-probs [R] of its completion under the reference policy.
-    micro: rows of a micro-batch.
+    references: for each row, the log-probs [R] of its completion under the reference policy.
+    micro: rows per micro-batch.
     """
     data = to_data_proto(list(rows), 0, None, logging.getLogger("trinity"))
     data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
@@ -97,12 +115,18 @@ def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = left_right_2_no_padding(data.to_tensordict()[rank::ranks].contiguous())
     tu.assign_non_tensor(
-        found, global_batch_size=len(rows), mini_batch_size=len(rows), epochs=1, temperature=1.0,
-        calculate_entropy=False, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False,
-    )  # fmt: skip
+        found,
+        global_batch_size=len(rows),
+        mini_batch_size=len(rows),
+        epochs=1,
+        temperature=1.0,
+        calculate_entropy=False,
+        micro_batch_size_per_gpu=micro,
+        use_dynamic_bsz=False,
+    )
     return found
 
 
 def step(made: TrainingWorker, data: TensorDict) -> dict[str, Any]:
-    """One optimiser step on `data`; what the actor logged, a list of values under each name."""
+    """Take one optimizer step on `data`; returns the actor's metrics, a list of values per name."""
     return dict(tu.get(made.train_mini_batch(data), "metrics"))

@@ -1,10 +1,10 @@
-"""Trinity-RFT with adaptive demonstrations, on a tiny model made on the spot: minutes on a CPU.
+"""GAC in Trinity-RFT, on a tiny model created on the fly; takes minutes on a CPU.
 
     python -m examples.trinity_gac [STEPS]
 
-Configuration, sample strategy, advantages and loss are Trinity's own path to verl's worker; what a
-user changes in the configuration is marked with "gac". Trinity's explorer and its file buffers need
-vLLM, so the two buffers are read from memory here, and the answers are sampled with transformers.
+Configuration, sample strategy, advantages and loss use Trinity's own code with verl's worker; the
+changes in the configuration are marked with "gac". Trinity's explorer and file buffers need vLLM,
+so both buffers are in memory here, and completions are sampled with transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trinity.common.experience import EID, Experience
 
 from examples import toy, trinity_cpu
 
-PROMPTS, COMPLETIONS = 8, 6  # of each step, beside 16 demonstrations
+PROMPTS, COMPLETIONS = 8, 6  # per step, in addition to 16 demonstrations
 
 CONFIG = """
 checkpoint_root_dir: {folder}/checkpoints
@@ -52,9 +52,9 @@ buffer:
 
 
 class Rollouts(BufferReader):
-    """Samples and scores answers when it is read, with Trinity's advantages of GRPO."""
+    """Buffer that samples and scores completions on read, with Trinity's GRPO advantages."""
 
-    policy: Any = None  # these three are set before the first read
+    policy: Any = None  # `run` sets these three before the first read
     reference: Any = None
     words: Any = None
 
@@ -68,17 +68,20 @@ class Rollouts(BufferReader):
         self.reads += 1
         experiences = [
             Experience(
-                eid=EID(task=row.group, run=i), tokens=torch.cat([row.prompt, row.response]),
-                prompt_length=len(row.prompt), logprobs=row.logps, reward=row.reward,
+                eid=EID(task=row.group, run=i),
+                tokens=torch.cat([row.prompt, row.response]),
+                prompt_length=len(row.prompt),
+                logprobs=row.logps,
+                reward=row.reward,
                 info={"model_version": self.reads, "reference": row.ref_logps},
             )
             for i, row in enumerate(found)
-        ]  # fmt: skip
+        ]
         return self.advantages.process(experiences)[0]
 
 
 class Demonstrations(BufferReader):
-    """Rows of a file with prompt and completion, over and over."""
+    """Cycles through the rows of a file with prompt and completion."""
 
     def __init__(self, config: Any) -> None:
         lines = Path(config.path).read_text().splitlines()
@@ -100,7 +103,7 @@ class Demonstrations(BufferReader):
 
 
 def configuration(folder: Path) -> Config:
-    """The configuration file as Trinity reads it, completed and checked by Trinity."""
+    """Load the configuration file with Trinity, which completes and validates it."""
     path = folder / "trinity.yaml"
     path.write_text(CONFIG.format(folder=folder, module=__name__))
     config = load_config(str(path))
@@ -110,7 +113,7 @@ def configuration(folder: Path) -> Config:
 
 
 def run(steps: int, folder: Path) -> list[dict[str, float]]:
-    """Train for `steps` training steps; what was logged, and the mean reward."""
+    """Train for `steps` training steps and return the logged metrics with the mean reward."""
     toy.write(folder)
     Rollouts.policy = AutoModelForCausalLM.from_pretrained(folder / "model")
     Rollouts.reference = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -1,8 +1,8 @@
-"""TRL with adaptive demonstrations, on a tiny model made on the spot: minutes on a laptop's CPU.
+"""GAC in TRL, on a tiny model created on the fly; takes minutes on a laptop CPU.
 
     python -m examples.trl_gac [STEPS]
 
-What turns a GRPOTrainer script into this one is marked with "gac".
+The differences from a plain GRPOTrainer script are marked with "gac".
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gac.integrations.trl import GACTrainer  # gac
 
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of the answer's characters that are right."""
+    """Fraction of the answer's characters that are correct."""
     pairs = zip(completions, answer, strict=True)
     return [sum(a == b for a, b in zip(c, gold, strict=False)) / len(gold) for c, gold in pairs]
 
 
 def run(steps: int, out: str) -> list[dict[str, float]]:
-    """Train for `steps` optimiser steps; what was logged."""
+    """Train for `steps` optimizer steps and return the logged metrics."""
     tokenizer = task.tokenizer()
     ends = tokenizer.pad_token_id, tokenizer.eos_token_id
     model = AutoModelForCausalLM.from_config(task.model_config(len(tokenizer), *ends))
@@ -39,18 +39,26 @@ def run(steps: int, out: str) -> list[dict[str, float]]:
         [{"prompt": row["prompt"], "completion": row["solution"]} for row in experts]
     )
     args = GRPOConfig(
-        output_dir=out, max_steps=steps, per_device_train_batch_size=16, num_generations=8,
-        gradient_accumulation_steps=2, max_completion_length=8, learning_rate=1e-3,
-        logging_steps=1, save_strategy="no", report_to=[], bf16=False,
-    )  # fmt: skip
+        output_dir=out,
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        num_generations=8,
+        gradient_accumulation_steps=2,
+        max_completion_length=8,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,
+    )
     trainer = GACTrainer(  # gac: was GRPOTrainer
         model=model,
         reward_funcs=reward,
         args=args,
         train_dataset=prompts,
         processing_class=tokenizer,
-        demo_dataset=demos,  # gac: prompt and completion, or messages
-        demo_batch=16,  # gac: demonstrations of each optimiser step
+        demo_dataset=demos,  # gac: columns prompt and completion, or messages
+        demo_batch=16,  # gac: demonstrations per optimizer step
         controller=ControllerConfig(),  # gac: or e.g. gac.methods.CHORD()
     )
     trainer.train()

@@ -1,6 +1,7 @@
-"""What verl 0.9 wants to know of a device, for CPUs: import it before anything else of verl.
+"""A CPU platform for verl 0.9. Import this module before any other verl module.
 
-verl trains on GPUs; its engine, worker and losses run on a CPU as they are, once it knows one.
+verl targets GPUs, but its engine, worker and losses run unchanged on a CPU once a CPU platform is
+registered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 class _Device(types.ModuleType):
-    """What verl asks of torch.cuda."""
+    """The functions of torch.cuda that verl calls."""
 
     @staticmethod
     def mem_get_info() -> tuple[int, int]:
@@ -100,7 +101,7 @@ EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=[
     FSDPEngineWithLMHead
 )
 
-# What a GPU's kernels would do, or a CPU cannot.
+# Disable options that need GPU kernels or are not supported on CPUs.
 OPTIONS = [
     "actor_rollout_ref.model.use_remove_padding=false",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
@@ -118,15 +119,21 @@ OPTIONS = [
 
 
 def start_alone() -> None:
-    """Be the only process of a job: verl's workers read these variables."""
-    known = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-             "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    """Start a single-process group; verl's workers read these environment variables."""
+    known = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     os.environ.update(known)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def actor(*overrides: str) -> Any:
-    """The actor's training worker, as verl's own configuration makes it."""
+    """The actor's training worker, built from verl's own configuration."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", [*OPTIONS, *overrides])
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
@@ -135,14 +142,14 @@ def actor(*overrides: str) -> Any:
 
 
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """verl's own advantages of GRPO, one per rollout; `groups` are the numbers of their prompts."""
+    """verl's GRPO advantages, one per rollout; `groups` holds the prompt index of each."""
     scores = torch.tensor(rewards)[:, None]
     found, _ = get_adv_estimator_fn("grpo")(scores, torch.ones_like(scores), index=groups)
     return found.squeeze(1).tolist()
 
 
 def batch(rows: Sequence[Mapping[str, Any]], temperature: float, **options: Any) -> TensorDict:
-    """Rollouts as verl's trainer hands them to the actor.
+    """Pack rollouts in the format in which verl's trainer passes them to the actor.
 
     rows: prompt [P] and response [R] token ids; mask, advantage, old and ref log-probs, all [R].
     """
@@ -166,5 +173,5 @@ def batch(rows: Sequence[Mapping[str, Any]], temperature: float, **options: Any)
 
 
 def step(worker: Any, data: TensorDict) -> dict[str, Any]:
-    """One optimiser step on `data`; what the actor logged, a list of values under each name."""
+    """Take one optimizer step on `data`; returns the actor's metrics, a list of values per name."""
     return dict(tu.get(worker.train_mini_batch(data), "metrics"))

@@ -1,9 +1,9 @@
-"""verl with adaptive demonstrations, on a tiny model made on the spot: minutes on a laptop's CPU.
+"""GAC in verl, on a tiny model created on the fly; takes minutes on a laptop CPU.
 
     python -m examples.verl_gac [STEPS]
 
-The actor is verl's own, from its own configuration; what a user adds to it is marked with "gac".
-verl's rollout servers need GPUs, so the answers are sampled with transformers here.
+The actor is built by verl from its own configuration; the additions for GAC are marked with "gac".
+verl's rollout servers need GPUs, so completions are sampled with transformers.
 """
 
 from __future__ import annotations
@@ -19,40 +19,44 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import toy, verl_cpu
 
-PROMPTS, COMPLETIONS = 8, 8  # of each step
+PROMPTS, COMPLETIONS = 8, 8  # prompts per step, completions per prompt
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
 def options(folder: Path) -> list[str]:
-    """The command line after `python -m verl.trainer.main_ppo`, as far as the actor reads it."""
+    """The arguments of `python -m verl.trainer.main_ppo` that concern the actor."""
     return [
         f"actor_rollout_ref.model.path={folder}/model",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS * COMPLETIONS}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.use_kl_loss=true",  # alpha follows the KL to the reference
+        "actor_rollout_ref.actor.use_kl_loss=true",  # alpha depends on the KL to the reference
         f"{POLICY_LOSS}._target_=gac.integrations.verl.GACPolicyLoss",  # gac
         f"+{POLICY_LOSS}.demo_path={folder}/demos.jsonl",  # gac: prompt and completion
-        f"+{POLICY_LOSS}.demo_batch=16",  # gac: demonstrations of each optimiser step
+        f"+{POLICY_LOSS}.demo_batch=16",  # gac: demonstrations per optimizer step
     ]
 
 
 def shown(rollouts: list[toy.Rollout]) -> list[dict[str, Any]]:
-    """The rollouts with verl's advantages of GRPO."""
+    """The rollouts with verl's GRPO advantages, as rows for `verl_cpu.batch`."""
     scored = verl_cpu.grpo_advantages(
         [row.reward for row in rollouts], [row.group for row in rollouts]
     )
     return [
         {
-            "prompt": row.prompt, "response": row.response, "old": row.logps, "ref": row.ref_logps,
-            "mask": torch.ones_like(row.response), "advantage": torch.full_like(row.logps, score),
+            "prompt": row.prompt,
+            "response": row.response,
+            "old": row.logps,
+            "ref": row.ref_logps,
+            "mask": torch.ones_like(row.response),
+            "advantage": torch.full_like(row.logps, score),
         }
         for row, score in zip(rollouts, scored, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def run(steps: int, folder: Path) -> list[dict[str, float]]:
-    """Train for `steps` optimiser steps; what was logged, and the mean reward."""
+    """Train for `steps` optimizer steps and return the logged metrics with the mean reward."""
     toy.write(folder)
     actor = verl_cpu.actor(*options(folder))
     policy = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -20,7 +20,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: `gac --help` must not wait for torch."""
+    """Import public names lazily, so that `gac --help` does not wait for torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""Numbers as cells of a table for the terminal."""
+"""Formats numbers as table cells."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def percent(value: float | None, sign: str = "") -> str:
-    """A share in percent; a dash for none. sign: "+" writes it always."""
+    """Format a fraction as a percentage, or "-" for None. sign: "+" always shows the sign."""
     return "-" if value is None else f"{100 * value:{sign}.1f}"
 
 
 def span(ends: Sequence[float] | None, sign: str = "") -> str:
-    """An interval in percent; a dash for none."""
+    """Format an interval in percent, or "-" for None."""
     return "-" if ends is None else f"[{percent(ends[0], sign)}, {percent(ends[1], sign)}]"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as columns, the first flush left, the others right."""
+    """Align rows of cells in columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()

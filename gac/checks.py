@@ -1,4 +1,4 @@
-"""One way to reject an argument: its name, its value, and what to use instead."""
+"""Argument checks whose errors give the name, the value and what to use instead."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ def require(ok: bool, name: str, value: object, use: str) -> None:
 
 
 def is_real(value: object) -> bool:
-    """Whether `value` is a finite Python number (bool is none)."""
+    """Whether `value` is a finite Python number; bool does not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is an integer >= `least` (bool is none)."""
+    """Whether `value` is an integer >= `least`; bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def finite(name: str, value: SupportsFloat) -> float:
-    """A finite Python or 0-d array number as float; ValueError naming it otherwise."""
+    """Return a Python number or 0-d array as a finite float; raise ValueError naming it otherwise."""
     number = math.nan if isinstance(value, str) else float(value)
     require(math.isfinite(number), name, value, "a finite number")
     return number
 
 
 def numbers(name: str, values: Sequence[SupportsFloat], count: int) -> list[float]:
-    """`values` as finite floats; a ValueError that names them unless they are `count` such."""
+    """Return `values` as exactly `count` finite floats; raise ValueError naming them otherwise."""
     require(len(values) == count, name, values, f"{count} numbers, or None")
     return [finite(name, value) for value in values]

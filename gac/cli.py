@@ -1,8 +1,8 @@
-"""The command line: `gac train | eval | study | report | methods | demo` and others: `gac --help`.
+"""The `gac` command line. Run `gac --help` for a list of commands.
 
-Each command imports its module when it runs, so that `gac --help` answers at once. Exit codes:
-0 done, 1 a run that cannot go on, 2 a mistake in the command or the configuration (one line says
-which; `--debug` or GAC_DEBUG=1 shows the traceback too), 130 interrupted.
+Each command imports its module lazily, so that `gac --help` is fast. Exit codes:
+0 success, 1 the run failed, 2 invalid command or configuration (reported in one line; `--debug` or
+GAC_DEBUG=1 also shows the traceback), 130 interrupted.
 """
 
 import argparse
@@ -35,18 +35,20 @@ __all__ = ["FAILED", "INTERRUPTED", "OK", "USAGE", "main", "make_parser"]
 EXAMPLES = """\
 examples:
   gac demo                                        train and compare methods on a tiny task
-  gac train examples/gsm8k.yaml --set steps=200   train, changing one key of the file
-  gac report runs/demo                            a page about the runs below a folder
-  gac methods gac                                 what a method does and its hyperparameters
+  gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
+  gac report runs/demo                            write a report on all runs in a folder
+  gac methods gac                                 explain a method and its hyperparameters
 """
-SET_HELP = "one configuration key, e.g. optim.lr=1e-5 or method=grpo; the last of several wins"
+SET_HELP = (
+    "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
+)
 
 
-DEBUG_HELP = "also show the traceback of an error; same as GAC_DEBUG=1"
+DEBUG_HELP = "show tracebacks for errors; same as GAC_DEBUG=1"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help goes on with text that is only made when it is asked for."""
+    """A parser that appends lazily generated text to its help."""
 
     more: Callable[[], str] | None = None
 
@@ -55,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; argv: without the program's name."""
+    """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
     try:
         with extras_named("this command"):
@@ -64,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return options.run(options)
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
-        print(f"gac: interrupted{detail}; the same command goes on from there", file=sys.stderr)
+        print(f"gac: interrupted{detail}; rerun the command to resume", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `gac methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except Exception as error:  # what a user can mend becomes a line
+    except Exception as error:  # report user errors in one line
         found = verdict(error)
-        if found is None:  # a defect: its traceback is wanted
+        if found is None:  # a bug: show its traceback
             raise
         if debug:
             traceback.print_exc()
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """Build the parser for all commands."""
     parser = Parser(
         prog="gac",
         description="Hybrid SFT + RL post-training with an adaptive mixing weight.",
@@ -109,20 +111,21 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     train = commands.add_parser(
         "train",
         usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
-        help="train a model as a configuration file says",
-        description="Train a model. Everything is written to the run directory `out`, a report "
-        "included. A run that was interrupted goes on from its last checkpoint when the same "
-        "command is given again.",
+        help="train a model from a configuration file",
+        description="Train a model. All output, including a report, goes to the run directory `out`. Rerun the same command to resume an interrupted run from its last checkpoint.",
     )
     train.add_argument(
-        "config", type=Path, metavar="CONFIG.yaml", help="describes the run; its keys are below"
+        "config",
+        type=Path,
+        metavar="CONFIG.yaml",
+        help="run configuration; its keys are listed below",
     )
     _add_set(train)
     train.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on from the last checkpoint in `out`, if there is one (default: yes)",
+        help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
     train.more = lambda: _keys("gac.train_config", "TrainConfig")
     train.set_defaults(run=_train)
@@ -133,17 +136,21 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
-        description="Let a model answer prompts and score the answers: a single task (key "
-        "`settings`), printed as a JSON object, or several (`tasks`), kept in `out` with every "
-        "answer and shown as a table.",
+        description="Generate and score a model's answers to prompts. A single task (key `settings`) is printed as a JSON object; several (`tasks`) are saved to `out` with all answers and shown as a table.",
     )
     evaluate.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="optional; its keys are below"
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG.yaml",
+        help="optional; its keys are listed below",
     )
     evaluate.add_argument(
-        "--against", type=Path, metavar="RESULTS",
-        help="the `out` of another evaluation: also give paired differences over shared prompts",
-    )  # fmt: skip
+        "--against",
+        type=Path,
+        metavar="RESULTS",
+        help="`out` folder of another evaluation; also report paired differences over shared prompts",
+    )
     _add_set(evaluate)
     evaluate.more = lambda: _keys("gac.evaluation.suite", "EvalConfig")
     evaluate.set_defaults(run=_eval)
@@ -152,17 +159,17 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser(
         "export",
-        help="write a checkpoint's model as a transformers folder",
-        description="Write a folder that transformers' from_pretrained loads, however many "
-        "processes trained the model. Adapters are merged into it.",
+        help="export a checkpoint's model as a transformers folder",
+        description="Write a folder that transformers' from_pretrained can load, however many processes trained the model. Adapters are merged into the model.",
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     export.add_argument(
-        "--step", type=_step, metavar="N|best",
-        help="which checkpoint: its step, or best, the most accurate of the evaluated ones "
-        "(default: the last intact one)",
-    )  # fmt: skip
+        "--step",
+        type=_step,
+        metavar="N|best",
+        help="checkpoint to export: its step, or 'best' for the one with the highest evaluation accuracy (default: the last intact one)",
+    )
     export.set_defaults(run=_export)
 
 
@@ -170,37 +177,39 @@ def _step(text: str) -> int | Literal["best"]:
     try:
         return "best" if text == "best" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor best") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a step number or 'best', got {text!r}"
+        ) from None
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     replay = commands.add_parser(
         "replay",
-        help="compute a skipped step again and name the rows that broke it",
-        description="A step whose loss or gradient was not finite or too large is skipped and kept "
-        "under RUN/replay. Print what was recorded, what comes out now and the rows at fault.",
+        help="recompute a skipped step and list the rows that caused it",
+        description="Steps with a non-finite or too large loss or gradient are skipped and saved under RUN/replay. Print the recorded values, the recomputed values and the rows at fault.",
     )
-    replay.add_argument("step", type=Path, metavar="RUN/replay/step-N", help="a kept step")
+    replay.add_argument("step", type=Path, metavar="RUN/replay/step-N", help="a saved step")
     replay.set_defaults(run=_replay)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
-        help="write a page with plots and tables about one or more runs",
-        description="Write report.html (one file, opens without a network) and plots/*.png, and "
-        "print the tables. Runs that differ only by their seed are shown as one; unfinished runs "
-        "are shown as far as they got.",
+        help="write a report with plots and tables for one or more runs",
+        description="Write report.html (a single file that works offline) and plots/*.png, and print the tables. Runs that differ only in their seed are grouped; unfinished runs are shown up to their last step.",
     )
     report.add_argument(
         "runs",
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="a run directory, an `out` of gac eval, or a folder of them",
+        help="a run directory, the `out` folder of gac eval, or a folder that contains these",
     )
     report.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to (default: the folder common to the runs)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="output folder (default: the common parent folder of the runs)",
     )
     report.set_defaults(run=_report)
 
@@ -208,18 +217,22 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def _add_rewards(commands: argparse._SubParsersAction) -> None:
     rewards = commands.add_parser(
         "rewards",
-        help="check a data set's own solutions against its reward",
-        description="Try rewards without a model.",
+        help="check a data set's reference solutions against its reward",
+        description="Test rewards without a model.",
     )
     check = rewards.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
         "check",
-        help="score every row's own solution and name the rows that fail",
-        description="Score every row's own solution by the configuration's reward and name the "
-        "rows that fail: a model could not do better on them.",
+        help="score each row's reference solution and list the rows that fail",
+        description="Score each row's reference solution with the configured reward and list the rows that fail: a model cannot be expected to pass these.",
     )
-    check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for train or eval")
     check.add_argument(
-        "--least", type=float, default=1.0, help="what a solution should earn (default: 1)"
+        "config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"
+    )
+    check.add_argument(
+        "--min-reward",
+        type=float,
+        default=1.0,
+        help="minimum reward of a passing solution (default: 1)",
     )
     _add_set(check)
     check.set_defaults(run=_check_rewards)
@@ -229,25 +242,26 @@ def _add_methods(commands: argparse._SubParsersAction) -> None:
     methods = commands.add_parser(
         "methods",
         help="list the methods, or explain one",
-        description="List the methods; with a NAME, say what it does and which keys it has.",
+        description="List the methods, or explain the method NAME and its keys.",
     )
-    methods.add_argument("name", nargs="?", metavar="NAME", help="one method")
+    methods.add_argument("name", nargs="?", metavar="NAME", help="method to explain")
     methods.set_defaults(run=_methods)
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
-        help="train a tiny model by several methods and compare them",
-        description="Train a tiny base model, post-train it by several methods and compare them. "
-        "What is finished is not run again; what was interrupted goes on.",
+        help="train a tiny model with several methods and compare them",
+        description="Train a tiny base model, post-train it with several methods and compare them. Finished runs are skipped; interrupted runs resume.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of all runs")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs")
     demo.add_argument("--methods", nargs="+", default=list(COMPARED), help="see `gac methods`")
     demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
     demo.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
-    demo.add_argument("--jobs", type=int, default=None, help="runs at a time; None: one per core")
+    demo.add_argument(
+        "--jobs", type=int, default=None, help="number of parallel runs; None: one per core"
+    )
     demo.set_defaults(run=_demo)
 
 
@@ -262,12 +276,12 @@ def _train(options: argparse.Namespace) -> int:
     from gac.config import load
     from gac.train_config import TrainConfig
 
-    config = load(TrainConfig, options.config, options.set)  # before anything slow is imported
+    config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
     from gac.parallel import setup
     from gac.training.trainer import Trainer
 
-    with refusals_are(ConfigError):  # what set-up refuses is the configuration's fault
+    with refusals_are(ConfigError):  # errors during setup are configuration errors
         trainer = Trainer(config, options.resume)
     run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
@@ -275,7 +289,7 @@ def _train(options: argparse.Namespace) -> int:
     if main_process:
         from gac.report import write_report
 
-        print(f"The run: {run}\nThe report: {write_report([run], run)}")
+        print(f"Run: {run}\nReport: {write_report([run], run)}")
     return OK
 
 
@@ -286,7 +300,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
-        raise ConfigError("--against compares tasks: write the data set as one of `tasks`")
+        raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
     _show_log()
     if config.tasks:
         text = results_table(run_suite(config, options.against))
@@ -317,7 +331,7 @@ def _report(options: argparse.Namespace) -> int:
     folders = find_folders(options.runs)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
-    print(f"{results_table(folders)}\n\nThe page: {page}")
+    print(f"{results_table(folders)}\n\nReport: {page}")
     return OK
 
 
@@ -341,7 +355,7 @@ def _methods(options: argparse.Namespace) -> int:
     elif re.fullmatch(r"[a-z0-9-]+", name):
         print(remembered(f"method-{name}", lambda: _method(name)))
     else:
-        raise ConfigError(f"{name!r} is no method's name: `gac methods` lists them")
+        raise ConfigError(f"unknown method {name!r}; run `gac methods` for a list")
     return OK
 
 
@@ -372,7 +386,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _keys(module: str, name: str) -> str:
-    """The help of a configuration class."""
+    """Help text for a configuration class."""
 
     def make() -> str:
         from importlib import import_module
@@ -388,7 +402,7 @@ def _keys(module: str, name: str) -> str:
 
 def _show_log() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if os.environ.get("RANK", "0") == "0":  # once, not by each process
+    if os.environ.get("RANK", "0") == "0":  # log once, not in every process
         logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
 
 

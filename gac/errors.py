@@ -1,7 +1,7 @@
-"""What a user can mend: errors whose one line says what is wrong, with which key, and what to do.
+"""User-facing errors: one line that says what is wrong, which key is at fault and what to do.
 
-`gac` prints such a line and exits with the error's code; every other error is a defect and keeps
-its traceback. `--debug` or GAC_DEBUG=1 shows the traceback of these too.
+`gac` prints that line and exits with the error's code. Any other error is a bug and keeps its
+traceback; `--debug` or GAC_DEBUG=1 shows the traceback of user-facing errors as well.
 """
 
 from __future__ import annotations
@@ -17,64 +17,70 @@ from types import ModuleType
 FAILED, USAGE = 1, 2
 EXTRAS = {
     "train": {
-        "transformers", "tokenizers", "huggingface_hub", "accelerate", "math_verify", "matplotlib",
-        "jinja2", "tqdm",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "accelerate",
+        "math_verify",
+        "matplotlib",
+        "jinja2",
+        "tqdm",
     },
     "lora": {"peft"},
     "hub": {"datasets"},
     "vllm": {"trl", "requests"},
-}  # fmt: skip
-"""Extra of pyproject.toml -> the packages that it brings."""
+}
+"""Extra in pyproject.toml -> the packages that it installs."""
 
 
 class UserError(Exception):
-    """An error whose message is meant for the person who gave the command."""
+    """Base class of errors whose message is written for the user."""
 
     exit_code = USAGE
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration or an argument that cannot be used; the message names the key."""
+    """An invalid configuration or argument; the message names the key."""
 
 
 class DataError(UserError, ValueError):
-    """A row that cannot be used; the message names the file, the line and the field."""
+    """An invalid data row; the message names the file, the line and the field."""
 
 
 class MissingData(DataError, FileNotFoundError):
-    """A data source that is not there."""
+    """A data source that does not exist."""
 
 
 class MissingExtra(UserError, ImportError):
-    """A part of the package that was not installed; the message names the extra that brings it."""
+    """A missing optional dependency; the message names the extra that installs it."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that is not there, is damaged, or cannot be written."""
+    """A checkpoint that is missing, corrupt or not writable."""
 
     exit_code = FAILED
 
 
 class NoCheckpoint(CheckpointError):
-    """A command asks for a checkpoint that is not there."""
+    """The requested checkpoint does not exist."""
 
     exit_code = USAGE
 
 
 class RunError(UserError, RuntimeError):
-    """A run that cannot go on; the message says why and what to do."""
+    """A run that cannot continue; the message says why and what to do."""
 
     exit_code = FAILED
 
 
 class BadFolder(RunError):
-    """A run directory that cannot be used."""
+    """An unusable run directory."""
 
     exit_code = USAGE
 
 
 def writable_folder(key: str, path: Path) -> Path:
-    """`path`, made if need be; ConfigError naming `key` unless files can be written there."""
+    """Create `path` if needed and return it; raise ConfigError naming `key` if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -87,9 +93,9 @@ def writable_folder(key: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def refusals_are(error: type[UserError], key: str = "") -> Iterator[None]:
-    """Turn the ValueError with which a part refuses its arguments into `error`, `key: ` before it.
+    """Re-raise a ValueError from argument checks as `error`, prefixed with `key: `.
 
-    For set-up alone: what raises ValueError later is a defect.
+    For setup only: a ValueError raised later is a bug.
     """
     try:
         yield
@@ -101,7 +107,7 @@ def refusals_are(error: type[UserError], key: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def extras_named(purpose: str) -> Iterator[None]:
-    """Turn the import of a package that an extra brings, and that is not there, into one line."""
+    """Turn a failed import of an optional dependency into a MissingExtra that names its extra."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -116,21 +122,23 @@ def extras_named(purpose: str) -> Iterator[None]:
 
 
 def import_extra(module: str, purpose: str) -> ModuleType:
-    """The module, or MissingExtra."""
+    """Import `module`, or raise MissingExtra."""
     with extras_named(purpose):
         return import_module(module)
 
 
 def verdict(error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code for an error that its user can mend; None for a defect."""
+    """The message and exit code of a user-facing error; None for a bug."""
     if isinstance(error, UserError):
         return _one_line(str(error)), error.exit_code
     if isinstance(error, OSError):
-        if error.filename is not None:  # of a file that the user named, or of one below it
+        if error.filename is not None:  # a file that the user named, or one inside it
             return f"{error.filename}: {_one_line(error.strerror or str(error))}", USAGE
         if error.errno == errno.ENOSPC:
-            return "no space is left on the disk: make room, then give the command again", FAILED
-        if isinstance(error, FileNotFoundError | FileExistsError):  # raised here, in words
+            return "no space left on device: free some space and rerun the command", FAILED
+        if isinstance(
+            error, FileNotFoundError | FileExistsError
+        ):  # raised by gac itself, with its own message
             return _one_line(str(error)), USAGE
     return None
 

@@ -1,6 +1,6 @@
-"""From a checkpoint to a plain transformers folder, in one process, whatever number wrote it.
+"""Exports a checkpoint to a plain transformers folder, in one process, however many wrote it.
 
-Weights go layer by layer from the one to the other: the process never holds the model.
+Weights are copied layer by layer, so the process never holds the full model.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from gac.train_config import TrainConfig
 from gac.weights import on_adapters
 
 SHARD = 1 << 30  # bytes
-WHOLE = 1 << 62  # bytes: save_pretrained shall not divide what it is given
+WHOLE = 1 << 62  # bytes; disables sharding in save_pretrained
 
 
 def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
-    """Write the model of a run as a folder for `from_pretrained`: what `gac export` does.
+    """Export the model of a run to a folder for `from_pretrained`, as `gac export` does.
 
     Adapters are merged into the model.
 
     Args:
         run: a run directory.
         out: a new or empty folder.
-        step: which checkpoint; "best": the most accurate of the evaluated ones; None: the last
-            intact one.
+        step: step of the checkpoint; "best": the one with the highest evaluation accuracy; None:
+            the newest intact one.
 
     Returns:
         The checkpoint that was read.
 
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is no such checkpoint.
         FileExistsError: `out` is not empty.
     """
     if not (run / "config.yaml").is_file():
-        raise NoCheckpoint(f"RUN={str(run)!r} is no run directory: it has no config.yaml")
+        raise NoCheckpoint(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
     path = _choose(run / "checkpoints", step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
@@ -60,19 +60,20 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
         return checkpoint.at(folder, step)
     newest = checkpoint.newest(folder)
     if newest is None:
-        raise NoCheckpoint(f"no intact checkpoint is in {folder}")
+        raise NoCheckpoint(f"no intact checkpoint in {folder}")
     if step is None:
         return newest
     best = checkpoint.read_progress(newest).get("best")
     if not best:
-        raise NoCheckpoint(f"no checkpoint in {folder} was evaluated: name a step instead of best")
+        raise NoCheckpoint(f"no checkpoint in {folder} was evaluated: give a step instead of best")
     return checkpoint.at(folder, best["step"])
 
 
 def export_checkpoint(config: ModelConfig, path: Path, out: Path, shard: int = SHARD) -> None:
-    """Write the model of the checkpoint at `path`; a kill leaves the old folder or the new one.
+    """Export the checkpoint at `path`, through a temporary folder that replaces `out` once it is
+    complete.
 
-    shard: bytes after which a file of weights ends; memory holds one file's, and one layer's.
+    shard: approximate bytes per file of weights; peak memory is one file plus one layer.
     """
     aside = out.with_name(f".{out.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -86,7 +87,9 @@ def export_checkpoint(config: ModelConfig, path: Path, out: Path, shard: int = S
 
 
 def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
-    """Of a model that was itself given as adapters transformers saves these; it must be whole."""
+    """If `model.path` is itself a set of adapters, let transformers save them; this needs the full
+    model in memory.
+    """
     model = load_model(config)
     checkpoint.load_weights(path, model)
     model.__dict__.pop("forward")  # the instance's patch cannot be pickled
@@ -94,14 +97,14 @@ def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
 
 
 def _save_weights(config: ModelConfig, path: Path, folder: Path, shard: int) -> None:
-    """Files of about `shard` bytes and their index, and what else belongs to a model."""
+    """Write weight files of about `shard` bytes, their index, and the other files of a model."""
     plain, size = hollow_model(config), 0
     wanted = plain.state_dict().keys()
     part, files = folder / "part", list[Path]()
     for tensors in _shards(config, path, shard):
         kept = {name: x.contiguous() for name, x in tensors.items() if name in wanted}
         size += sum(x.nbytes for x in kept.values())
-        # it also turns names and layouts into those in which the model was published
+        # save_pretrained also converts names and layouts to those of the published model
         plain.save_pretrained(part, state_dict=kept, max_shard_size=WHOLE)
         files.append((part / SAFE_WEIGHTS_NAME).rename(folder / f"{len(files)}.safetensors"))
     for beside in part.iterdir():
@@ -114,7 +117,7 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, shard: int) -> 
 
 
 def _index(files: Sequence[Path], folder: Path, about: dict[str, int]) -> None:
-    """Give the files the names that transformers knows, and write which tensor is in which."""
+    """Rename the files as transformers expects, and write the index from tensor to file."""
     where: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -126,7 +129,7 @@ def _index(files: Sequence[Path], folder: Path, about: dict[str, int]) -> None:
 
 
 def _shards(config: ModelConfig, path: Path, shard: int) -> Iterator[dict[str, Tensor]]:
-    """The checkpoint's weights, adapters merged, each time those of some units together."""
+    """Yield the checkpoint's weights, adapters merged, in chunks of about `shard` bytes."""
     model = adapted(hollow_model(config), config)
     there, found = checkpoint.model_tensors(path), dict[str, Tensor]()
     for names in _units(model):
@@ -139,13 +142,15 @@ def _shards(config: ModelConfig, path: Path, shard: int) -> Iterator[dict[str, T
 
 
 def _units(model: nn.Module) -> list[list[str]]:
-    """Names of the weights that stay together: a layer's, those of a module with adapters, each
-    other by itself; a tied weight has its first name alone."""
+    """Names of weights that stay together: those of a layer or of a module with adapters; any other
+    alone. Tied weights appear only under their first name.
+    """
     layers = getattr(model, "_no_split_modules", None) or ()
     together = [
-        f"{name}." for name, module in model.named_modules()
+        f"{name}."
+        for name, module in model.named_modules()
         if type(module).__name__ in layers or hasattr(module, "base_layer")
-    ]  # fmt: skip
+    ]
     units: dict[str, list[str]] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -157,7 +162,9 @@ def _units(model: nn.Module) -> list[list[str]]:
 
 
 def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's weights as in a model without adapters, with its names; beside what adapters had."""
+    """A unit's weights with adapters merged, under the base model's names; the adapters' own
+    tensors are included too.
+    """
     model.load_state_dict(tensors, strict=False, assign=True)
     adapters = {name.rpartition(".base_layer.")[0] for name in tensors if ".base_layer." in name}
     for name in adapters:
@@ -171,5 +178,5 @@ def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """peft's name of a weight -> the model's own."""
+    """Map peft's name of a weight to the model's own."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

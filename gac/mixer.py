@@ -1,4 +1,4 @@
-"""Our side of a step inside another trainer, whichever it is; see `Mixer`."""
+"""GAC inside another trainer; see `Mixer`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,30 @@ FILE = "gac.json"
 
 
 class Mixer:
-    """The controller inside another trainer: which demonstrations, which weight, what was seen.
+    """Runs a controller inside another trainer: draws demonstrations, weights the losses, collects
+    statistics.
 
-    The trainer keeps its own rollout loss, and the demonstrations' loss is added to it::
+    The trainer keeps its own rollout loss; you add the demonstration loss to it::
 
         rows = mixer.draw()                  # at the start of an optimiser step
         loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)  # in each micro-batch
-        mixer.observe(out.moments)           # of whatever a micro-batch scored
-        log = mixer.close()                  # at the end of the step: the next mu
+        mixer.observe(out.moments)           # in each micro-batch: its statistics
+        log = mixer.close()                  # at the end of the step: updates mu
 
-    Every rank draws the same rows without asking the others, and `close` makes sure that all ranks
-    had one mu. Losses are those that gradient averaging turns into the step's: the micro-batches of
-    a rank add up, and the sums of the ranks are averaged.
+    Every rank draws the same rows without communication, and `close` checks that mu is the same on
+    all ranks. Scale losses as for DDP: summed over a rank's micro-batches and averaged over ranks,
+    they must give the loss of the step.
 
     Args:
-        controller: a ControllerConfig, or a method of `gac.methods` that needs log-probabilities
-            only: GAC (proxy signals, no gate), CHORD, Constant, Guarded, KLControl; None: GAC().
-        rows: number of demonstrations that there are.
-        batch: demonstrations of one optimiser step, over all ranks.
-        seed: seed of the order of the demonstrations.
+        controller: a ControllerConfig, or a method of `gac.methods` that needs only
+            log-probabilities: GAC (proxy signals, no gate), CHORD, Constant, Guarded or KLControl.
+            None: GAC().
+        rows: number of available demonstrations.
+        batch: demonstrations per optimizer step, over all ranks.
+        seed: seed for shuffling the demonstrations.
 
     Raises:
-        ValueError: a method that needs more than log-probabilities, or a bad number.
+        ValueError: the method needs more than log-probabilities, or an argument is invalid.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Mixer:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
         self.method = served(controller)
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
-        """How the demonstrations are weighted and reduced; nothing else of it applies."""
+        """Weighting and reduction of the demonstration loss; the other fields are not used."""
         self.batch = batch
         self._order = Order(rows, seed)
         self._step = 0
@@ -74,65 +76,70 @@ class Mixer:
 
     @property
     def mu(self) -> float:
-        """The weight of the demonstrations in the step under way."""
+        """The weight of the demonstrations in the current step."""
         return self._mix.mu
 
     def draw(self) -> list[int]:
-        """The row numbers of the step's demonstrations, the same on every rank."""
+        """Draw the row indices of the step's demonstrations, the same on every rank."""
         return self._order.take(self.batch)
 
     def rollouts(self, loss: Tensor) -> Tensor:
-        """The trainer's own loss of a micro-batch (0-d) times its weight, 1 - mu."""
+        """Multiply the trainer's own micro-batch loss (0-d) by its weight, 1 - mu."""
         self._losses[0].append(loss.detach())
         return self._mix.pair.rollout * loss
 
     def demos(self, loss: Tensor) -> Tensor:
-        """The demonstrations' loss of a micro-batch (0-d) times its weight, mu."""
+        """Multiply the demonstration loss of a micro-batch (0-d) by its weight, mu."""
         self._losses[1].append(loss.detach())
         return self._mix.pair.demo * loss
 
     def observe(self, moments: TokenMoments | None) -> None:
-        """Add the statistics of what a micro-batch scored: rollouts, demonstrations or both.
+        """Add the statistics of a micro-batch of rollouts, demonstrations or both.
 
         Raises:
-            ValueError: there are none, because the loss was called with `moments=False`.
+            ValueError: `moments` is None because the loss was called with `moments=False`.
         """
         if moments is None:
             raise ValueError("moments=None: call the loss with moments=True")
         totals = moments.totals.clone()
-        # a batch without rollouts has no KL to know, rather than an unknown one
+        # a micro-batch without rollouts adds 0 to the KL, not nan
         totals[2] = torch.where(totals[0] == 0, 0, totals[2])
         new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
         self._moments = new + self._moments.to(totals.device)
 
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """End the optimiser step: one small gather, the next mu, and this step's values.
+        """End the optimizer step: gather the statistics, update mu and return this step's metrics.
 
         Args:
-            group: the data-parallel ranks; None: all processes, or this one alone.
+            group: the data-parallel process group; None: the default group, or this process alone.
 
         Returns:
             mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
-            sft_variance, rl_variance, disagreement, kl and demo_tokens; without what was not
-            measured.
+            sft_variance, rl_variance, disagreement, kl and demo_tokens; values that were not
+            measured are left out.
 
         Raises:
-            RuntimeError: the ranks' mu differ, or no rank has scored anything.
+            RuntimeError: mu differs between ranks, or `observe` was called on none of them.
         """
         total, losses = self._gather(group)
         seen: dict[str, Any] = {
-            "kl": float(total.kl), "entropy": float(total.entropy),
-            "rollout_loss": losses[0], "demo_loss": losses[1],
-        }  # fmt: skip
+            "kl": float(total.kl),
+            "entropy": float(total.entropy),
+            "rollout_loss": losses[0],
+            "demo_loss": losses[1],
+        }
         known = {name: value for name, value in seen.items() if math.isfinite(value)}
         needs = self.method.needs(self._step)
         evidence = Evidence(self._step, total) if needs.signals else None
         outcome = Outcome(evidence, Pair(demo=losses[1], rollout=losses[0]), None)
         self._state, reading = self.method.after_step(self._state, outcome)
         row = {
-            "mu": self.mu, **self.method.report(self._state), **known,
-            **total.signals(needs.trim)._asdict(), "demo_tokens": float(total.demo_tokens),
-        }  # fmt: skip
+            "mu": self.mu,
+            **self.method.report(self._state),
+            **known,
+            **total.signals(needs.trim)._asdict(),
+            "demo_tokens": float(total.demo_tokens),
+        }
         self._step += 1
         signals = None if reading is None else reading.signals
         observation = Observation(self._step, signals, **known)
@@ -155,7 +162,9 @@ class Mixer:
         scored = own.demo_nll[own.demo_nll != -math.inf]
         nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
         if len(scored) > self.batch:
-            raise RuntimeError(f"{len(scored)} demonstrations in a step of batch={self.batch}")
+            raise RuntimeError(
+                f"observe() got {len(scored)} demonstrations in one step, more than batch={self.batch}"
+            )
         nll[: len(scored)] = scored
         mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
         mine = torch.cat([mu, losses, own.rollouts, own.totals, nll])
@@ -172,7 +181,7 @@ class Mixer:
         parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
         total = TokenMoments.merged(parts)
         if total.rollout_tokens + total.demo_tokens == 0:
-            raise RuntimeError("nothing was scored since the last close()")
+            raise RuntimeError("no statistics since the last close(): call observe() in every step")
         return total, table[:, 1:3].mean(0).tolist()
 
     # ---- state
@@ -180,18 +189,21 @@ class Mixer:
     def state_dict(self) -> dict[str, Any]:
         """The state between two steps, in plain JSON types."""
         return {
-            "name": self.method.name, "step": self._step, "method": self._state,
-            "mix": list(self._mix), "order": self._order.state_dict(),
-        }  # fmt: skip
+            "name": self.method.name,
+            "step": self._step,
+            "method": self._state,
+            "mix": list(self._mix),
+            "order": self._order.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`.
+        """Resume from `state_dict()`.
 
         Raises:
-            ValueError: the state of another method, or of other demonstrations.
+            ValueError: the state belongs to another method or to other demonstrations.
         """
         missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
-        require(not missing, "state", missing, "a dict from state_dict(): these keys are missing")
+        require(not missing, "state", missing, "a dict from state_dict(), which has these keys")
         if state["name"] != self.method.name:
             raise ValueError(
                 f"the saved controller is {state['name']!r} and this run's {self.method.name!r}: "
@@ -203,14 +215,14 @@ class Mixer:
         self._clear()
 
     def save(self, folder: str | Path) -> None:
-        """Write the state into a checkpoint's folder, whole or not at all."""
+        """Write the state to a checkpoint folder, atomically."""
         path = Path(folder) / FILE
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self.state_dict()))
         part.replace(path)
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote.
+        """Load the state that `save` wrote.
 
         Raises:
             FileNotFoundError: the folder has no such file.
@@ -218,15 +230,15 @@ class Mixer:
         path = Path(folder) / FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: this checkpoint was saved without a controller, and its mu is "
-                "unknown; start a new run from its weights instead of resuming"
+                f"{path} is missing: this checkpoint was saved without a controller, so mu is unknown; start a new run from its weights instead of resuming"
             )
         self.load_state_dict(json.loads(path.read_text()))
 
 
 def served(controller: ControllerConfig | Method | None) -> Method:
-    """The controller as a method; None = GAC(). Raises ValueError, naming the method, unless
-    log-probabilities are all that it needs."""
+    """Return the controller as a Method (None: GAC()). Raises ValueError, naming it, if it needs
+    more than log-probabilities.
+    """
     if controller is None:
         return GAC()
     known = isinstance(controller, (ControllerConfig, Method))
@@ -236,7 +248,7 @@ def served(controller: ControllerConfig | Method | None) -> Method:
         lacking = _lacking(controller)
     else:
         plain = isinstance(controller, (CHORD, Constant, KLControl))
-        lacking = "" if plain else "what only gac's own trainer measures"
+        lacking = "" if plain else "measurements that only gac's own trainer makes"
     if lacking:
         raise ValueError(
             f"controller={name}: it needs {lacking}; inside another trainer there are "
@@ -247,11 +259,13 @@ def served(controller: ControllerConfig | Method | None) -> Method:
 
 
 def _lacking(controller: ControllerConfig) -> str:
-    """What a guided controller reads of the gradients themselves; empty: nothing."""
+    """What a guided controller needs from the gradients themselves; empty if nothing."""
     if controller.gate is not None:
-        return "the inner product of both gradients for its gate"
+        return "the inner product of the two gradients for its gate"
     if controller.estimator != "independent":
-        return f"the noise of both gradients for estimator={controller.estimator!r}"
-    signals = getattr(controller, "signals", None)  # a ControllerConfig alone has proxies
+        return (
+            f"the covariance or biases of the two gradients for estimator={controller.estimator!r}"
+        )
+    signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
     plain = signals is None or signals.wanted == Wanted()
     return "" if plain else f"gradients for signals={signals!r}"

@@ -1,8 +1,8 @@
-"""Any causal language model of transformers, with a forward that hands out its head.
+"""Any transformers causal LM, with a forward that exposes its LM head.
 
 `attach_head(model)` lets `model(..., request=f)` return `f(head)`, where the head can compute the
-fused loss from the hidden states without the logits. The loss runs inside the model's own forward,
-so that DDP's and FSDP's hooks see it.
+fused loss from the hidden states without materializing the logits. The loss runs inside the model's
+own forward, so that the hooks of DDP and FSDP work.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters through peft (the extra `lora`)."""
+    """Low-rank adapters through peft (needs the extra `lora`)."""
 
     rank: int = 16
     """Rank of the adapters."""
     alpha: int = 32
-    """Scale of the adapters."""
+    """LoRA alpha; the adapters are scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout on the adapters' input."""
     targets: tuple[str, ...] | None = None
@@ -55,16 +55,16 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, and how it is held in memory."""
+    """Which model to train, and how to load it."""
 
     path: str = ""
-    """A folder with a transformers model, or the name of one on the hub."""
+    """A folder with a transformers model, or the name of one on the Hub."""
     tokenizer: str | None = None
     """Folder or name of the tokenizer; null: the model's."""
     dtype: str = "float32"
     """Dtype of the weights: float32 or bfloat16."""
     random_init: bool = False
-    """Take only the configuration from `path` and draw new weights."""
+    """Take only the configuration from `path` and initialize the weights randomly."""
     attention: str | None = None
     """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
     gradient_checkpointing: bool = False
@@ -79,12 +79,12 @@ class ModelConfig:
 
 @dataclass
 class Head:
-    """What the last layer offers to a loss: hidden states and the head's weight, or logits."""
+    """Inputs of a loss from the last layer: hidden states and the head's weight, or logits."""
 
     hidden: Tensor | None  # [B, T, H]
     weight: Tensor | None = None  # [V, H]
     bias: Tensor | None = None  # [V]
-    logits: Tensor | None = None  # [B, T, V]: for a model whose head we do not know
+    logits: Tensor | None = None  # [B, T, V]; for a model whose head is not plain linear
 
     def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
         """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
@@ -101,7 +101,7 @@ class Head:
         return Head(flat[0], self.weight, self.bias, flat[1])
 
     def detached(self) -> Head:
-        """A copy that stays valid after the forward in which sharded weights are gathered."""
+        """A detached copy that stays valid after the forward, when FSDP frees the gathered weights."""
         parts = (self.hidden, self.weight, self.bias, self.logits)
         return Head(*(None if x is None else x.detach().clone() for x in parts))
 
@@ -116,7 +116,7 @@ class Head:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a padding token (the end token where the model has none)."""
+    """The tokenizer, with EOS as the padding token if it has none."""
     key = "model.tokenizer" if config.tokenizer else "model.path"
     name = config.tokenizer or config.path
     check_source(key, name)
@@ -125,7 +125,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     with loading(key, name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"{key}={name!r}: the tokenizer has no end token: set eos_token in it")
+        raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -135,8 +135,8 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
     """The PreTrainedModel (or peft's wrapper of it) with its head attached, in training mode.
 
     Args:
-        config: which model, and how it is held in memory.
-        seed: seed of new weights and adapters.
+        config: which model, and how to load it.
+        seed: seed for initializing new weights and adapters.
     """
     model = make_model(config, seed)
     check_head(model)
@@ -144,19 +144,19 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
 
 
 def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -> Any:
-    """The same before `check_head`.
+    """`load_model` without `check_head`.
 
-    arrival: keeps its share of each weight that is read; the model is then without them.
+    arrival: keeps this rank's shard of each loaded weight; the model then holds placeholders.
     """
     check_source("model.path", config.path)
-    remedy = "give what transformers' save_pretrained wrote"
+    remedy = "give a folder written by transformers' save_pretrained"
     check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
     keywords: dict[str, Any] = {"dtype": DTYPES[config.dtype]}
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
     if not config.random_init:
-        remedy = "give a folder that has them, or draw new ones by model.random_init=true"
+        remedy = "give a folder with weights, or set model.random_init=true"
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
     with loading("model.path", config.path):
         if config.random_init:
@@ -171,14 +171,14 @@ def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -
 
 
 def hollow_model(config: ModelConfig) -> Any:
-    """The model without values of its weights, and without adapters."""
+    """The model on the meta device: no weight values, no adapters."""
     return empty_model(config.path, dtype=DTYPES[config.dtype])
 
 
 def adapted(model: Any, config: ModelConfig) -> Any:
-    """The model with its layers recomputed, and with adapters, as far as `config` says so."""
+    """The model with gradient checkpointing and adapters, if `config` enables them."""
     if config.gradient_checkpointing:
-        # the name changed within transformers 5
+        # renamed within transformers 5
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
@@ -187,7 +187,7 @@ def adapted(model: Any, config: ModelConfig) -> Any:
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
-    model.enable_input_require_grads()  # checkpointed layers need an input with a gradient
+    model.enable_input_require_grads()  # gradient checkpointing needs an input that requires a gradient
     return peft.get_peft_model(
         model,
         peft.LoraConfig(
@@ -201,25 +201,27 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
 
 
 def attach_head(model: PreTrainedModel) -> bool:
-    """Teach a causal model's forward the keyword `request`.
+    """Add the keyword `request` to a causal LM's forward.
 
-    `model(input_ids, request=f)` returns `f(head)` with a `Head`, inside the forward, where FSDP
-    holds the head's weight whole. Without `request` the model is as before. Whether the head is a
-    plain matrix product is measured on a few tokens, not looked up by name: a model with a scaled
-    or soft-capped head falls back to its logits, with a warning.
+    `model(input_ids, request=f)` calls `f` with a `Head` inside the forward, where FSDP has
+    gathered the head's weight, and returns its result. Without `request` the forward is unchanged.
+    Whether the head is a plain linear layer is tested on a few tokens; a model with a scaled or
+    soft-capped head falls back to its logits, with a warning.
 
     Returns:
-        Whether the head is a plain matrix product; `model.plain_head` says the same later.
+        Whether the head is a plain linear layer; also stored as `model.plain_head`.
     """
     _teach_request(model)
     return check_head(model)
 
 
 def _teach_request(model: PreTrainedModel) -> None:
-    """Before adapters or shards are put around the model, and `check_head` after."""
+    """Call it before the model is wrapped in adapters or sharded; call `check_head` afterwards."""
     original = model.forward
 
-    @functools.wraps(type(model).forward)  # `generate` looks for what the model's own forward takes
+    @functools.wraps(
+        type(model).forward
+    )  # `generate` inspects the signature of the model's forward
     def forward(
         self: PreTrainedModel,
         *args: Any,
@@ -238,30 +240,30 @@ def _teach_request(model: PreTrainedModel) -> None:
 
     model.forward = types.MethodType(forward, model)
     plain = type(model.get_output_embeddings()) is nn.Linear and hasattr(model, "get_decoder")
-    model.__dict__["plain_head"] = plain  # so far as its parts tell
+    model.__dict__["plain_head"] = plain  # provisional, from the module types only
 
 
 def check_head(model: nn.Module) -> bool:
-    """Decide `plain_head` of a model that was taught: whether a request gets states and weight.
+    """Set `plain_head` of a patched model: whether a request gets hidden states and weight, or
+    logits.
 
-    Whether the head is a plain matrix product is measured on a few tokens, not looked up by name:
-    a model with a scaled or soft-capped head falls back to its logits, with a warning. Every rank
-    of a sharded model makes this call.
+    Whether the head is a plain linear layer is tested on a few tokens; a model with a scaled or
+    soft-capped head falls back to its logits, with a warning. Call it on every rank of a sharded
+    model.
     """
     taught = _taught(model)
     plain = taught.__dict__["plain_head"] and _plain_head(model)
     taught.__dict__["plain_head"] = plain
     if not plain:
         logger.warning(
-            "the head of %s is not a plain matrix product: the loss takes its logits, which costs "
-            "memory for [tokens, vocabulary]",
+            "the head of %s is not a plain linear layer: the loss falls back to its logits, which need memory for [tokens, vocabulary]",
             type(taught).__name__.removeprefix("FSDP"),
         )
     return plain
 
 
 def _taught(model: nn.Module) -> Any:
-    """The model inside adapters."""
+    """The patched model inside any wrappers."""
     return next(m for m in model.modules() if "plain_head" in m.__dict__)
 
 
@@ -281,11 +283,13 @@ def _plain_head(model: nn.Module) -> bool:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Ids that end a response: the end token and each of `extra`, which must be one token."""
+    """Token ids that end a response: EOS and each string in `extra`, which must be a single token."""
     ids = [tokenizer.eos_token_id]
     for text in extra:
         token = tokenizer.encode(text, add_special_tokens=False)
         if len(token) != 1:
-            raise ConfigError(f"stop={text!r} is {len(token)} tokens: use a text of one token")
+            raise ConfigError(
+                f"stop={text!r} is {len(token)} tokens: use a string that is a single token"
+            )
         ids.append(token[0])
     return ids

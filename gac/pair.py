@@ -1,4 +1,4 @@
-"""The two objectives of a mixed loss, always in one order."""
+"""A pair of values for the two terms of the mixed loss, in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """One number for each objective: a loss, a weight, a divisor."""
+    """One value per loss term, e.g. a loss, a weight or a divisor."""
 
     demo: float
-    """Of the demonstration term (SFT)."""
+    """Value of the demonstration term (SFT)."""
     rollout: float
-    """Of the rollout term (RL)."""
+    """Value of the rollout term (RL)."""

@@ -1,7 +1,7 @@
-"""What `model.path` names, checked before transformers loads it: a folder, or a model of the hub.
+"""Checks `model.path` before transformers loads it: a local folder, or a model on the Hub.
 
-transformers reports all that can be wrong as one OSError of several paragraphs; here each case is
-one line that names the key and says what to do.
+transformers reports every problem as an OSError of several paragraphs; here each gets one line that
+names the key and says what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekke
 
 
 def check_source(key: str, name: str, example: str = "./base") -> None:
-    """Raise ConfigError unless `name` is a folder or a model of the hub that may be read."""
+    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub."""
     if not name:
         raise ConfigError(
             f"{key} is empty: give a folder with a transformers model, or the name of one on the "
@@ -31,7 +31,7 @@ def check_source(key: str, name: str, example: str = "./base") -> None:
     if path.exists():
         raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
     if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{key}={name!r}: there is no such folder")
+        raise ConfigError(f"{key}={name!r}: no such folder")
     _check_hub(key, name)
 
 
@@ -44,10 +44,10 @@ def _check_hub(key: str, name: str) -> None:
     )
     if cached:
         return
-    missing = f"{key}={name!r}: there is no such folder here, and"
+    missing = f"{key}={name!r}: no such folder here, and"
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"{missing} HF_HUB_OFFLINE forbids asking the hub: give a folder, or unset it"
+            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset HF_HUB_OFFLINE"
         )
     try:
         auth_check(name)
@@ -62,10 +62,12 @@ def _check_hub(key: str, name: str) -> None:
             "`hf auth login` or set HF_TOKEN"
         ) from None
     except errors.HFValidationError:
-        raise ConfigError(f"{missing} no hub name looks like this") from None
+        raise ConfigError(f"{missing} it is not a valid Hub name") from None
     except errors.HfHubHTTPError:
-        return  # it answers, but knows no such question: a mirror; loading will tell
-    except Exception as error:  # no network shows as an error of whatever client the hub uses
+        return  # a mirror that does not support auth_check; loading reports any problem
+    except (
+        Exception
+    ) as error:  # the exception for a missing network depends on the Hub's HTTP client
         raise ConfigError(
             f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
             "the folder of a model that is already on this machine"
@@ -73,7 +75,9 @@ def _check_hub(key: str, name: str) -> None:
 
 
 def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
-    """Raise ConfigError if `name` is a folder without any of `files` (patterns), a `kind`'s."""
+    """Raise ConfigError if `name` is a folder in which no file matches `files`; kind: what they
+    would be.
+    """
     path = Path(name).expanduser()
     if path.is_dir() and not any(any(path.glob(file)) for file in files):
         raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
@@ -81,18 +85,20 @@ def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> Non
 
 @contextlib.contextmanager
 def loading(key: str, name: str) -> Iterator[None]:
-    """Turn what transformers refuses into one line that names the key."""
+    """Turn transformers' loading errors into a one-line ConfigError that names the key."""
     try:
         yield
-    except UserError:  # one line already
+    except UserError:  # already a one-line error
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:  # its type cannot be named here
-        if type(error).__name__ != "SafetensorError":  # its module is not there before the weights
+    except Exception as error:  # SafetensorError cannot be caught by type
+        if (
+            type(error).__name__ != "SafetensorError"
+        ):  # safetensors is imported only with the weights
             raise
         raise ConfigError(
-            f"{key}={name!r}: the weights are damaged ({error}): copy or download them again"
+            f"{key}={name!r}: the weights are corrupt ({error}): copy or download them again"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Help text that takes seconds to make, because torch is imported for it, kept between commands.
+"""Disk cache for help text that takes seconds to build because it imports torch.
 
-The text depends on the source files alone, so it is kept under their names, sizes and times in
-the user's cache; whatever goes wrong there only costs the time.
+The text depends only on the source files, so the cache key is a hash of their names, sizes and
+modification times. If the cache cannot be read or written, the text is rebuilt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent
 
 
 def remembered(name: str, make: Callable[[], str]) -> str:
-    """`make()`, or what it returned for the same sources before. name: fit for a file."""
+    """Return `make()`, cached on disk until the sources change. `name` must be a valid file name."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gac"
     path = folder / f"{name}-{_sources()}.txt"
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -34,7 +34,7 @@ def remembered(name: str, make: Callable[[], str]) -> str:
 
 
 def _sources() -> str:
-    """A hash of which source files there are, how long they are, and when they were written."""
+    """Hash of the names, sizes and modification times of the source files."""
     digest = hashlib.sha256(sys.version.encode())
     for package in (PACKAGE, PACKAGE.with_name("gac_kernels")):
         for path in sorted(package.rglob("*.py")):

@@ -1,10 +1,10 @@
-"""Attention of packed rows, one row at a time.
+"""Attention over packed rows, one row at a time.
 
-PyTorch's own attention takes rows that lie end to end as one row under a mask, so it computes the
-square of all their tokens. Here it computes the square of each row, from the bounds that flash
-attention takes too. transformers knows it by NAME.
+PyTorch's SDPA treats packed rows as one masked row, so its cost is quadratic in their total length.
+Here it is quadratic in each row's length, using flash attention's row bounds. Registered with
+transformers as NAME.
 
-On CPUs: on a GPU every row would be a launch of its own.
+For CPUs only: on a GPU every row would need its own kernel launch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _unmasked = ContextVar("_unmasked", default=False)
 
 
 def enable(model: Any) -> bool:
-    """Let `model` attend so where it used PyTorch's attention; False if it does not.
+    """Replace SDPA in `model` by this attention; False if that is not possible.
 
-    A layer may see all of its row before it, or a window of that, but nothing else: its mask is
-    not asked.
+    Only causal and sliding-window layers are supported, because the attention mask is ignored.
     """
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -43,7 +42,7 @@ def enable(model: Any) -> bool:
 
 def disable(model: Any) -> bool:
     """Undo `enable`; False if there is nothing to undo."""
-    config = getattr(model, "module", model).config  # DDP has the model in it
+    config = getattr(model, "module", model).config  # unwrap DDP
     if config._attn_implementation != NAME:
         return False
     config._attn_implementation = "sdpa"
@@ -52,7 +51,7 @@ def disable(model: Any) -> bool:
 
 @contextlib.contextmanager
 def plain(model: Any) -> Iterator[None]:
-    """PyTorch's own attention for a while, for what asks for it by name."""
+    """Temporarily restore PyTorch's attention, for code that checks for it by name."""
     enabled = disable(model)
     try:
         yield
@@ -63,7 +62,7 @@ def plain(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounds_given(given: bool) -> Iterator[None]:
-    """Whether the forward inside knows the bounds of its rows, so that no mask is made for them."""
+    """Context for a forward; if `given`, it receives row bounds, so no attention mask is created."""
     token = _unmasked.set(given)
     try:
         yield
@@ -76,23 +75,34 @@ def _mask(*args: Any, **keywords: Any) -> Tensor | None:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None, **keywords: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """query, key, value [1, heads, N, D] and the rows' bounds; else as PyTorch's own."""
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each row for query, key, value [1, heads, N, D]; without row bounds,
+    PyTorch's SDPA.
+    """
     if cu_seq_lens_q is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
     lengths = cu_seq_lens_q.diff().tolist()
     window = keywords.get("sliding_window")
-    # split, not slices: the gradient of each slice would be as long as all rows
+    # split instead of slicing: the gradient of each slice would have the length of all rows
     parts = zip(lengths, *(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-    rows = [sdpa_attention_forward(module, q, k, v, _band(n, window, query), **keywords)[0]
-            for n, q, k, v in parts]  # fmt: skip
+    rows = [
+        sdpa_attention_forward(module, q, k, v, _band(n, window, query), **keywords)[0]
+        for n, q, k, v in parts
+    ]
     return torch.cat(rows, 1), None
 
 
 def _band(length: int, window: int | None, like: Tensor) -> Tensor | None:
-    """[length, length]: the last `window` places up to one's own; None where these are all."""
+    """[1, 1, length, length] mask of the last `window` positions, own included; None if they cover
+    the row.
+    """
     if window is None or length <= window:
         return None
     places = torch.arange(length, device=like.device)

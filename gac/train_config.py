@@ -20,10 +20,15 @@ from gac_kernels import LossSpec
 
 
 def restated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration that an earlier version dumped, as this one does; unknown keys: as it is."""
+    """Upgrade a configuration saved by an earlier version; one with unknown keys is returned
+    unchanged.
+    """
     method = saved.get("method")
     if isinstance(method, Mapping) and "gate" in method and "alarm" not in method:
-        saved = {**saved, "method": {**method, "alarm": None}}  # gates were without one
+        saved = {
+            **saved,
+            "method": {**method, "alarm": None},
+        }  # gates had no alarm in earlier versions
     try:
         return dump(load(TrainConfig, saved))
     except ConfigError:
@@ -36,29 +41,29 @@ def _methods() -> dict[str, type[Method]]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run. Everything is written to `out`, which is all that resuming needs."""
+    """One training run. Everything is written to `out`; resuming needs nothing else."""
 
     out: str = "runs/gac"
     """The run directory."""
     name: str | None = None
-    """What the report calls this run; null: the method's name."""
+    """Name of the run in the report; null: the method's name."""
     model: ModelConfig = ModelConfig()
-    """The model and how it is held."""
+    """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS[
         "gac-gated"
     ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
     data: DataConfig = DataConfig()
-    """Prompts to sample on, and demonstrations."""
+    """Prompts for rollouts, and demonstrations."""
     reward: Any = "math"
     """How responses are scored: math, exact, choice, format, code, package.module:function, or a
     mapping with a `name` and its options, or a `sum` of several."""
     reward_noise: RewardNoise | None = None
-    """Wrong rewards in training, for experiments: {rate: 0.35, start: 64}."""
+    """Noise on the training rewards, for experiments, e.g. {rate: 0.35, start: 64}."""
     rollouts: RolloutConfig = RolloutConfig()
     """How the policy is sampled."""
     loss: LossSpec = LossSpec()
-    """Clip, KL, entropy and reductions; a method may override its own part."""
+    """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
     steps: int = 800
@@ -66,37 +71,44 @@ class TrainConfig:
     demo_batch: int = 64
     """Demonstrations per optimiser step, over all ranks."""
     micro_batch: int | None = None
-    """Rows per forward and backward; null: all of a rank's rows of one kind at once."""
+    """Rows per forward and backward pass; null: all rows of one kind on a rank at once."""
     micro_tokens: int | None = None
-    """Tokens per forward and backward, instead of `micro_batch`: rows of any lengths lie end to
-    end, without padding, each attending to itself alone. null: rows padded to the longest. Flash
-    attention, and sdpa on a CPU, cost what the rows cost; eager, and sdpa on a GPU, cost the square
-    of this number, so keep it low there."""
+    """Tokens per forward and backward pass, instead of `micro_batch`: rows are packed end to end
+    without padding, and each attends only to itself. null: rows are padded to the longest. With
+    flash attention, or sdpa on a CPU, the cost is that of the separate rows; with eager, or sdpa on
+    a GPU, it grows with the square of this number, so keep it low."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
-    """Steps between measurements of the KL to the reference policy if nothing needs it; 0: none."""
+    """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
+    method or loss needs it.
+    """
     kl_rows: int | None = None
-    """Rollouts per step, over all ranks, on which the KL to the reference policy is measured where
-    it is not part of the loss; null: all of them."""
+    """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
+    not part of the loss; null: all.
+    """
     checkpoint_every: int = 100
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept, beside the best: the most accurate of those whose step was
-    evaluated too (`gac export --step best`), so all evaluations count if `checkpoint_every` divides
-    `eval.every`. A method that ends with its best weights saves at each better evaluation."""
+    """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
+    The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
+    divide `eval.every` to consider every evaluation. A method that ends with its best weights also
+    saves a checkpoint at every new best evaluation.
+    """
     mixed_precision: str = "no"
-    """"bf16": bfloat16 arithmetic on float32 weights, by accelerate; "no": the weights' dtype."""
+    """"bf16": bfloat16 arithmetic with float32 weights, through accelerate; "no": compute in the
+    weights' dtype.
+    """
     parallel: ParallelConfig = ParallelConfig()
-    """Several processes: DDP or FSDP2."""
+    """Parallel training: DDP or FSDP2."""
     guards: GuardConfig = GuardConfig()
-    """When a step is skipped and when the run is given up."""
+    """When to skip a step and when to abort the run."""
     trackers: tuple[str, ...] = ()
-    """accelerate's trackers, e.g. [tensorboard, wandb]."""
+    """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
     export: bool = True
-    """Write the final model to out/model as a transformers folder."""
+    """Save the final model to out/model in transformers format."""
     seed: int = 0
-    """Seed of everything."""
+    """Random seed of the run."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
@@ -108,8 +120,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r}: use a number >= 1, or null")
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
-                "rollouts.engine='paged': it needs a whole model on each rank; use "
-                "parallel.mode=ddp or rollouts.engine=generate"
+                "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp or rollouts.engine=generate"
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read one tensor at a time into a model of transformers."""
+"""Reads weights from safetensors files into a transformers model, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from gac.errors import ConfigError
 
-FIND: dict[str, Any] = {  # None instead of an error, where `from_pretrained` will say it
+FIND: dict[str, Any] = {  # return None instead of raising; `from_pretrained` reports the error
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
 }
 
 
 def on_adapters(path: str) -> bool:
-    """Whether `path` holds adapters, on a model that may be elsewhere."""
+    """Whether `path` holds adapters, whose base model may be elsewhere."""
     return cached_file(path, "adapter_config.json", **FIND) is not None
 
 
 def empty_model(path: str, **keywords: Any) -> Any:
-    """The model that `path` configures, without memory for its weights: all on the meta device.
+    """The model configured by `path`, entirely on the meta device.
 
-    keywords: of transformers' `from_config`.
+    keywords: passed to transformers' `from_config`.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **keywords)
@@ -37,21 +37,25 @@ def empty_model(path: str, **keywords: Any) -> Any:
 
 
 def named(model: Any, path: str) -> Any:
-    """A model made from a configuration, with what else `from_pretrained` takes from `path`."""
+    """Give a model built from a configuration the other attributes that `from_pretrained` reads
+    from `path`.
+    """
     model.config.name_or_path = path
-    with contextlib.suppress(OSError):  # without a file of its own, the model's has made one
+    with contextlib.suppress(
+        OSError
+    ):  # without that file, the model keeps the one made from its configuration
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
 def read_model(key: str, path: str, one_by_one: bool, **keywords: Any) -> Any:
-    """transformers' `from_pretrained`; a weight that is missing or of a wrong shape is an error.
+    """transformers' `from_pretrained`, but a missing weight or a wrong shape is an error.
 
-    one_by_one: read each tensor when it is set in the model, not before; where there are no
-    safetensors files, it is as without. keywords: of `from_pretrained`.
+    one_by_one: read each tensor only when it is set in the model; ignored if there are no
+        safetensors files. keywords: passed to `from_pretrained`.
     """
     tensors = stored(key, path) if one_by_one else None
-    # told, a wrong shape is in the report instead of an error of many lines
+    # report a wrong shape in the loading info instead of a long error message
     keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if tensors is None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **keywords)
@@ -66,7 +70,7 @@ def read_model(key: str, path: str, one_by_one: bool, **keywords: Any) -> Any:
 
 
 def _check(key: str, path: str, found: dict[str, Any]) -> None:
-    """found: transformers' report of what it loaded."""
+    """Raise ConfigError for missing or mismatched weights."""
     wrong = sorted(found["mismatched_keys"])
     if wrong:
         name, there, wanted = wrong[0]
@@ -78,16 +82,16 @@ def _check(key: str, path: str, found: dict[str, Any]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ConfigError(
-            f"{key}={path!r}: the weights lack {missing[0]}{more}: copy or download them again, "
+            f"{key}={path!r}: the weights do not contain {missing[0]}{more}: copy or download them again, "
             "or give a causal language model"
         )
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: `stored[...]` reads it, which is all that transformers' loader does.
+    """A tensor in a file, read when indexed, which is all that transformers' loader needs.
 
-    The file is mapped for this tensor alone, so its pages leave the process with it.
+    The file is mapped separately for each tensor, so its pages are released with the tensor.
     """
 
     file: str
@@ -101,9 +105,9 @@ class Stored:
 
 
 def stored(key: str, path: str) -> dict[str, Stored] | None:
-    """Every tensor of a model's safetensors files; None where it has none of these.
+    """All tensors in a model's safetensors files, by name; None if there are no such files.
 
-    Raises ConfigError if a file that their index names is not there.
+    Raises ConfigError if a file listed in the index is missing.
     """
     from safetensors import safe_open
 

@@ -1,6 +1,6 @@
-"""The public calls: check the arguments, choose the backend, call.
+"""Public functions: check the arguments, choose the backend and run it.
 
-Legend: N tokens, V vocabulary, H hidden size, B padded rows, T row length, S sequences.
+Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row length, S sequences.
 """
 
 from __future__ import annotations
@@ -44,30 +44,31 @@ def fused_gac_loss(
 ) -> LossOutput:
     """The mixed loss (1 - mu) rollout_loss + mu demo_loss of a batch, and its statistics.
 
-    Rows are rollouts or demonstrations, as `is_demo` says. A batch is padded, [B, T], or packed:
-    S sequences end to end, N tokens in all, with `cu_seqlens`.
+    Each row is a rollout or a demonstration, as given by `is_demo`. A batch is padded, [B, T], or
+    packed: S concatenated sequences, N tokens in total, delimited by `cu_seqlens`.
 
     Args:
         logits: [B, T, V], or packed [N, V]; float32, bfloat16 or float16, rows of any stride.
-        targets: int64 [B, T], or packed [N]: the token that each row of logits predicts; -100
-            where there is no loss.
-        advantages: [B] or [B, T]; packed: [S] or [N]. Read on rollouts only.
+        targets: int64 [B, T], or packed [N]: the token that each row of logits predicts; -100 to
+            ignore the position.
+        advantages: [B] or [B, T]; packed: [S] or [N]. Used for rollouts, and for demonstrations
+            with the "shaped" weight.
         is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout.
-        mu: weight of the demonstrations, in [0, 1]. A 0-d tensor stays on its device. Under
-            torch.compile pass a tensor: each new number would compile again.
-        old_logps: like targets: log-probabilities under the policy that sampled the rollouts;
-            None if it is the policy being trained.
-        ref_logps: like targets: log-probabilities under the reference policy; required when
+        mu: weight of the demonstrations, in [0, 1]. A 0-d tensor avoids a host synchronization.
+            Under torch.compile, pass a tensor: every new number triggers a recompilation.
+        old_logps: same shape as targets; log-probabilities under the policy that sampled the
+            rollouts, None if that is the policy being trained.
+        ref_logps: same shape as targets; log-probabilities under the reference policy, required if
             `spec.kl_coef` is not 0.
         cu_seqlens: int32 [S + 1]: where each packed sequence starts, and where the last one ends.
         spec: clip, KL, entropy, demonstration weight, reductions, temperature.
-        rollout_norm: count that divides the rollout term, over all micro-batches and ranks;
-            None: the count of this batch.
+        rollout_norm: denominator of the rollout term, counted over all micro-batches and ranks;
+            None: counted over this batch.
         demo_norm: the same for the demonstration term.
         moments: False skips the statistics.
-        overwrite: let the gradient take the logits' memory; they are gone after the call. Has no
-            effect on rows that share memory (an expanded tensor has no room for their
-            gradients), nor under torch.compile, which plans its own memory.
+        overwrite: store the gradient in the logits' memory, which destroys the logits. No effect on
+            tensors whose rows share memory (such as expanded ones), or under torch.compile, which
+            plans its own memory.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -75,7 +76,7 @@ def fused_gac_loss(
 
     Raises:
         TypeError: an argument of the wrong type or dtype; the message names it.
-        ValueError: a wrong shape or an impossible value; the message names the argument.
+        ValueError: an invalid shape or value; the message names the argument.
         RuntimeError: the chosen backend cannot run here; the message says why.
 
     Source:
@@ -104,7 +105,7 @@ def fused_gac_loss(
 
 
 def _apart(x: Tensor) -> bool:
-    """Whether no two elements of `x` share their memory, as those of an expanded tensor do."""
+    """Whether no two elements of `x` share memory (in an expanded tensor they do)."""
     span = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < span:
@@ -128,7 +129,7 @@ def token_logprobs(
         (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `fused_gac_loss`.
+        TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     checks.rows("logits", logits, targets)
     checks.temperature(temperature)
@@ -165,25 +166,25 @@ def fused_linear_gac_loss(
     chunk_bytes: int | None = None,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """`fused_gac_loss` of the logits hidden @ weight.T + bias, which never exist as a whole.
+    """`fused_gac_loss` of the logits hidden @ weight.T + bias, which are never fully materialized.
 
-    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in all. Rows
-    without a loss take part in no matrix product, rows whose gradient is known to be 0 only in the
-    forward one, and a frozen weight costs none. Under autocast the operands are rounded to its
-    dtype, and the gradients of float32 weights are float32. The weight must be whole: under FSDP
-    call this inside the module's forward.
+    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. Rows
+    without a loss are skipped, rows whose gradient is known to be 0 need only the forward GEMM, and
+    a frozen weight needs no weight-gradient GEMM. Under autocast the operands are rounded to its
+    dtype, and the gradients of float32 weights are float32. The weight must not be sharded: under
+    FSDP, call this inside the module's forward.
 
-    The arguments that are not listed, and the errors, are those of `fused_gac_loss`.
+    Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
     Args:
         hidden: [B, T, H], or packed [N, H]; float32, bfloat16 or float16, rows of any stride.
-        weight: [V, H], of hidden's dtype; of any float dtype under autocast.
+        weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         bias: [V], or None.
         overwrite: accepted for symmetry; there are no logits to overwrite.
         chunk_bytes: memory for one chunk of logits and gradients; None: 128 MiB on a CPU, 1000
             MiB on a GPU.
-        sketch: also compute `LossOutput.sketch`, even where no gradient is wanted. nan for
-            sequences whose rows were skipped because mu is 0 or 1.
+        sketch: also compute `LossOutput.sketch`, even if no gradient is needed. It is nan for
+            sequences whose rows are skipped because mu is 0 or 1.
 
     Returns:
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
@@ -220,14 +221,14 @@ def linear_token_logprobs(
     backend: str = "auto",
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of the logits hidden @ weight.T + bias, which never exist as a whole.
+    """`token_logprobs` of the logits hidden @ weight.T + bias, which are never fully materialized.
 
     The backward pass recomputes the logits of the rows that receive a gradient: 8 N H V FLOPs in
-    all.
+    total.
 
     Args:
         hidden: [B, T, H] or [N, H]; float32, bfloat16 or float16, rows of any stride.
-        weight: [V, H], of hidden's dtype; of any float dtype under autocast.
+        weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
         bias: [V], or None.
         temperature: the logits are divided by it before the softmax.
@@ -238,7 +239,7 @@ def linear_token_logprobs(
         (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `fused_gac_loss`.
+        TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     checks.temperature(temperature)
@@ -270,17 +271,17 @@ def loss_from_logprobs(
     demo_norm: float | Tensor | None = None,
     moments: bool = True,
 ) -> LossOutput:
-    """`fused_gac_loss` for a caller who has log-probabilities instead of logits.
+    """`fused_gac_loss` from log-probabilities instead of logits.
 
-    The arguments that are not listed, and the errors, are those of `fused_gac_loss`.
+    Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
     Args:
         logps: [B, T] or packed [N]: log-probability of each target under the policy at
             `spec.temperature`, which is not applied again. Any float dtype; the arithmetic is
             float32 or better. Not read where the target is -100.
-        targets: int64, like logps; only whether a target is -100 is read.
-        entropy: like logps: entropy of each distribution, nats. None if unknown: an error when
-            `spec.entropy_coef` is not 0, else nan in the output.
+        targets: int64, same shape as logps; only compared with -100.
+        entropy: same shape as logps; entropy of each distribution in nats. None if unknown: an
+            error if `spec.entropy_coef` is not 0, otherwise nan in the output.
 
     Returns:
         The loss, differentiable with respect to `logps` and `entropy`, with its parts and
@@ -293,7 +294,9 @@ def loss_from_logprobs(
     checks.batch(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} needs it")
-    if not torch.compiler.is_compiling():  # the compiler traces no Python that reads values
+    if (
+        not torch.compiler.is_compiling()
+    ):  # torch.compile cannot trace code that reads tensor values
         checks.values(targets, None, cu_seqlens)
     return reference.loss_from_logprobs(logps, entropy, inputs, spec, moments)
 
@@ -301,7 +304,9 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the linear inputs; they are multiplied in autocast's dtype, else in hidden's."""
+    """Check the inputs of the linear form; its GEMMs use autocast's dtype if enabled, else
+    hidden's.
+    """
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)

@@ -1,8 +1,8 @@
-"""The autograd functions of the public calls.
+"""Autograd functions behind the public API.
 
-The losses make their gradients in the forward: every coefficient is known by then, so the rows are
-read while they are warm and the backward only scales. The log-probabilities cannot know their
-upstream gradient and recompute the probabilities.
+The losses compute their gradients in the forward pass, where every coefficient is known and the
+rows are still in cache; the backward pass only scales them. The log-probability functions do not
+know their upstream gradient yet and recompute the probabilities in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tokens import Tokens, TokenTerms, in_units
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
-    """Called in every backward: with create_graph=True the result would be silently constant."""
+    """Raise on a double backward: with create_graph=True the gradient would silently be a constant."""
     if grad_enabled:
         raise RuntimeError(
             "the fused functions are differentiable once: for a double backward "
@@ -34,7 +34,7 @@ def refuse_double_backward(grad_enabled: bool) -> None:
 
 
 class LossTask(NamedTuple):
-    """What the loss functions compute, beside the inputs that they are differentiable in."""
+    """Arguments of the loss functions other than the differentiable inputs."""
 
     tokens: Tokens
     spec: LossSpec
@@ -51,13 +51,13 @@ class FusedLoss(Function):
         ctx: Any,
         logits: Tensor,
         task: LossTask,
-        out: Tensor | None,  # takes the gradient; None: not wanted
+        out: Tensor | None,  # buffer for the gradient; None if not needed
     ) -> tuple[Tensor | None, ...]:
         ctx.unit, shares = in_units(task.tokens, task.spec, logits.dtype)
         terms = task.backend.row_loss(logits, shares, task.spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
-                increment_version(logits)  # whoever saved the logits must notice
+                increment_version(logits)  # autograd must detect that saved logits have changed
             ctx.save_for_backward(out)
             ctx.backend = task.backend
         return _outputs(ctx, task, terms)
@@ -115,7 +115,7 @@ class FusedLinearLoss(Function):
         sketch = None if sides is None else per_sequence(sides, shares, task.spec, ctx.unit)
         ctx.backend = task.backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
-        # with a unit they are rounded once it is multiplied back
+        # scaled float16 gradients are rounded only after unscaling
         ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
         return _outputs(ctx, task, terms, sketch)
 
@@ -168,7 +168,7 @@ class LinearLogprobs(Function):
 def _outputs(
     ctx: Any, task: LossTask, terms: TokenTerms, sketch: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The flat outputs of a loss function; all but the first are constants to autograd."""
+    """Flat outputs of a loss function; all but the first are non-differentiable."""
     *scalars, statistics = task.backend.reduce(task.tokens, terms, task.moments)
     flat: tuple[Tensor | None, ...] = (None,) * 3
     if statistics is not None:
@@ -181,14 +181,16 @@ def _outputs(
 
 
 def _scaled(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-    """The saved gradients times the upstream one (0-d), in their own storage."""
+    """Scale the saved gradients in place by the upstream gradient (0-d)."""
     grads = ctx.saved_tensors
     factor = d_loss if ctx.unit is None else d_loss * ctx.unit
     if factor.device.type != "cpu" or factor.item() != 1:
         for grad in grads:
             if grad is not None:
                 ctx.backend.scale_(grad, factor)
-                increment_version(grad)  # a second backward would scale twice: autograd refuses
+                increment_version(
+                    grad
+                )  # so that autograd rejects a second backward, which would scale twice
     return grads
 
 
@@ -201,7 +203,7 @@ def _cast(
 
 
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
-    """What `FusedLoss` returned, in the shapes of the contract."""
+    """Build a LossOutput from the flat outputs of `FusedLoss`."""
     *scalars, logps, entropy, rollouts, demo_nll, totals, sketch = flat
     moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
     return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments, sketch))

@@ -1,8 +1,8 @@
 """Builds the CUDA library of `csrc/cuda` with nvcc: `python -m gac_kernels.build_cuda`.
 
-The library has a plain C interface, so it needs no header of torch and serves every version. Its
-name holds a hash of its sources and flags: a changed source is built anew, an old library is never
-loaded.
+The library has a plain C interface, so it needs no torch headers and works with every torch
+version. Its file name contains a hash of its sources and flags: changed sources are rebuilt, and a
+stale library is never loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-# beside the package in a checkout, in it where a wheel was installed
+# next to the package in a checkout, inside it when installed from a wheel
 SOURCES = next((p for p in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if p.is_dir()), PACKAGE)
-ARCHITECTURES = ("90a", "100")  # Hopper and Blackwell: clusters and bulk copies came with 9.0
+ARCHITECTURES = (
+    "90a",
+    "100",
+)  # Hopper and Blackwell: clusters and bulk copies need compute capability 9.0
 FLAGS = ("-std=c++20", "-O3", "--compiler-options", "-fPIC")
 
 
 def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME, of the PATH, or of the usual place."""
+    """Find nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     beside = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     return shutil.which(beside[0]) or shutil.which("nvcc") or shutil.which(beside[-1])
@@ -32,7 +35,7 @@ def find_nvcc() -> str | None:
 
 @functools.cache
 def library_path() -> Path:
-    """Where the library of the present sources is, or will be."""
+    """Path of the library for the current sources, built or not."""
     digest = hashlib.sha256(repr((ARCHITECTURES, FLAGS)).encode())
     for path in sorted(
         [*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*.h"), *SOURCES.glob("cuda/*.cu")]
@@ -42,17 +45,17 @@ def library_path() -> Path:
     if os.access(PACKAGE, os.W_OK) or (PACKAGE / name).exists():
         return PACKAGE / name
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "gac" / name  # an installation that belongs to another user
+    return cache / "gac" / name  # the package directory is not writable
 
 
 def compile_source(*options: str) -> str:
-    """Run nvcc on the launcher; its messages. Raises RuntimeError with them when it fails."""
+    """Run nvcc on launch.cu and return its output. Raises RuntimeError with the output if it fails."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("nvcc was not found: put it on the PATH or set CUDA_HOME")
     source = SOURCES / "cuda" / "launch.cu"
     if not source.exists():
-        raise RuntimeError(f"{source} does not exist: install gac again")
+        raise RuntimeError(f"{source} does not exist: reinstall gac")
     command = [nvcc, *FLAGS, *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -61,7 +64,7 @@ def compile_source(*options: str) -> str:
 
 
 def build() -> Path:
-    """The library, compiled first if need be. Raises RuntimeError when it cannot be."""
+    """Path of the library, compiled first if necessary. Raises RuntimeError if the build fails."""
     path = library_path()
     if path.exists():
         return path
@@ -70,7 +73,7 @@ def build() -> Path:
         fresh = Path(folder) / path.name
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
         compile_source(*targets, "-shared", "-o", str(fresh))
-        fresh.replace(path)  # at once: another process may be building it too
+        fresh.replace(path)  # atomic: another process may be building it too
     return path
 
 

@@ -1,4 +1,4 @@
-"""The contract's errors: each names the argument, the offending value and what to do."""
+"""Argument checks: each error names the argument, the offending value and what to do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
 
 
 def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
-    """Log-probabilities [B, T] or [N] and their entropies must be float tensors like targets."""
+    """Log-probabilities [B, T] or [N] and their entropies must be float tensors shaped like
+    targets.
+    """
     tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets has dtype {targets.dtype}: use int64")
@@ -55,7 +57,9 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
 def tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: use a tensor")
-    if hasattr(value, "full_tensor"):  # its own full_tensor() would lose the gradient's reduction
+    if hasattr(
+        value, "full_tensor"
+    ):  # calling full_tensor() here would lose the gradient reduction
         raise TypeError(
             f"{name} is a {type(value).__name__}: use a plain tensor; under FSDP call the loss "
             f"inside the module's forward, where parameters are gathered"
@@ -88,7 +92,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
         aligned = autocast and value.is_floating_point() and value.dtype != torch.float64
         if value.dtype != hidden.dtype and not aligned:
             raise TypeError(
-                f"{name} has dtype {value.dtype}: use hidden's, {hidden.dtype}, or autocast"
+                f"{name} has dtype {value.dtype}: use {hidden.dtype}, the dtype of hidden, or enable autocast"
             )
         same_device(name, value, hidden)
     if bias is not None:
@@ -96,7 +100,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
 
 
 def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
-    """Everything about a batch whose check needs no value from an accelerator."""
+    """All checks of a batch that read no tensor values from an accelerator."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
@@ -126,10 +130,12 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
 
 
 def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of sequences, once the layout is known to be padded or packed."""
+    """Check the layout (padded or packed) and return the number of sequences."""
     if targets.dim() != 1:
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens is given: only the packed layout, logits [N, V], takes it")
+            raise ValueError(
+                "cu_seqlens is given, but the batch is padded: pass it only with packed logits [N, V]"
+            )
         return targets.shape[0]
     if cu_seqlens is None:
         raise ValueError("cu_seqlens is None: the packed layout needs it")
@@ -143,7 +149,7 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def per_token(name: str, value: Tensor, targets: Tensor) -> None:
-    """`value` must be a float tensor like targets."""
+    """`value` must be a float tensor with the shape of targets."""
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
@@ -152,7 +158,7 @@ def per_token(name: str, value: Tensor, targets: Tensor) -> None:
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
-    """A Python number in [low, high], or a 0-d tensor whose value stays where it is."""
+    """`value` must be a Python number in [low, high], or a 0-d tensor, whose value is not read."""
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{name} has shape {list(value.shape)}: use a number or a 0-d tensor")
@@ -176,7 +182,7 @@ def sketch(value: object) -> None:
 
 
 def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = None) -> None:
-    """Checks that read values: always on the CPU; on an accelerator under GAC_CHECK=1 only."""
+    """Checks that read tensor values: always on the CPU; on an accelerator only if GAC_CHECK=1."""
     checked = os.environ.get("GAC_CHECK") == "1"
     if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or checked):
         ends = cu_seqlens.tolist()
@@ -184,13 +190,13 @@ def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = 
         if ends[0] != 0:
             raise ValueError(f"cu_seqlens starts at {ends[0]}: it must start at 0")
         if any(b < a for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"cu_seqlens={ends} decreases: it must not")
+            raise ValueError(f"cu_seqlens={ends} decreases: it must be non-decreasing")
         if ends[-1] != n:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
     if targets.numel() and (targets.device.type == "cpu" or checked):
         low, high = (x.item() for x in targets.aminmax())
         beyond = high + 1 if vocabulary is None else vocabulary
-        if low >= 0 and high < beyond:  # one pass where every token has a loss
+        if low >= 0 and high < beyond:  # fast path: a single pass if every token has a loss
             return
         bad = ((targets < 0) | (targets >= beyond)) & (targets != IGNORE)
         if bad.any():

@@ -1,4 +1,4 @@
-"""The vocabulary of the fused loss: its options, its outputs and its sufficient statistics."""
+"""Types of the fused loss: options, outputs and sufficient statistics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 IGNORE = -100  # a target with this value has no loss
-# logp - old counts as this, without a gradient, where it is larger: then no advantage up to 1e20
-# leaves the range of float32, which would make the whole loss inf or nan
+# logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
+# the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0
 
 
 class DemoWeight(enum.Enum):
-    """The loss of a demonstration token whose probability is p.
+    """The loss of a demonstration token with probability p.
 
-    It is -w log p with a weight w that is not differentiated, or a function of p (the last two).
+    The first three are -w log p with a detached weight w; the last two are functions of p.
     """
 
     ONE = "one"
@@ -29,16 +29,17 @@ class DemoWeight(enum.Enum):
     P = "p"
     """w = p: DFT, arXiv 2508.05629."""
     PHI = "phi"
-    """w = p (1 - p): CHORD, arXiv 2508.11408. Small where the model is sure or clueless."""
+    """w = p (1 - p): CHORD, arXiv 2508.11408. Small where p is near 0 or 1."""
     SHAPED = "shaped"
-    """loss = -A p / (p + c), differentiated, A the advantage: LUFFY, arXiv 2504.14945."""
+    """loss = -A p / (p + c), fully differentiated, with the advantage A: LUFFY, arXiv 2504.14945.
+    """
     TRUST = "trust"
-    """loss = -p / max(p, c), the denominator not differentiated: TRAPO, arXiv 2512.17636."""
+    """loss = -p / max(p, c), with a detached denominator: TRAPO, arXiv 2512.17636."""
 
 
 REDUCTIONS = ("sequence", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-# The numbers of LossSpec, and whether each may be None.
+# The numeric fields of LossSpec, and whether each may be None.
 _NUMBERS = {
     "clip_low": True,
     "clip_high": True,
@@ -53,26 +54,29 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Everything about the loss that is not a tensor.
+    """Options of the loss.
 
     Raises:
         TypeError: a field that is not a number.
-        ValueError: an impossible value; the message names the field and what it may be.
+        ValueError: an invalid value; the message names the field and the valid values.
     """
 
     clip_low: float | None = 0.2
-    """The probability ratio to the sampling policy is clipped below at 1 - clip_low; None: not at
-    all."""
+    """The probability ratio to the sampling policy is clipped below at 1 - clip_low; None: no lower
+    clip.
+    """
     clip_high: float | None = 0.2
-    """The ratio is clipped above at 1 + clip_high; None: at e^40, which only wrong `old_logps`
-    reach, and where the gradient ends too."""
+    """The ratio is clipped above at 1 + clip_high; None: no upper clip, apart from a clamp at e^40
+    (with zero gradient) that only wrong `old_logps` reach.
+    """
     dual_clip: float | None = None
     """c > 1: with a negative advantage A the policy term is at most -c A (arXiv 1912.09729)."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy (`ref_logps`) on every rollout token."""
     kl_estimator: str = "k3"
-    """Estimator of that KL: "k1", "k2" or "k3" (joschu.net/blog/kl-approx.html). k3 is inf, and
-    neither the loss nor the gradient finite, where ref - logp passes float32's exponential (88)."""
+    """Estimator of that KL: "k1", "k2" or "k3" (joschu.net/blog/kl-approx.html). k3 overflows
+    float32 if ref - logp exceeds 88: the loss and the gradient are then not finite.
+    """
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on every rollout token."""
     demo_weight: DemoWeight = DemoWeight.PHI
@@ -85,7 +89,7 @@ class LossSpec:
     demo_reduction: str = "token"
     """The same for the demonstration term."""
     max_tokens: float | None = None
-    """Tokens that every row counts for under a "constant" reduction."""
+    """Number of tokens that each row counts as under a "constant" reduction."""
     temperature: float = 1.0
     """The logits are divided by it before the softmax."""
 
@@ -131,7 +135,9 @@ def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:
 
 
 class Signals(NamedTuple):
-    """The controller's three inputs; nan where the batch does not tell (no rollouts, say)."""
+    """The controller's three inputs; nan if the batch cannot provide one (for example, without
+    rollouts).
+    """
 
     sft_variance: float
     """sigma_s^2: trimmed variance of the demonstrations' mean negative log-likelihood, nats^2."""
@@ -143,7 +149,7 @@ class Signals(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Sufficient statistics of a batch: `a + b` is exactly those of both batches together.
+    """Sufficient statistics of a batch; `a + b` gives those of both batches combined.
 
     The rollout moments are means and centred sums, so merging loses no precision.
     They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
@@ -155,20 +161,22 @@ class TokenMoments:
     sum over rollouts of (mean_t A_t - mean r)^2."""
     demo_nll: Tensor
     """float64 [S]: each demonstration's mean negative log-likelihood; -inf, which no likelihood
-    gives, marks rollouts, and nan a broken demonstration."""
+    gives, marks rollouts and empty demonstrations; nan marks a demonstration with a nan
+    log-probability.
+    """
     totals: Tensor
     """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
     sum of the entropy over rollout tokens, sum of the entropy over demonstration tokens."""
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> TokenMoments:
-        """The neutral element of `+`."""
+        """The identity element of `+`."""
         sizes = (7, 0, 6)
         return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in sizes))
 
     @classmethod
     def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
-        """Those of all `parts` together, at least one, on the first one's device."""
+        """Merge one or more `parts`, on the device of the first one."""
         device = parts[0].totals.device
         here = [part if part.totals.device == device else part.to(device) for part in parts]
         each = torch.stack([part.rollouts for part in here])
@@ -176,7 +184,7 @@ class TokenMoments:
         count = counts.sum()
         mean = counts @ means / count.clamp(min=1)
         s, r = (means - mean).T
-        # sums of squares around the common mean: those within each part and those between them
+        # sums of squares around the common mean: within parts plus between parts
         sums = each[:, 3:].sum(0) + torch.stack([s * s, r * r, s * r, r * r]) @ counts
         return cls(
             torch.cat([count[None], mean, sums]),
@@ -192,7 +200,9 @@ class TokenMoments:
         return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
-        """The sum over all ranks of `group`, identical on each; without a process group, self."""
+        """The merged moments of all ranks of `group`, identical on each; self if there is no
+        process group.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return self
         ranks = dist.get_world_size(group)
@@ -207,21 +217,21 @@ class TokenMoments:
         return TokenMoments.merged([TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered])
 
     def signals(self, trim: float = 0.1) -> Signals:
-        """What the controller reads, by the paper's equations 7 to 9: one copy to the host.
+        """The controller's inputs (equations 7 to 9 of the paper), with one copy to the host.
 
         Args:
-            trim: share of the sorted demonstrations that is dropped at each end, in [0, 0.5).
+            trim: fraction of the sorted demonstrations dropped at each end, in [0, 0.5).
 
         Raises:
-            ValueError: a share outside of that.
+            ValueError: `trim` is out of range.
         """
         if not 0 <= trim < 0.5:
-            raise ValueError(f"trim={trim!r}: use a share in [0, 0.5)")
+            raise ValueError(f"trim={trim!r}: use a fraction in [0, 0.5)")
         n, _, _, ss, rr, sr, aa, *nll = torch.cat([self.rollouts, self.demo_nll]).tolist()
         sft = _trimmed_variance([x for x in nll if x != -math.inf], trim)
         if n == 0:
             return Signals(sft, math.nan, math.nan)
-        # a constant coefficient has z = 0; "not <=" so that nan stays nan
+        # a constant signal has z = 0; "not <=" propagates nan
         has_s, has_r = not ss / n <= 1e-12, not rr / n <= 1e-12
         rho = sr / math.sqrt(ss) / math.sqrt(rr) if has_s and has_r else 0.0
         rho = min(max(rho, -1.0), 1.0)  # rounding
@@ -244,7 +254,7 @@ class TokenMoments:
 
     @property
     def clip_fraction(self) -> Tensor:
-        """0-d: share of the rollout tokens whose gradient the clip removed."""
+        """0-d: fraction of rollout tokens whose gradient was removed by clipping."""
         return self.totals[3] / self.totals[0].clamp(min=1)
 
     @property
@@ -254,19 +264,20 @@ class TokenMoments:
 
 
 def _trimmed_variance(values: list[float], trim: float) -> float:
-    """Population variance without the share `trim` at each end; nan if there is nan, or nothing."""
+    """Population variance after dropping a fraction `trim` at each end; nan for nan or no values."""
     if not values or any(map(math.isnan, values)):
         return math.nan
     cut = math.floor(trim * len(values))
     kept = sorted(values)[cut : len(values) - cut]
     mean = sum(kept) / len(kept)
-    return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # ** raises where it overflows
+    return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # x ** 2 would raise on overflow
 
 
 class LossOutput(NamedTuple):
-    """What the fused losses return. All but `loss` are detached; losses are float32 0-d tensors."""
+    """Output of the fused losses. All but `loss` are detached; losses are float32 0-d tensors."""
 
-    # a named tuple, because FSDP's hooks look for the tensors inside and do not see a dataclass's
+    # a named tuple, because FSDP's hooks search outputs for tensors and do not look inside
+    # dataclasses
 
     loss: Tensor
     """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
@@ -277,14 +288,15 @@ class LossOutput(NamedTuple):
     kl: Tensor
     """Mean KL estimator per rollout token; nan without `ref_logps` or without rollouts."""
     clip_fraction: Tensor
-    """Share of the rollout tokens whose gradient the clip removed."""
+    """Fraction of rollout tokens whose gradient was removed by clipping."""
     logps: Tensor
     """float32, like targets: log-probability of each target, 0 where there is no loss."""
     entropy: Tensor
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
-    """Sufficient statistics for the controller; None under `moments=False`."""
+    """Sufficient statistics for the controller; None if `moments=False`."""
     sketch: Tensor | None = None
-    """float32 [S, k, k], k rows in both projections: R G S^T, with G each sequence's share of the
-    gradient of its own term with respect to the head's weight, see `HeadSketch`; None unless asked
-    for."""
+    """float32 [S, k, k]: R G S^T for each sequence, where G is its contribution to its own term's
+    gradient with respect to the head weight and k the size of both projections; see `HeadSketch`.
+    None unless requested.
+    """

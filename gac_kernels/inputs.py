@@ -1,4 +1,4 @@
-"""The caller's batch as one value, on its way from the public calls to the backends."""
+"""The caller's batch as one value, passed from the public functions to the backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class BatchInputs(NamedTuple):
-    """What belongs to a batch beside its logits; shapes and meaning as in `fused_gac_loss`.
+    """The inputs of a batch other than its logits; shapes and meaning as in `fused_gac_loss`.
 
     The operators of `ops` take these fields in this order.
     """
@@ -24,10 +24,10 @@ class BatchInputs(NamedTuple):
     demo_norm: float | Tensor | None = None
 
     def moved(self) -> BatchInputs:
-        """The same where the targets are; the host does not wait for copies from the CPU.
+        """Move all tensors to the targets' device, without blocking the host.
 
-        As they are, before any other change: a CUDA graph records copies from pinned memory only,
-        and what a conversion on the CPU makes is not pinned.
+        Tensors are moved before any conversion: a CUDA graph can capture copies from pinned memory
+        only, and the result of a conversion on the CPU is not pinned.
         """
 
         def there(x: Any) -> Any:

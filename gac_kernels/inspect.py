@@ -1,8 +1,8 @@
-"""What the compiler makes of every shipped kernel, for GPUs that need not be there.
+"""Compiler statistics of every shipped kernel; no GPU is needed.
 
 `python -m gac_kernels.inspect` compiles each kernel for sm_80, sm_90 and sm_100 and prints
-registers, spilled bytes, stack, shared memory and instructions: all, and per logit of the pass that
-sums a row and of the pass that writes its gradient.
+registers, spilled bytes, stack, shared memory and instruction counts: in total, and per logit for
+the pass that sums a row and the pass that writes its gradient.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Report(NamedTuple):
     wide_accesses: int
     """Global loads and stores of 16 bytes per thread among the instructions."""
     sums: float
-    """Instructions of a thread per logit in the hot loop of the first pass; nan: no such loop."""
+    """Instructions per thread and logit in the hot loop of the first pass; nan if there is none."""
     gradient: float
-    """The same of the second pass."""
+    """The same for the second pass."""
     seconds: float
     """Time to compile."""
 
 
 class Configuration(NamedTuple):
-    """A kernel launch as the library makes it; `launch` is a `backends.triton.launch.Launch`."""
+    """A kernel launch as in the library; `launch` is a `backends.triton.launch.Launch`."""
 
     name: str
     launch: Any
 
 
-# Large, middle and small vocabularies meet the three tilings; 50257 is of no alignment.
+# Large, medium and small vocabularies cover the tilings; 50257 covers unaligned rows.
 _ROWS = (
     (151936, torch.bfloat16),
     (151936, torch.float32),
@@ -113,15 +113,23 @@ def triton_configurations() -> Iterator[Configuration]:
     )
     sketch = RowSketch(wide[0, 0].to(torch.int8), torch.empty(8, 16, device="meta"))
     yield _loss_configuration(
-        "V=151936 float32 to bfloat16, sketch", "default", wide, logits, _meta_tokens(ref=False),
+        "V=151936 float32 to bfloat16, sketch",
+        "default",
+        wide,
+        logits,
+        _meta_tokens(ref=False),
         sketch,
-    )  # fmt: skip
+    )
 
 
 def _loss_configuration(
-    name: str, spec: str, logits: torch.Tensor, out: torch.Tensor | None, tokens: Tokens,
+    name: str,
+    spec: str,
+    logits: torch.Tensor,
+    out: torch.Tensor | None,
+    tokens: Tokens,
     sketch: RowSketch | None = None,
-) -> Configuration:  # fmt: skip
+) -> Configuration:
     from .backends.triton.loss import loss_launch
 
     terms = torch.empty(5, 8, device="meta")
@@ -137,14 +145,14 @@ def _inputs(ref: bool) -> BatchInputs:
 
 
 def _meta_tokens(ref: bool) -> Tokens:
-    """The same without storage."""
+    """The tokens of `_inputs`, on the meta device."""
     tokens = plan(_inputs(ref), LossSpec())
     move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
     return Tokens(*(move(x) for x in tokens))
 
 
 def batch_configurations() -> Iterator[Configuration]:
-    """The kernels of size N and S around the rows, with everything that they may be given."""
+    """The per-token and per-sequence kernels, with all optional inputs."""
     from .backends.triton.plan import lengths_launch, tokens_launch
     from .backends.triton.reduce import merge_launch, sequence_launch
     from .contract import TokenMoments
@@ -215,7 +223,7 @@ def _disassemble(cubin: bytes) -> str:
 
 
 def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Triton's view of the arguments: types, constants, and what is divisible by 16."""
+    """Triton's view of the arguments: types, constants, and which are divisible by 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
@@ -252,7 +260,7 @@ _POINTEES = {
 def _number(pattern: str, log: str) -> int:
     found = re.search(pattern, log)
     if found is None:
-        raise RuntimeError(f"the compiler's log has no {pattern!r}:\n{log}")
+        raise RuntimeError(f"no match for {pattern!r} in the compiler log:\n{log}")
     return int(found[1])
 
 
@@ -269,11 +277,13 @@ def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
 
 
 def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
-    """The kernels of csrc/cuda; thread-block clusters exist from 9.0 on, and nvcc must be there."""
+    """The kernels of csrc/cuda, if nvcc is found; thread-block clusters need compute capability
+    9.0.
+    """
     from . import build_cuda, inspect_cuda
 
     if build_cuda.find_nvcc() is None:
-        print("no nvcc: the kernels of csrc/cuda are left out")
+        print("nvcc not found: skipping the kernels of csrc/cuda")
         return
     for arch in (a for a in architectures if a >= 90):
         for kernel in inspect_cuda.compile_kernels(arch):
@@ -299,7 +309,7 @@ SOURCES: dict[str, Callable[[tuple[int, ...]], Iterator[Report]]] = {
     "triton": triton_reports,
     "cuda": cuda_reports,
 }
-"""Where reports come from; a set of kernels joins the report by a line here."""
+"""Report sources; add a line here to include another set of kernels."""
 
 
 def table(reports: list[Report]) -> str:

@@ -1,4 +1,4 @@
-"""The part of `gac_kernels.inspect` that asks nvcc about the CUDA kernels."""
+"""The CUDA part of `gac_kernels.inspect`: compiles the CUDA kernels with nvcc."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(arch: int) -> Iterator[Compiled]:
-    """Every kernel for one architecture; shared memory as a launch for VOCAB logits takes it.
+    """Compile every kernel for one architecture; shared memory is that of a launch on VOCAB logits.
 
-    Raises RuntimeError where nvcc is missing or fails.
+    Raises RuntimeError if nvcc is missing or fails.
     """
     suffix = "90a" if arch == 90 else str(arch)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,8 +53,12 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
         began = time.perf_counter()
         log = build_cuda.compile_source(
             f"-gencode=arch=compute_{suffix},code=sm_{suffix}",
-            "-cubin", "-Xptxas", "-v", "-o", str(cubin),
-        )  # fmt: skip
+            "-cubin",
+            "-Xptxas",
+            "-v",
+            "-o",
+            str(cubin),
+        )
         seconds = time.perf_counter() - began
         sass = _functions(cubin)
     found = list(_PTXAS.finditer(log))
@@ -63,25 +67,34 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
         text = sass[match["symbol"]]
         slots = cuda.split(VOCAB, dtypes[0], holds=True).slots
         yield Compiled(
-            name, dtypes, int(match["registers"]), int(match["stores"]), int(match["loads"]),
-            int(match["stack"]), cuda.shared_bytes(slots) if name != "scale_kernel" else 0,
-            text, passes(text), seconds / len(found),
-        )  # fmt: skip
+            name,
+            dtypes,
+            int(match["registers"]),
+            int(match["stores"]),
+            int(match["loads"]),
+            int(match["stack"]),
+            cuda.shared_bytes(slots) if name != "scale_kernel" else 0,
+            text,
+            passes(text),
+            seconds / len(found),
+        )
 
 
 def title(kernel: Compiled) -> str:
-    """Such as "row_kernel float32 to bfloat16"."""
+    """Title of a kernel, such as "row_kernel float32 to bfloat16"."""
     return f"{kernel.kernel} {' to '.join(str(t).removeprefix('torch.') for t in kernel.dtypes)}"
 
 
 def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
-    """Kernel and types of a mangled name such as _ZN...10row_kernelIf13__nv_bfloat16EEvT_..."""
+    """Kernel name and dtypes from a mangled name such as
+    _ZN...10row_kernelIf13__nv_bfloat16EEvT_...
+    """
     found = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
     if found is None:
-        raise RuntimeError(f"nvcc made an unknown kernel: {symbol}")
+        raise RuntimeError(f"unknown kernel in the output of nvcc: {symbol}")
     dtypes: list[torch.dtype] = []
     for letters in re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", found[2]):
-        dtypes.append(_TYPES.get(letters) or dtypes[0])  # S_: the first type again
+        dtypes.append(_TYPES.get(letters) or dtypes[0])  # S_ repeats the first type
     return found[1], tuple(dtypes)
 
 

@@ -1,8 +1,8 @@
-"""What a kernel's machine code costs per logit: the loops that pass over a row, counted.
+"""Counts a kernel's instructions per logit, from the loops over a row in its machine code.
 
-The text is that of `nvdisasm -c`. A pass is the cheapest cycle of the control flow, per logit, that
-goes through a block of exponentials; whatever is rare (a raised maximum, an edge of the row, a
-barrier that is not ready) lies beside that cycle and is not counted.
+The input is the output of `nvdisasm -c`. A pass is the control-flow cycle through a block of
+exponentials with the fewest instructions per logit; rare paths (a new maximum, the edge of a row, a
+barrier that is not ready) are not on that cycle and are not counted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-_FEWEST = 4  # logits that a loop takes at a time, or a multiple: other exponentials scale sums
-_MOST = 64  # logits that one turn of a loop may take
+_FEWEST = 4  # a loop handles a multiple of this many logits per iteration; other exponentials rescale sums
+_MOST = 64  # most logits per loop iteration
 
 
 class Block(NamedTuple):
-    """Instructions that run one after the other."""
+    """A basic block: instructions that run in sequence."""
 
     instructions: int
     powers: int
-    """Exponentials of logits: unconditional, and several in a row."""
+    """Exponentials of logits: unconditional ones, which come in groups."""
     stores: int
     """To global memory."""
     next: tuple[int, ...]
@@ -33,16 +33,16 @@ class Block(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Instructions of a thread per logit in the hot loops; nan where there is no such loop."""
+    """Instructions per thread and logit in the hot loops; nan if there is no such loop."""
 
     sums: float
     gradient: float
 
 
 def passes(sass: str) -> Passes:
-    """Of a row kernel: the pass that only reads, and the pass that stores.
+    """Count a row kernel's two passes: the one that only reads and the one that stores.
 
-    Of a loop's heavier and lighter forms (with and without an entropy bonus) the lighter counts.
+    If a loop exists with and without an entropy bonus, the cheaper version counts.
     """
     blocks = control_flow(sass)
     starts = [i for i, block in enumerate(blocks) if block.powers]
@@ -55,7 +55,7 @@ def passes(sass: str) -> Passes:
 
 
 def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[float]:
-    """Instructions per logit of the cheapest ways from `start` back to it."""
+    """Instructions per logit of the cheapest cycles through `start`."""
     first = blocks[start]
     if first.stores and not stores:
         return

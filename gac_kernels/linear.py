@@ -1,8 +1,10 @@
-"""The chunked head: hidden x weight -> token terms and gradients, never the whole [N, V].
+"""The chunked head: hidden x weight -> token terms and gradients, without materializing all [N, V]
+logits.
 
-Tokens are taken a chunk at a time (see `projection`): logits of a block of it (one GEMM), the
-backend's row function, and, for rows that carry a gradient, the two GEMMs of the backward. Rows
-without a loss enter no GEMM. Legend: N tokens, V vocabulary, H hidden size, M rows at a time.
+Tokens are processed in chunks (see `projection`): one GEMM for the logits of each block, the
+backend's row function and, for rows with a gradient, the two backward GEMMs. Rows
+without a loss enter no GEMM. Notation: N tokens, V vocabulary size, H hidden size, M rows of a
+chunk or block.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from .sketch import HeadSketch, Sides
 from .sketcher import Sketcher
 from .tokens import Tokens, TokenTerms, dead
 
-# From so many elements on, a weight gradient has more GEMM tiles than a GPU has multiprocessors, so
-# that no element is summed in parts: rounding its float32 sum, once, is all that happens to it.
+# With at least this many elements, a weight gradient has more GEMM tiles than a GPU has
+# multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
+# only once.
 WHOLE_SUMS = 1 << 24
 
 
 class Needs(NamedTuple):
-    """Which of the three inputs want a gradient."""
+    """Which of the three inputs need a gradient."""
 
     hidden: bool
     weight: bool
@@ -35,16 +38,18 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, *inputs: Tensor | None) -> Needs:
-        """Those that require one, while gradients are enabled."""
+        """From `requires_grad` of the inputs; all False if gradients are disabled."""
         learning = torch.is_grad_enabled()
         return cls(*(x is not None and x.requires_grad and learning for x in inputs))
 
 
 class InputGradients(NamedTuple):
-    """None where none is wanted; hidden in its dtype, the others summed in float32 or better."""
+    """Gradients of the inputs, None if not needed. `hidden` has its own dtype; the others are
+    float32 or better.
+    """
 
     hidden: Tensor | None  # [N, H]
-    weight: Tensor | None  # [V, H]; in the weight's dtype where one sum made it
+    weight: Tensor | None  # [V, H]; in the weight's dtype if a single GEMM computed it
     bias: Tensor | None  # [V]
 
 
@@ -56,14 +61,14 @@ class Accumulator:
         self.hidden = torch.zeros(
             hidden.shape if needs.hidden else (0,), dtype=hidden.dtype, device=hidden.device
         )
-        self.weight: Tensor | None = None  # made by the first chunk
+        self.weight: Tensor | None = None  # allocated by the first chunk
         words = head.weight.shape[0] if needs.bias else 0
         self.bias = torch.zeros(words, dtype=head.exact, device=hidden.device)
 
     def add(self, grad: Tensor, rows: Tensor, index: Tensor, alone: bool) -> None:
-        """grad [M, V] of the logits, their inputs rows [M, H], and the tokens [M] they are of.
+        """Add a chunk: grad [M, V] of the logits, their input rows [M, H] and token indices [M].
 
-        alone: no other chunk follows or went before.
+        alone: this is the only chunk.
         """
         if self.needs.hidden:
             back = self.head.back(grad)
@@ -77,9 +82,10 @@ class Accumulator:
             self.bias += grad.sum(0, dtype=self.head.exact)
 
     def _weight(self, alone: bool) -> Tensor:
-        """[V, H] in float32 or better; of a single sum in the weight's own dtype, if a GEMM has it.
+        """Buffer [V, H] in float32 or better; for a single chunk, in the weight's dtype if a GEMM
+        can output it.
 
-        float16 is kept for later: its gradients still lack a factor (`tokens.in_units`).
+        Not for float16, whose gradients must still be unscaled (`tokens.in_units`).
         """
         head, dtype = self.head, self.head.exact
         if alone and head.product == head.given != torch.float16:
@@ -87,7 +93,7 @@ class Accumulator:
         return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
 
     def finish(self) -> InputGradients:
-        self.head.release()  # rounding the sums takes memory of its own
+        self.head.release()  # free the buffers first: rounding the sums needs memory too
         if self.needs.weight and self.weight is None:
             self.weight = self._weight(alone=False).zero_()
         return InputGradients(
@@ -98,15 +104,17 @@ class Accumulator:
 
 
 def capturing(device: torch.device) -> bool:
-    """Under a CUDA graph capture no count may be read: every row is multiplied."""
+    """Whether a CUDA graph is being captured. Counts cannot be read then, so every row is
+    multiplied.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def split(live: Tensor, learns: Tensor) -> tuple[Tensor, int, int]:
     """Order the tokens [gradient rows | forward-only rows | rows without a loss].
 
-    Returns (order [N], gradient rows, rows with a loss). The one host synchronisation on a GPU:
-    whatever can be launched before it should be, or the device would wait for it afterwards.
+    Returns (order [N], gradient rows, rows with a loss). This is the only host synchronization on a
+    GPU: launch as much as possible before it, or the device idles afterwards.
     """
     if capturing(live.device):
         return torch.arange(len(live), device=live.device), len(live), len(live)
@@ -119,7 +127,9 @@ def split(live: Tensor, learns: Tensor) -> tuple[Tensor, int, int]:
 def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Projection) -> Tensor:
     """Rows of hidden as a GEMM operand [M, H]."""
     rows = head.operand(hidden.index_select(0, index))
-    if capturing(hidden.device):  # 0 * nan of a row without a loss would reach weight.grad
+    if capturing(
+        hidden.device
+    ):  # otherwise a nan in a row without a loss would reach weight.grad as 0 * nan
         rows = rows.masked_fill(~live[index, None], 0)
     return rows
 
@@ -127,11 +137,11 @@ def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Projection) -> Ten
 def run(
     hidden: Tensor,
     head: Projection,
-    order: Tensor,  # int64: the tokens to take
+    order: Tensor,  # int64: the tokens to process
     live: Tensor,  # bool [N]
     kernel: Callable[[Tensor, Tensor], None],  # (tokens [M], logits [1, M, V])
 ) -> None:
-    """The logits of every block, for a row function that only reads them."""
+    """Forward only: pass the logits of each block to a row function that only reads them."""
     for span in spans(0, len(order), head.block):
         index = order[span]
         kernel(index, head.logits(gather(hidden, index, live, head))[None])
@@ -144,7 +154,9 @@ def learn(
     kernel: Callable[[Tensor, Tensor, Tensor], None],  # (tokens [M], logits, gradient [1, M, V])
     sums: Accumulator,
 ) -> None:
-    """As `run`; the row function writes the gradient of its logits, which is added to `sums`."""
+    """Forward and backward: the row function also writes the gradient of its logits, which is
+    accumulated in `sums`.
+    """
     head, alone = sums.head, len(order) <= sums.head.chunk
     for span in spans(0, len(order), head.chunk):
         index = order[span]
@@ -164,9 +176,9 @@ def fused_loss(
     needs: Needs,
     sketch: HeadSketch | None = None,
 ) -> tuple[TokenTerms, InputGradients, Sides | None]:
-    """Token terms [N], gradients of sum(tokens.scale * loss), sides of the sketch: 6 N H V FLOPs.
+    """Token terms [N], gradients of sum(tokens.scale * loss) and sketch factors: 6 N H V FLOPs.
 
-    Rows whose gradient is known to be 0 take the forward GEMM only.
+    Rows whose gradient is known to be 0 need only the forward GEMM.
     """
     wanted = any(needs) or sketch is not None
     learns = ~dead(tokens, spec) if wanted else torch.zeros_like(tokens.live)
@@ -220,7 +232,7 @@ def token_grads(
     backend: ModuleType,
     needs: Needs,
 ) -> InputGradients:
-    """Gradients from recomputed logits, 6 N H V FLOPs; rows with no upstream gradient are left."""
+    """Gradients from recomputed logits, 6 N H V FLOPs; rows with no upstream gradient are skipped."""
     live = targets != IGNORE
     learns = live & (stats[2:] != 0).any(0)
     sums = Accumulator(head, hidden, needs)

@@ -1,7 +1,7 @@
-"""The calls as opaque registered operators, for torch.compile; eager code goes through autograd.py.
+"""The public functions as opaque custom operators for torch.compile; eager code uses autograd.py.
 
-One operator serves both forms: `weight` is None at the logits level, where `rows` are the logits.
-Checks that read values run inside, when the compiled code runs.
+One operator covers both forms: if `weight` is None, `rows` are the logits, else the hidden states.
+Checks that read tensor values run inside the operator, at run time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Operands = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weight, bias
 
 
 def _tensors(inputs: BatchInputs) -> BatchInputs:
-    """Python numbers as 0-d CPU tensors: one kind of argument for the schema."""
+    """Convert Python numbers to 0-d CPU tensors, so that the schema has a single argument type."""
 
     def tensor(value: Any) -> Any:
         if value is None or isinstance(value, Tensor):
@@ -40,7 +40,7 @@ def _tensors(inputs: BatchInputs) -> BatchInputs:
 
 
 def _numbers(inputs: BatchInputs) -> BatchInputs:
-    """The numbers back from CPU tensors, so that no accelerator waits for a copy."""
+    """Convert CPU tensors back to numbers, so that no accelerator waits for a copy."""
 
     def number(x: Any) -> Any:
         return x.item() if x is not None and x.device.type == "cpu" and x.dim() == 0 else x
@@ -61,7 +61,7 @@ def _chosen(rows: Tensor, weight: Tensor | None, backend: str, compute: torch.dt
 def _check_values(
     rows: Tensor, weight: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None = None
 ) -> None:
-    """Shapes and dtypes were checked when compiling; these are known only now."""
+    """Check the values, which are known only at run time; shapes and dtypes were checked before."""
     checks.values(targets, (rows.shape[-1:] if weight is None else weight.shape)[0], cu_seqlens)
 
 
@@ -80,7 +80,9 @@ def _check_values(
 def _loss(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
-    """The outputs of the loss, and the gradients of `rows`, `weight` and `bias` / `unit`."""
+    """The outputs of the loss, and the gradients of `rows`, `weight` and `bias`, each divided by
+    `unit`.
+    """
     inputs, (spec, backend, needs, *gemms, drawn) = BatchInputs(*others[:9]), others[9:]
     inputs = _numbers(inputs)
     options, spec = GemmOptions(*gemms), decode(spec)
@@ -122,7 +124,7 @@ def _loss(
 def _gradient_dtypes(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype
 ) -> list[torch.dtype]:
-    """float16 sums stay float32 until they are multiplied by their unit."""
+    """float16 gradients stay in float32 until they are unscaled."""
     kept = torch.float32 if compute == torch.float16 else None
     return [rows.dtype, *(rows.dtype if x is None else kept or x.dtype for x in (weight, bias))]
 
@@ -183,7 +185,7 @@ def fused_loss(
     options: GemmOptions,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """The compiled form of both fused losses."""
+    """Both fused losses, for compiled code."""
     found = torch.ops.gac_kernels.loss(
         *operands,
         *_tensors(inputs),
@@ -298,7 +300,7 @@ _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 def token_logprobs(
     operands: Operands, targets: Tensor, temperature: float, backend: str, options: GemmOptions
 ) -> tuple[Tensor, Tensor]:
-    """The compiled form of both log-probability functions."""
+    """Both log-probability functions, for compiled code."""
     logps, entropy, _ = torch.ops.gac_kernels.logprobs(
         *operands, targets, temperature, backend, *options[:2]
     )

@@ -1,9 +1,10 @@
-"""hidden x weight in pieces: the GEMM operands, how many rows at a time, and the memory for them.
+"""Chunked hidden x weight: GEMM operands, chunk sizes and buffers.
 
-A chunk of rows makes its logits block by block, keeps their gradient in the operands' dtype, and
-gives it to the two GEMMs of the backward in one piece: those want many rows, each of their passes
-over the [V, H] weight gradient costs a read and a write of it; the logits want few, being wider.
-Legend: V vocabulary, H hidden size, M rows.
+The logits of a chunk are computed block by block; their gradient is stored in the operands' dtype
+and passed to the two backward GEMMs at once. The backward GEMMs need many rows, because every chunk
+reads and writes the whole [V, H] weight gradient; the float32 logits take more memory per row, so a
+block has fewer rows.
+Notation: V vocabulary size, H hidden size, M rows.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from torch import Tensor
 
 from .reference import arithmetic
 
-# Bytes in flight. On a GPU that is 512 rows of logits and 2304 of gradients for 152064 words.
+# Memory budget in bytes. On a GPU it holds 512 rows of logits and 2304 rows of gradients at V =
+# 152064.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
 ALIGN = 128  # rows of a GEMM tile
 
 
 class GemmOptions(NamedTuple):
-    """How hidden is multiplied with the weight."""
+    """How hidden is multiplied by the weight."""
 
-    compute: torch.dtype  # what the operands are rounded to, as autocast would
-    chunk_bytes: int | None = None  # memory for what is in flight; None = CHUNK_BYTES
-    words: int | None = None  # of the vocabulary, to share it by; None = the weight's own
+    compute: torch.dtype  # dtype that the operands are rounded to, as under autocast
+    chunk_bytes: int | None = (
+        None  # memory budget for logits and their gradients; None = CHUNK_BYTES
+    )
+    words: int | None = None  # vocabulary size for the chunk sizes; None = rows of the weight
 
 
 class Buffer:
-    """Rows [M, V] in memory that the longest request so far decides."""
+    """A reusable [M, V] buffer that grows to the largest request."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width, self.dtype, self.device = width, dtype, device
@@ -39,16 +43,17 @@ class Buffer:
 
     def rows(self, count: int) -> Tensor:
         if self.held is None or len(self.held) < count:
-            self.held = None  # freed first: the old and the new one are beyond the budget together
+            self.held = None  # free it first: old and new together would exceed the budget
             self.held = torch.empty(count, self.width, dtype=self.dtype, device=self.device)
         return self.held[:count]
 
 
 class Projection:
-    """weight [V, H] and bias [V] as GEMM operands, and the buffers that all chunks share.
+    """weight [V, H] and bias [V] as GEMM operands, and the buffers shared by all chunks.
 
-    Operands are rounded to `compute`, as autocast would. CUDA multiplies them in that dtype into
-    float32; the CPU has no such GEMM and multiplies float32 copies (of the whole weight, once).
+    Operands are rounded to `compute`, as autocast would. On CUDA they are multiplied in that dtype
+    with float32 output; the CPU has no such GEMM and multiplies float32 copies (the weight is
+    copied once).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: GemmOptions) -> None:
@@ -66,20 +71,23 @@ class Projection:
 
     @property
     def rounds(self) -> bool:
-        """The gradient of the logits is rounded to the operands' dtype for its GEMMs."""
+        """Whether the gradient of the logits is rounded to the operands' dtype for the GEMMs."""
         return self.product != self.exact
 
     def _cut(self, budget: int, words: int) -> tuple[int, int]:
-        """Rows of a chunk and of a block.
+        """Rows per chunk and rows per block.
 
-        A gradient that is not rounded lies where the logits were: there, a chunk is one block.
-        Else the rows of hidden and their gradient count too, for a narrow vocabulary has many.
+        Without rounding, the gradient overwrites the logits, so a chunk is a single block.
+        With rounding, the rows of hidden and their gradient count too: for a small vocabulary there
+        are many.
         """
         logit = self.exact.itemsize * words
         if not self.rounds:
             rows = _whole_tiles(budget // logit)
             return rows, rows
-        block = _whole_tiles(4 * budget // (13 * logit))  # the rest makes it about 2 rows to 9
+        block = _whole_tiles(
+            4 * budget // (13 * logit)
+        )  # gives about 2 rows per block to 9 per chunk
         chunk = (budget - block * logit) // (
             self.product.itemsize * (words + 2 * self.weight.shape[1])
         )
@@ -93,9 +101,9 @@ class Projection:
         return self._gradient.rows(count)
 
     def logits(self, rows: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """[M, H] -> [M, V] in float32 or better, where the next call's go too.
+        """[M, H] -> [M, V] in float32 or better, in a buffer that the next call reuses.
 
-        gradient: [M, V] where their gradient will be; without rounding, they are made there.
+        gradient: [M, V] buffer for their gradient; without rounding, the logits are written there.
         """
         out = gradient
         if out is None or self.rounds:
@@ -104,10 +112,11 @@ class Projection:
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """[M, V] -> [M, H] in float32 or better: partial sums in bfloat16, which a GEMM with that
-        output may make of so long a sum, would lose digits.
+        """[M, V] -> [M, H] in float32 or better: with bfloat16 output, a GEMM may also round
+        partial sums (split-K) and lose precision over the long sum.
 
-        With rounding it lies where the logits were, if there is room: they are done with.
+        With rounding, the result reuses the logits buffer if it is large enough; the logits are no
+        longer needed.
         """
         shape = len(gradient), self.weight.shape[1]
         held = self._logits.held if self.rounds else None
@@ -119,14 +128,16 @@ class Projection:
         return out
 
     def release(self) -> None:
-        """Give the memory of the buffers back."""
+        """Free the buffers."""
         self._logits.held = self._gradient.held = None
 
 
 def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
-    """Slices of [start, stop) of at most `rows`, equal but for a tile, the longest first.
+    """Split [start, stop) into slices of at most `rows`, longest first, whose sizes differ by at
+    most one tile.
 
-    Whole tiles of a GEMM, since one that is filled in part costs as much; the last is the rest.
+    Slices are whole GEMM tiles, because a partly filled tile costs as much as a full one; the last
+    slice takes the remainder.
     """
     tile = ALIGN if rows >= ALIGN else 1
     for left in range(math.ceil((stop - start) / rows), 0, -1):
@@ -140,12 +151,12 @@ def _whole_tiles(rows: int) -> int:
 
 
 def operand_dtype(device: torch.device, compute: torch.dtype) -> torch.dtype:
-    """What the GEMMs read: only CUDA multiplies half precision into float32."""
+    """Dtype of the GEMM operands: only CUDA has half-precision GEMMs with float32 output."""
     return compute if device.type == "cuda" else arithmetic(compute)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; summed and kept in out's dtype."""
+    """out = a @ b, or out += a @ b; accumulated and stored in out's dtype."""
     if a.dtype == out.dtype:
         if accumulate:
             out.addmm_(a, b)

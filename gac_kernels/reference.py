@@ -1,6 +1,6 @@
-"""The loss in plain PyTorch, in any float dtype, with gradients by autograd: the definition.
+"""Reference implementation of the loss: plain PyTorch, any float dtype, gradients by autograd.
 
-Kernels, tests, benches and documents are held against these functions. Half-precision inputs are
+Kernels, tests, benchmarks and docs are checked against these functions. Half-precision inputs are
 computed in float32, float32 in float32, float64 in float64.
 """
 
@@ -19,7 +19,7 @@ from .tokens import Tokens, TokenTerms, finish, plan
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inputs of `dtype` are computed in."""
+    """The dtype used to compute with inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -41,15 +41,19 @@ def token_logprobs(
 
 def row_statistics(
     rows: Tensor,  # [M, V]
-    targets: Tensor,  # int64 [M], each a token
+    targets: Tensor,  # int64 [M], valid token ids
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logps, entropy and logsumexp of rows / temperature, [M] each."""
     z = rows / temperature
     lse = z.logsumexp(-1)
-    lse = torch.where(lse == math.inf, math.nan, lse)  # +inf logits are an error, not a sure token
+    lse = torch.where(
+        lse == math.inf, math.nan, lse
+    )  # +inf logits are an error, not a token of probability 1
     logps = z.gather(-1, targets[:, None]).squeeze(-1) - lse
-    finite = z.masked_fill(z == -math.inf, 0)  # a masked word adds 0 log 0 = 0 to the entropy
+    finite = z.masked_fill(
+        z == -math.inf, 0
+    )  # a masked token (-inf) adds 0 log 0 = 0 to the entropy
     entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
     return logps, entropy, lse
 
@@ -112,7 +116,9 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
 def token_gradients(
     logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, wanted: bool
 ) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
-    """The terms as constants and, if wanted, the gradients of sum(tokens.scale * loss) in both."""
+    """The detached terms and, if wanted, the gradients of sum(tokens.scale * loss) with respect to
+    logps and entropy.
+    """
     with torch.enable_grad():
         leaves = logps.detach().requires_grad_(), entropy.detach().requires_grad_()
         terms = token_terms(*leaves, tokens, spec)
@@ -136,7 +142,9 @@ def loss_from_logprobs(
     tokens = plan(inputs, spec, dtype)
 
     def flat(x: Tensor) -> Tensor:
-        """[N]; what stands where there is no loss, be it nan, reaches no result or gradient."""
+        """Flatten to [N] with 0 where there is no loss, so that a nan there reaches no result or
+        gradient.
+        """
         return torch.where(tokens.live, x.reshape(-1).to(dtype), 0)
 
     known = torch.zeros_like(logps) if entropy is None else entropy
@@ -149,7 +157,7 @@ def loss_from_logprobs(
 def loss_output(
     tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
 ) -> LossOutput:
-    """Terms [N], differentiable in their `loss`, as the output for targets of `shape`."""
+    """Build a LossOutput for targets of `shape` from terms [N], whose `loss` is differentiable."""
     found = finish(tokens, terms, moments)
     return LossOutput(
         loss=found.loss,
@@ -203,7 +211,7 @@ def fused_linear_gac_loss(
     sketch: HeadSketch | None = None,
     **keywords: Any,
 ) -> LossOutput:
-    """See `gac_kernels.fused_linear_gac_loss`; holds all [N, V] logits."""
+    """See `gac_kernels.fused_linear_gac_loss`; materializes all [N, V] logits."""
     logits = linear_logits(hidden, weight, bias)
     out = fused_gac_loss(logits, *args, **keywords)
     if sketch is None:
@@ -212,9 +220,12 @@ def fused_linear_gac_loss(
 
 
 def _head_sketch(
-    sketch: HeadSketch, hidden: Tensor, logits: Tensor, args: tuple[Tensor, ...],
+    sketch: HeadSketch,
+    hidden: Tensor,
+    logits: Tensor,
+    args: tuple[Tensor, ...],
     keywords: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[S, k, k] from the dense gradient of the logits, with both projections as matrices."""
     spec = keywords.get("spec", LossSpec())
     inputs = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
@@ -242,5 +253,5 @@ def linear_token_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """See `gac_kernels.linear_token_logprobs`; holds all [N, V] logits."""
+    """See `gac_kernels.linear_token_logprobs`; materializes all [N, V] logits."""
     return token_logprobs(linear_logits(hidden, weight, bias), targets, temperature=temperature)

@@ -1,6 +1,6 @@
-"""A LossSpec as kernels and operators take it: plain numbers, in one place.
+"""Encodes a LossSpec as plain numbers for kernels and operators.
 
-None becomes the number that changes nothing, and a choice its position, by which C++ knows it.
+None becomes a number that has no effect, and an enumerated option its index, which C++ uses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 
 from .contract import KL_ESTIMATORS, REDUCTIONS, DemoWeight, LossSpec
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of kernels; C++ knows them by position
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # supported by the kernels; C++ refers to them by index
 _DEMO_WEIGHTS = tuple(DemoWeight)
 _ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 
 
 class TokenScalars(NamedTuple):
-    """What the formulas of one token read, in the order of the operator `gac_native::row_loss`."""
+    """Scalars of the per-token formulas, in the argument order of `gac_native::row_loss`."""
 
     ratio_low: float
     ratio_high: float
@@ -34,7 +38,7 @@ class TokenScalars(NamedTuple):
 
 
 class PlanScalars(NamedTuple):
-    """What the weights of the tokens depend on, in the order of the operator `gac_native::plan`."""
+    """Scalars that determine the token weights, in the argument order of `gac_native::plan`."""
 
     shaped: bool
     rollout_reduction: int
@@ -66,7 +70,7 @@ def plan_scalars(spec: LossSpec) -> PlanScalars:
 
 
 def encode(spec: LossSpec) -> str:
-    """A literal that `decode` reads back; f-strings, because Dynamo can trace them."""
+    """Encode as a literal for `decode`; uses f-strings because Dynamo can trace them."""
     texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _ENCODED]
     return "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
 

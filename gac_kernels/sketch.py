@@ -1,12 +1,13 @@
-"""The head sketch: two random projections of each sequence's gradient of the head's weight.
+"""The head sketch: each sequence's gradient of the head weight, randomly projected on both sides.
 
 With g_n [V] the gradient of token n's logits and h_n [H] its hidden state, sequence s contributes
-G_s = sum_n g_n h_n^T to the gradient of the weight. R G_s S^T = sum_n (R g_n) (S h_n)^T keeps inner
-products on average, because E R^T R = I and E S^T S = I, and needs k sums over each row of g. R is
-a count sketch (Charikar, Chen, Farach-Colton 2002): word v adds to bucket v mod k with a random
-sign, so a lane of a kernel keeps its bucket. S is a dense random sign matrix over sqrt(k).
+G_s = sum_n g_n h_n^T to the gradient of the weight. R G_s S^T = sum_n (R g_n) (S h_n)^T preserves
+inner products in expectation, because E R^T R = I and E S^T S = I, and needs k sums over each row
+of g. R is a count sketch (Charikar, Chen, Farach-Colton 2002): vocabulary entry v is added to
+bucket v mod k with a random sign, so each lane of a kernel always adds to the same bucket. S is a
+dense random sign matrix divided by sqrt(k).
 
-Legend: N tokens, V vocabulary, H hidden size, S sequences, M rows of a chunk, k = size.
+Notation: N tokens, V vocabulary size, H hidden size, S sequences, M rows of a chunk, k = size.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from .contract import LossSpec
 from .tokens import Tokens, dead
 
 SIZES = (4, 8, 16, 32, 64)
-BLOCK = 1 << 14  # tokens whose outer products are held at once: 32 MiB at k = 16
+BLOCK = 1 << 14  # tokens whose outer products are in memory at once: 32 MiB at k = 16
 _WORD = 0xFFFFFFFF
-_VOCABULARY, _HIDDEN = range(2)  # streams of signs
+_VOCABULARY, _HIDDEN = range(2)  # random streams of the signs
 
 
 @dataclass(frozen=True)
 class HeadSketch:
     """Two random projections R [size, V] and S [size, H] of the gradient of the head's weight.
 
-    They keep inner products on average: the mean of <R A S^T, R B S^T> over seeds is <A, B>.
+    They preserve inner products in expectation: the mean of <R A S^T, R B S^T> over seeds is <A,
+    B>.
 
     Raises:
-        ValueError, TypeError: a size or a seed that cannot be used.
+        ValueError, TypeError: an invalid size or seed.
 
     Source:
         R is a count sketch (Charikar, Chen and Farach-Colton, 2002), S a dense sign matrix.
@@ -52,7 +54,7 @@ class HeadSketch:
             raise TypeError(f"seed={self.seed!r}: use an integer")
 
     def vocabulary(self, width: int) -> Tensor:
-        """R as a dense float32 [size, width] matrix, for tests and readers."""
+        """R as a dense float32 [size, width] matrix, for the reference and tests."""
         words = torch.arange(width)
         dense = torch.zeros(self.size, width)
         dense[words % self.size, words] = self.signs(width, torch.device("cpu"))
@@ -63,23 +65,23 @@ class HeadSketch:
         return self.hidden_signs(width, torch.device("cpu")) * self.size**-0.5
 
     def signs(self, width: int, device: torch.device) -> Tensor:
-        """float32 [width] of +-1: the one entry of each column of R."""
+        """float32 [width] of +-1: the only non-zero entry of each column of R."""
         return _signs(width, self.seed, _VOCABULARY, device)
 
     def hidden_signs(self, width: int, device: torch.device) -> Tensor:
-        """float32 [size, width] of +-1: S without its factor."""
+        """float32 [size, width] of +-1: S without the factor 1 / sqrt(size)."""
         return _signs(self.size * width, self.seed, _HIDDEN, device).view(self.size, width)
 
 
 class RowSketch(NamedTuple):
-    """What a row kernel needs to sketch the gradient that it writes."""
+    """Buffers that a row kernel needs to sketch the gradient it writes."""
 
     signs: Tensor  # [V] of +-1; float32 on a CPU, int8 elsewhere
     buckets: Tensor  # [M, k], zeros: row m gets R g_m
 
 
 class Sides(NamedTuple):
-    """Both factors of each token's term; 0 where the token has no gradient."""
+    """Both projected factors of each token's outer product; 0 if the token has no gradient."""
 
     vocabulary: Tensor  # [N, k]: R g_n
     hidden: Tensor  # [N, k]: S h_n
@@ -87,9 +89,9 @@ class Sides(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int, seed: int, stream: int, device: torch.device) -> Tensor:
-    """float32 [count] of +-1, from a 32-bit hash of the place, the seed and the stream.
+    """float32 [count] of +-1, from a 32-bit hash of the index, the seed and the stream.
 
-    Made once on the CPU, so that every device has the same.
+    Computed once on the CPU, so that all devices get the same values.
     """
     key = _mixed(torch.tensor([(2 * seed + stream) & _WORD]))
     bits = _mixed(torch.arange(count) ^ key) >> 31
@@ -104,7 +106,9 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def row_buckets(grad: Tensor, sketch: RowSketch) -> None:
-    """sketch.buckets = R g of each row of grad [..., V], in plain PyTorch: the definition."""
+    """sketch.buckets = R g for each row g of grad [..., V]; the reference implementation in plain
+    PyTorch.
+    """
     signed = grad.flatten(0, -2).to(sketch.buckets.dtype) * sketch.signs.to(sketch.buckets.dtype)
     size = sketch.buckets.shape[1]
     signed = torch.nn.functional.pad(signed, (0, -signed.shape[1] % size))
@@ -112,10 +116,11 @@ def row_buckets(grad: Tensor, sketch: RowSketch) -> None:
 
 
 def per_sequence(sides: Sides, tokens: Tokens, spec: LossSpec, unit: Tensor | None) -> Tensor:
-    """[S, k, k]: R G_s S^T for each sequence's part in its own term.
+    """[S, k, k]: R G_s S^T of each sequence's contribution to its own term.
 
-    sides: made with the gradients of sum(tokens.scale * loss) / unit; the weight of the term, mu or
-        1 - mu, is divided out. nan where that is 0, so that no kernel saw the rows.
+    sides: computed from the gradients of sum(tokens.scale * loss) / unit; the weight of the term,
+        mu or 1 - mu, is divided out. nan if that weight is 0, because the kernels then skip the
+        rows.
     """
     size = sides.vocabulary.shape[1]
     scaled = sides.hidden * size**-0.5

@@ -1,7 +1,7 @@
-"""From the caller's batch to one row of numbers per token, and from token terms to the outputs.
+"""Converts the caller's batch to per-token values, and token terms to the outputs.
 
-Everything here is of size N or S and plain PyTorch; what touches N x V lives in the backends.
-Legend: N tokens, S sequences, B padded rows, T row length.
+Everything here is plain PyTorch of size N or S; work of size N x V is in the backends.
+Notation: N tokens, S sequences, B padded rows, T row length.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .inputs import BatchInputs
 
 
 class Tokens(NamedTuple):
-    """A batch as N tokens; float tensors have the dtype of the arithmetic."""
+    """A batch as N tokens; float tensors have the compute dtype."""
 
     targets: Tensor  # int64 [N]; IGNORE = no loss
     live: Tensor  # bool [N]: has a loss
     demo: Tensor  # bool [N]: belongs to a demonstration
-    advantages: Tensor  # [N]; 0 where nothing reads it
+    advantages: Tensor  # [N]; 0 where it is not used
     old: Tensor | None  # [N]: log-probs of the sampling policy
     ref: Tensor | None  # [N]: log-probs of the reference policy
-    weight: Tensor  # [N]: share of the token's loss in its own term; 0 where there is no loss
-    scale: Tensor  # [N]: share in the mixed loss = weight times (1 - mu) or mu
+    weight: Tensor  # [N]: weight of the token's loss in its own term; 0 where there is no loss
+    scale: Tensor  # [N]: weight in the mixed loss, i.e. `weight` times (1 - mu) or mu
     sequence: Tensor  # int64 [N]: the token's sequence
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
 
     def select(self, index: Tensor) -> Tokens:
-        """The tokens at `index` [M]: only the per-token fields are of use to row kernels."""
+        """The tokens at `index` [M]. Only per-token fields are selected; row kernels use no others."""
         picked = [None if x is None else x.index_select(0, index) for x in self[:8]]
         # mypy knows neither the length nor the types of an unpacked slice
         return Tokens(*picked, *self[8:])  # type: ignore[arg-type, call-arg]
@@ -55,11 +55,11 @@ class TokenTerms(NamedTuple):
     entropy: Tensor  # of the whole distribution, nats
     loss: Tensor  # the token's loss before any weight
     kl: Tensor  # the KL estimator; 0 on demonstrations and without reference
-    clipped: Tensor  # 1 where the clip removed the gradient
+    clipped: Tensor  # 1 where clipping removed the gradient
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Flatten the batch and give each token its weight. Inputs are checked by the caller."""
+    """Flatten the batch and compute the weight of each token. The caller checks the inputs."""
     inputs = inputs.moved()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape
@@ -75,7 +75,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     spread = lambda x: x[sequence]  # noqa: E731 - one expression
 
     live, demo = flat != IGNORE, spread(is_demo)
-    ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integers: exact in any order
+    ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integer sums are exact in any order
     lengths = ends[offsets[1:]] - ends[offsets[:-1]]
 
     advantages = inputs.advantages.to(dtype)
@@ -110,7 +110,7 @@ def _share(
     max_tokens: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[S]: weight of one token of each sequence under a reduction; 0 for an empty denominator."""
+    """[S]: weight of each token of a sequence under a reduction; 0 if the denominator is 0."""
     if norm is None:
         own = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
         norm = torch.where(side, own[reduction], 0).sum()
@@ -122,7 +122,7 @@ def _share(
 
 
 def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
-    """bool [N]: tokens whose gradient is known to be 0 before any logit is seen."""
+    """bool [N]: tokens whose gradient is known to be 0 before any logits are computed."""
     unmoved = tokens.advantages == 0
     if spec.kl_coef == 0 and spec.entropy_coef == 0:
         silent = unmoved & ~tokens.demo
@@ -134,12 +134,13 @@ def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
 
 
 def in_units(tokens: Tokens, spec: LossSpec, dtype: torch.dtype) -> tuple[Tensor | None, Tokens]:
-    """The tokens to make gradients of `dtype` with, and the factor that those still lack.
+    """Loss scaling for float16: the factor to multiply the gradients by, and the tokens with scaled
+    weights.
 
-    float16 cannot hold the gradients of a mean over many tokens: they are made divided by the
-    power of two next above the largest share; by a larger one where share times advantage /
-    temperature would pass 2^12, which leaves room for a ratio. Every other dtype has the range:
-    None.
+    float16 cannot represent the gradients of a mean over many tokens, so they are divided by the
+    power of two just above the largest weight, or by a larger one if weight times advantage /
+    temperature would exceed 2^12, which leaves headroom for the ratio. Other dtypes need no
+    scaling: the factor is None.
     """
     if dtype != torch.float16:
         return None, tokens
@@ -152,7 +153,7 @@ def in_units(tokens: Tokens, spec: LossSpec, dtype: torch.dtype) -> tuple[Tensor
 
 
 class Summary(NamedTuple):
-    """0-d results over the whole batch."""
+    """Results over the whole batch, 0-d except `moments`."""
 
     loss: Tensor
     rollout_loss: Tensor

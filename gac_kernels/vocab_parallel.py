@@ -1,9 +1,10 @@
-"""The fused loss on a head whose vocabulary is spread over ranks: nobody holds [V, H] or [N, V].
+"""The fused loss with the vocabulary sharded over ranks: no rank holds [V, H] or [N, V].
 
-Rank r holds consecutive rows of the weight and computes those columns of the logits. Per chunk of
-tokens the ranks exchange two small tensors: the maximum [M], then three sums [3, M] (of exp, of
-exp times logit, and the target's logit). The gradient of the hidden states is summed over ranks
-once, [N, H]. Legend: N tokens, M tokens of a chunk, V vocabulary, H hidden size, R ranks.
+Rank r holds consecutive rows of the weight and computes the corresponding columns of the logits.
+For each chunk of tokens, the ranks all-reduce two small tensors: the maximum [M], then three sums
+[3, M] (of exp, of exp times logit, and the target's logit). The gradient of the hidden states, [N,
+H], is all-reduced once. Notation: N tokens, M tokens of a chunk, V vocabulary size, H hidden size,
+R ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .tokens import Tokens, TokenTerms
 
 
 def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of the rows of a [V, H] weight that `rank` holds, as even as can be."""
+    """[start, stop) of the rows of a [V, H] weight that `rank` holds, as evenly as possible."""
     return vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks
 
 
@@ -50,20 +51,20 @@ def vocab_parallel_gac_loss(
     moments: bool = True,
     chunk_bytes: int | None = None,
 ) -> LossOutput:
-    """`fused_linear_gac_loss` of one batch that every rank of `group` has, in whole.
+    """`fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
 
-    Every rank gets the same output (do not sum the loss or its moments over `group`), the whole
-    gradient of `hidden` and the gradient of its own rows of the weight.
+    Every rank gets the same output (do not sum the loss or its moments over `group`), the full
+    gradient of `hidden` and the gradient of its own weight rows.
 
     Args:
         hidden: [B, T, H], or packed [N, H]; the same on every rank.
         weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each.
-        targets: int64 in [0, V), of the whole vocabulary; -100 = no loss.
+        targets: int64 token ids in [0, V), with V the full vocabulary size; -100 = no loss.
         group: the ranks that share the vocabulary; None = all.
-        bias: this rank's [V_r], or None.
+        bias: this rank's entries [V_r], or None.
         chunk_bytes: memory for one chunk's logits on the rank with the most rows.
 
-    The other arguments, the errors and the numbers are those of `fused_linear_gac_loss`.
+    The other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     inputs = BatchInputs(
@@ -76,7 +77,7 @@ def vocab_parallel_gac_loss(
     checks.values(targets, sum(sizes), cu_seqlens)
     with torch.no_grad():
         tokens = inner.plan(inputs, spec, exact)
-    # all ranks cut the tokens alike, although the rows of the weight may be spread unevenly
+    # all ranks must use the same chunks, even if the weight rows are sharded unevenly
     options = options._replace(words=max(sizes))
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
     flat = FusedLinearLoss.apply(
@@ -94,12 +95,12 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     dist.all_gather(everyone, mine, group=group)
     sizes = [int(n) for n in everyone]
     if 0 in sizes:
-        raise ValueError(f"weight has {sizes} rows on the ranks: use fewer ranks than words")
+        raise ValueError(f"weight has {sizes} rows on the ranks: every rank needs at least one row")
     return sizes
 
 
 class SumGradient(Function):
-    """The identity, whose gradient is summed over the ranks."""
+    """Identity in the forward pass; the backward pass all-reduces the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -114,7 +115,7 @@ class SumGradient(Function):
 
 
 class ShardedRows:
-    """A backend (see `backends`) for logits that are the columns from `start` on of all columns."""
+    """A backend (see `backends`) for a vocabulary shard: the columns of the logits from `start` on."""
 
     def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
         self.start, self.group = start, group
@@ -126,7 +127,7 @@ class ShardedRows:
         tokens: Tokens,
         spec: LossSpec,
         out: Tensor | None,
-        sketch: None = None,  # nobody can ask for one here
+        sketch: None = None,  # not supported here
     ) -> TokenTerms:
         z = logits[0] / spec.temperature
         local = tokens.targets - self.start
@@ -148,18 +149,21 @@ class ShardedRows:
     def _statistics(
         self, z: Tensor, local: Tensor, here: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """exp(z - max) of the own columns; log-probability, entropy and log of its sum, over all.
+        """exp(z - max) of this rank's columns; log-probability, entropy and log sum of exp(z - max)
+        over all columns.
 
-        z: [M, V_r], overwritten. local: [M, 1] column of the target where it is `here`.
+        z: [M, V_r], overwritten. local: [M, 1] local column of the target, valid where `here`.
         """
         top = z.amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         z -= top[:, None]
         exps = z.exp()
-        weighted = torch.where(exps == 0, 0, exps * z)  # a masked word adds 0 log 0 = 0
+        weighted = torch.where(exps == 0, 0, exps * z)  # a masked token (-inf) adds 0 log 0 = 0
         target = torch.where(here, z.gather(1, local)[:, 0], 0)
         sums = torch.stack([exps.sum(1), weighted.sum(1), target])
         dist.all_reduce(sums, group=self.group)
         log_sum = sums[0].log()
-        log_sum = torch.where(top == math.inf, math.nan, log_sum)  # an error, not a sure token
+        log_sum = torch.where(
+            top == math.inf, math.nan, log_sum
+        )  # +inf logits are an error, not a token of probability 1
         return exps, (sums[2] - log_sum, log_sum - sums[1] / sums[0], log_sum)

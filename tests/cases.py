@@ -1,4 +1,4 @@
-"""Shared inputs of the loss tests: named cases, each with the reason why it is there.
+"""Shared inputs for the loss tests: named cases, each with the reason it exists.
 
 Legend: B padded rows, T row length, N tokens, V vocabulary, H hidden size, S sequences.
 """
@@ -26,20 +26,22 @@ class Case:
     reason: str
     spec: LossSpec = field(default_factory=LossSpec)
     vocabulary: int = 101  # prime: no multiple of any vector or tile
-    lengths: tuple[int, ...] = (7, 3, 0, 5, 7, 1)  # tokens with a loss; 0 = an empty sequence
+    lengths: tuple[int, ...] = (7, 3, 0, 5, 7, 1)  # number of loss tokens; 0 = an empty sequence
     demos: tuple[int, ...] = (0, 1, 0, 0, 1, 1)
     packed: bool = False
     per_token: bool = False  # advantages per token
-    peak: float = 1.0  # factor of the logits: trained models are peaked
-    masked_words: int = 0  # words whose logit is -inf
+    peak: float = 1.0  # scale of the logits; trained models have peaked distributions
+    masked_words: int = 0  # vocabulary entries whose logit is -inf
     mu: float = 0.4
-    old: float | None = None  # spread of the log-ratio; None = on-policy
-    ref: float | None = None  # spread of logp - ref
+    old: float | None = None  # standard deviation of logp - old_logps; None = on-policy
+    ref: float | None = None  # standard deviation of logp - ref_logps; None = no reference
 
 
 @dataclass
 class Batch:
-    """Inputs of one case. hidden, weight and bias are leaves; `keywords` fit every call."""
+    """The inputs of one case. hidden, weight and bias are leaf tensors; `keywords` are accepted by
+    every entry point.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -50,12 +52,12 @@ class Batch:
     keywords: dict[str, Any]
 
     def logits(self) -> Tensor:
-        """A leaf with the case's logits, in hidden's dtype."""
+        """The case's logits as a leaf tensor in hidden's dtype."""
         exact = reference.linear_logits(self.hidden, self.weight, self.bias).detach()
         return exact.to(self.hidden.dtype).requires_grad_()
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """The same values as leaves of another dtype."""
+        """A copy of the batch whose leaf tensors have another dtype."""
         leaves = [
             x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)
         ]
@@ -63,7 +65,7 @@ class Batch:
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
-    """The case's batch; the same numbers for every dtype up to its rounding."""
+    """Build the case's batch; values are equal across dtypes up to rounding."""
     g = torch.Generator().manual_seed(len(case.name))
     sequences, width = len(case.lengths), max(case.lengths)
 
@@ -75,7 +77,9 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
     bias[case.vocabulary - case.masked_words :] = -torch.inf
     words = case.vocabulary - case.masked_words
     targets = torch.randint(0, words, (sequences, width), generator=g)
-    targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(-1)  # a sure token
+    targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(
+        -1
+    )  # the most likely token, so that p is high
     live = torch.arange(width) < torch.tensor(case.lengths)[:, None]
     targets[~live] = -100
     is_demo = torch.tensor(case.demos, dtype=torch.bool)
@@ -88,7 +92,9 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
         for spread in (case.old, case.ref)
     ]
     keywords: dict[str, Any] = {"mu": case.mu, "spec": case.spec}
-    if case.packed:  # half of the padding goes, so that masked tokens stay inside
+    if (
+        case.packed
+    ):  # drop half of the padding, so that some masked tokens remain in the packed batch
         kept = live | (torch.rand(live.shape, generator=g) < 0.5)
         hidden, targets = hidden[kept], targets[kept]
         past = [x if x is None else x[kept] for x in past]
@@ -100,47 +106,76 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 CASES = [
-    Case("defaults", "what most callers run"),
-    Case("packed", "the packed layout, masked tokens inside", packed=True),
-    Case("clip", "both sides of the clip are met for both signs of A", old=0.4),
-    Case("no-clip", "None removes both sides", LossSpec(clip_low=None, clip_high=None), old=0.4),
-    Case("one-sided", "only one side clips", LossSpec(clip_low=None, clip_high=0.28), old=0.4),
+    Case("defaults", "the settings most callers use"),
+    Case("packed", "the packed layout, with masked tokens", packed=True),
+    Case("clip", "both clip bounds are hit for both signs of A", old=0.4),
+    Case(
+        "no-clip",
+        "None disables both clip bounds",
+        LossSpec(clip_low=None, clip_high=None),
+        old=0.4,
+    ),
+    Case(
+        "one-sided", "only the upper bound clips", LossSpec(clip_low=None, clip_high=0.28), old=0.4
+    ),
     Case("dual-clip", "large ratios with A < 0", LossSpec(dual_clip=1.5), old=1.0),
     Case("k1", "the linear estimator", LossSpec(kl_coef=0.1, kl_estimator="k1"), ref=0.3),
-    Case("k2", "the quadratic one", LossSpec(kl_coef=0.1, kl_estimator="k2"), ref=0.3, old=0.2),
-    Case("k3", "the exponential one", LossSpec(kl_coef=0.1), ref=0.3, old=0.2, packed=True),
-    Case("kl-only-reported", "a reference without a coefficient", ref=0.3),
+    Case(
+        "k2", "the quadratic estimator", LossSpec(kl_coef=0.1, kl_estimator="k2"), ref=0.3, old=0.2
+    ),
+    Case("k3", "the exponential estimator", LossSpec(kl_coef=0.1), ref=0.3, old=0.2, packed=True),
+    Case(
+        "kl-only-reported", "reference log-probs with kl_coef 0: the KL is reported only", ref=0.3
+    ),
     Case("entropy", "entropy has a gradient", LossSpec(entropy_coef=0.05, temperature=0.7)),
     Case("one", "cross-entropy", LossSpec(demo_weight=DemoWeight.ONE)),
     Case("p", "DFT", LossSpec(demo_weight=DemoWeight.P), peak=3.0),
-    Case("shaped", "reads A on demonstrations", LossSpec(demo_weight=DemoWeight.SHAPED)),
+    Case("shaped", "uses A on demonstrations", LossSpec(demo_weight=DemoWeight.SHAPED)),
     Case("trust", "both sides of max(p, c)", LossSpec(demo_weight=DemoWeight.TRUST), peak=3.0),
-    Case("constant", "norm from max_tokens", LossSpec(
-        rollout_reduction="constant", demo_reduction="constant", max_tokens=9)),
-    Case("swapped-reductions", "the other two", LossSpec(
-        rollout_reduction="token", demo_reduction="sequence")),
+    Case(
+        "constant",
+        "norm from max_tokens",
+        LossSpec(rollout_reduction="constant", demo_reduction="constant", max_tokens=9),
+    ),
+    Case(
+        "swapped-reductions",
+        "the default reductions, swapped",
+        LossSpec(rollout_reduction="token", demo_reduction="sequence"),
+    ),
     Case("per-token", "advantages per token", per_token=True, packed=True, old=0.3),
-    Case("masked-words", "-inf logits are a masked vocabulary", LossSpec(entropy_coef=0.05),
-         masked_words=30),
+    Case(
+        "masked-words",
+        "-inf logits mask part of the vocabulary",
+        LossSpec(entropy_coef=0.05),
+        masked_words=30,
+    ),
     Case("peaked", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
-    Case("wide", "more words than one tile of any backend", vocabulary=9001, lengths=(2, 1, 2),
-         demos=(0, 1, 0)),
-    Case("tiny", "fewer words than one vector", vocabulary=3),
-]  # fmt: skip
+    Case(
+        "wide",
+        "a vocabulary wider than one tile of any backend",
+        vocabulary=9001,
+        lengths=(2, 1, 2),
+        demos=(0, 1, 0),
+    ),
+    Case("tiny", "a vocabulary smaller than one SIMD vector", vocabulary=3),
+]
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
 def available(name: str, dtype: torch.dtype = torch.float32) -> str:
-    """The backend's name; skips the test with the backend's own reason where it cannot run."""
+    """Return the backend's name; if it cannot run here, skip the test with the backend's own
+    reason.
+    """
     if reason := backends.unavailable(name, torch.device("cpu"), dtype):
         pytest.skip(f"{name}: {reason}")
     return name
 
 
 def by_rows(batch: Batch, rows: int) -> Tensor:
-    """The same-dtype reference's gradient of hidden, its last GEMM taken `rows` at a time: a BLAS
-    may sum products of few rows in another, less accurate order."""
+    """Gradient of hidden from the same-dtype reference, with the last GEMM split into chunks of
+    `rows` rows: for few rows, BLAS may use a different, less accurate summation order.
+    """
     logits = batch.logits()
     out = reference.fused_gac_loss(
         logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords
@@ -151,23 +186,24 @@ def by_rows(batch: Batch, rows: int) -> Tensor:
 
 
 def worse(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
-    """Of two results the one with the larger error."""
+    """Return whichever of two results has the larger maximum error."""
     return max(a, b, key=lambda x: (x.double() - truth).abs().max().item())
 
 
 def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
-    """|ours - truth| <= 2 |same dtype's reference - truth| + 8 float32 ulp of the largest truth.
+    """Assert |ours - truth| <= 2 |same-dtype reference - truth| + 8 float32 ulp of the largest
+    truth.
 
-    Worst elements on both sides; `unit` adds that share of the largest truth for a store that
-    truncates. Prints the worst element of ours when it fails.
+    Both errors are maxima over elements. `unit` adds this fraction of the largest truth, for stores
+    that truncate. On failure, the message shows our worst element.
     """
     ours, same, truth = (x.detach().double() for x in (ours, same, truth))
     assert ours.shape == truth.shape, f"{name}: shape {ours.shape} instead of {truth.shape}"
     if truth.numel() == 0:
         return
-    assert truth.isfinite().all() or name == "kl", f"{name}: the truth itself is not finite"
+    assert truth.isfinite().all() or name == "kl", f"{name}: the expected value is not finite"
     if truth.isnan().any():
-        assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: nan in other places"
+        assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: NaNs at different positions"
         return
     error, allowed = (ours - truth).abs().reshape(-1), 2 * (same - truth).abs().max().item()
     allowed += (unit + 8 * torch.finfo(torch.float32).eps) * max(truth.abs().max().item(), 1e-3)
@@ -179,7 +215,7 @@ def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.
 
 
 def check_outputs(ours: Any, same: Any, truth: Any) -> None:
-    """Every field of a LossOutput, the moments by their sums."""
+    """Check every field of a LossOutput; moments are compared through their sums."""
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
         check(name, *(getattr(out, name) for out in (ours, same, truth)))
     nll = [torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in (ours, same, truth)]

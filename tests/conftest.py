@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full" not in config.option.markexpr:  # minutes: only when asked for, by `-m full`
+    if "full" not in config.option.markexpr:  # takes minutes; runs only with `-m full`
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if torch.cuda.is_available():
@@ -28,13 +28,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    if "tests.ranks" in sys.modules:  # its server is ready by the time a test asks for it
+    if (
+        "tests.ranks" in sys.modules
+    ):  # start its server now, so that it is ready when the first test needs it
         sys.modules["tests.ranks"].start_server()
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test draws the same numbers, alone or in the suite."""
+    """Seed all RNGs, so that a test sees the same random numbers alone and in the full suite."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -42,7 +44,9 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model, a tokenizer and data for a run of milliseconds; nobody changes it."""
+    """Folder with a tiny model, tokenizer and dataset, enough for a run of milliseconds. Tests must
+    not modify it.
+    """
     from .tiny import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
@@ -50,7 +54,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised memory holds nan (floats) or the type's minimum: reading it shows."""
+    """Fill uninitialized memory with NaN (floats) or the dtype's minimum, so that a read of it is
+    noticed.
+    """
 
     def poisoned(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -72,9 +78,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """The directory of the real data sets, from GAC_DATA; skips the test when it is absent."""
+    """Directory of the real datasets, from GAC_DATA; skips the test if it does not exist."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     path = Path(os.environ.get("GAC_DATA", default))
     if not path.is_dir():
-        pytest.skip(f"no real data at {path}: set GAC_DATA to its directory")
+        pytest.skip(f"no datasets at {path}; set GAC_DATA to their directory")
     return path

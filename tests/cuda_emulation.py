@@ -1,4 +1,4 @@
-"""The CUDA row kernels on emulated threads: the library, and batches that exercise it."""
+"""Builds the CUDA row kernels with emulated threads, and batches to test them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent.parent / "csrc"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernels compiled for the CPU with the emulated instructions; once per process."""
+    """Compile the kernels for the CPU with emulated instructions, once per process."""
     with tempfile.TemporaryDirectory() as folder:
         return load(SOURCES / "cuda", Path(folder))
 
@@ -43,7 +43,7 @@ def load(sources: Path, folder: Path, optimise: str = "-O2") -> ctypes.CDLL:
 
 
 def reset(loaded: ctypes.CDLL) -> None:
-    """Two clusters of two, in the first of all orders."""
+    """Restore the defaults: scheduler seed 0, two clusters launched, both resident."""
     loaded.gac_emulate_seed(0)
     clusters(loaded, launched=2, resident=2)
 

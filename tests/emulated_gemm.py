@@ -1,4 +1,4 @@
-"""The half-precision GEMMs of an accelerator on the CPU, which has none into float32."""
+"""Emulates an accelerator's half-precision GEMMs with float32 output, which the CPU lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from gac_kernels import projection
 
 
 class Gemm(NamedTuple):
-    """One product: a [M, K] times b [K, N], and what it was written into."""
+    """One logged GEMM, a [M, K] @ b [K, N]: shape, output dtype, and whether it accumulated into
+    the output.
+    """
 
     shape: tuple[int, int, int]  # M, K, N
     out: torch.dtype
@@ -20,7 +22,9 @@ class Gemm(NamedTuple):
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[Gemm]:
-    """Operands stay in `dtype`; sums are made in float32 and rounded once. Returns the log."""
+    """Patch the projection's GEMMs: `dtype` operands, float32 accumulation, one rounding at the
+    end. Return the log of calls.
+    """
     log: list[Gemm] = []
 
     def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:

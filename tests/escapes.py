@@ -1,7 +1,7 @@
-"""Attempts to get out of the sandbox, as data; `test_escapes.py` runs them. See `fakes` too.
+"""Sandbox escape attempts as data, run by `test_escapes.py`. See also `fakes`.
 
-An attempt that stops early would look held, so each says how far it came: scripts print a line per
-operation and END as the last.
+A script that dies early would look contained, so each one reports its progress: one line per
+operation, then END.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def attempt(label, operation):
 """
 END = "print('END')\nsys.stdout.flush()\n"
 
-# name -> operations, one expression per line. A line that begins with + works where the layers are
-# off, and so proves that the attempt is a real one. Numbers of calls are those of x86-64.
+# name -> operations, one expression per line. A line that starts with + succeeds when the sandbox
+# layers are disabled, which proves that the attempt is real. System call numbers are for x86-64.
 SYSTEM = {
     "read files": """
 + open("/etc/passwd").read()
@@ -63,7 +63,7 @@ SYSTEM = {
 + os.open("/", os.O_DIRECTORY)
 + os.open("/tmp", os.O_PATH)
 """,
-    "look at paths": """
+    "stat paths": """
 + os.stat("/")
 + os.lstat("/etc/passwd")
 + os.statvfs("/")
@@ -82,7 +82,7 @@ SYSTEM = {
   os.open("/dev/shm/gac-escape", os.O_CREAT | os.O_RDWR)
   call(85, b"/tmp/gac-escape", 0o600)
 """,
-    "change folders": """
+    "create and remove paths": """
   os.mkdir("/tmp/gac-escape-folder")
   os.rmdir("/tmp/gac-escape-folder")
   os.unlink("/etc/passwd")
@@ -100,7 +100,7 @@ SYSTEM = {
 + check(libc.umask(0o22) >= 0)
   os.fchmod(1, 0o600)
 """,
-    "move about": """
+    "change directory": """
 + os.chdir("/tmp")
 + os.getcwd()
   os.chroot("/tmp")
@@ -149,7 +149,7 @@ SYSTEM = {
   os.kill(parent, signal.SIGSTOP) if os.getpid() == 0 else call(62, 1, 0)
   call(129, parent, 0, buffer)
 """,
-    "signals by descriptors": """
+    "fcntl and signals via descriptors": """
 + fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
 + fcntl.fcntl(0, 10, 0)
 + fcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK)
@@ -175,7 +175,7 @@ SYSTEM = {
   call(329, ctypes.c_void_p(ctypes.addressof(buffer) & -4096), 4096, 7, 1)
   call(447, 0)
 """,
-    "unusual ways to open": """
+    "other open system calls": """
 + call(2, b"/etc/passwd", 0, 0)
 + call(257, -100, b"/etc/passwd", 0, 0)
 + call(437, -100, b"/etc/passwd", bytes(24), 24)
@@ -183,7 +183,7 @@ SYSTEM = {
   call(304, -100, buffer, 0)
   call(428, -100, b"/", 0)
 """,
-    "kernel queues": """
+    "epoll, eventfd and io_uring": """
 + call(291, 0)
 + call(290, 0, 0)
 + call(283, 1, 0)
@@ -226,7 +226,7 @@ SYSTEM = {
 + call(122, os.getuid()) + 1
   os.setpgid(0, 1)
 """,
-    "this process's bonds": """
+    "process attributes (prctl)": """
 + call(157, 1, 0, 0, 0, 0) + 1
 + call(157, 15, b"gac", 0, 0, 0) + 1
 + call(135, 0xFFFFFFFF) + 1
@@ -255,7 +255,7 @@ SYSTEM = {
   call(30, 0, 0, 0)
   call(240, b"gac-escape", 0o102, 0o600, 0)
 """,
-    "the machine": """
+    "machine-wide settings": """
   call(169, 0xfee1dead, 672274793, 0, 0)
   call(170, b"gac", 3)
   call(164, bytes(16), 0)
@@ -272,7 +272,7 @@ SYSTEM = {
   os.openpty()
   os.tcgetpgrp(0)
 """,
-    "moving bytes": """
+    "copying between descriptors": """
 + os.pipe()
 + os.ftruncate(0, 10) or 1
 + os.posix_fallocate(0, 0, 10) or 1
@@ -302,19 +302,22 @@ SYSTEM = {
 
 
 def script(name: str) -> str:
-    """The program of one entry of SYSTEM."""
+    """The script for one entry of SYSTEM."""
     lines = [line for line in SYSTEM[name].splitlines() if line.strip()]
     tries = [f"attempt({line[2:]!r}, lambda: {line[2:]})" for line in lines]
     return PRELUDE + "\n".join(tries) + "\n" + END
 
 
 def operations(name: str, *, proven: bool = False) -> list[str]:
-    """The operations of one entry of SYSTEM; those that work without the layers if `proven`."""
+    """The operations of one entry of SYSTEM; with `proven`, only those that succeed without the
+    sandbox layers.
+    """
     lines = [line for line in SYSTEM[name].splitlines() if line.strip()]
     return [line[2:] for line in lines if line.startswith("+") or not proven]
 
 
-# name -> (script, how it may end). One CPU second each; what they take is bounded by the limits.
+# name -> (script, allowed outcomes). Each has one CPU second; the limits bound its other resource
+# use.
 ODD = {
     "endless loop": ("print('END', flush=True)\nwhile True: pass", {"timeout", "stalled"}),
     "loop that catches every signal": (
@@ -326,8 +329,8 @@ ODD = {
         {"timeout", "stalled"},
     ),
     "one endless operation": ("print('END', flush=True)\n9**9**9", {"timeout", "stalled"}),
-    "memory in one piece": ("print('END', flush=True)\nbytearray(1 << 40)", {"ended"}),
-    "memory bit by bit": (
+    "one huge allocation": ("print('END', flush=True)\nbytearray(1 << 40)", {"ended"}),
+    "many small allocations": (
         "print('END', flush=True)\nkept = []\nwhile True: kept.append(bytearray(1 << 20))",
         {"ended", "crash", "stalled"},
     ),
@@ -335,7 +338,7 @@ ODD = {
         "print('END', flush=True)\ndef f(): f()\nf()",
         {"ended"},
     ),
-    "recursion without a limit": (
+    "recursion with the limit raised": (
         "import sys\nsys.setrecursionlimit(10**9)\nprint('END', flush=True)\n"
         "class A:\n    def __repr__(self): return repr(self)\nrepr(A())",
         {"ended", "crash", "timeout"},
@@ -350,7 +353,7 @@ ODD = {
         "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
         "        started += 1\n"
         "except RuntimeError: pass\n",
-        {"ended", "stalled"},  # uid 0 may have any number of threads that fit into its memory
+        {"ended", "stalled"},  # the kernel does not limit uid 0's threads; only memory does
     ),
     "fork bomb": (
         "import os\n"
@@ -361,20 +364,24 @@ ODD = {
         "print('END', flush=True)",
         {"ended"},
     ),
-    "output without end": (
-        "import os\n"
-        "os.write(1, b'END\\n')\n"
-        "while True: os.write(1, bytes(1 << 20))",
+    "endless output": (
+        "import os\nos.write(1, b'END\\n')\nwhile True: os.write(1, bytes(1 << 20))",
         {"ended"},
     ),
-    "broken memory": ("import ctypes\nprint('END', flush=True)\nctypes.string_at(0)", {"crash"}),
+    "segmentation fault": (
+        "import ctypes\nprint('END', flush=True)\nctypes.string_at(0)",
+        {"crash"},
+    ),
     "abort": ("import os\nprint('END', flush=True)\nos.abort()", {"crash"}),
-    "another calling convention": (  # x32: the same processor mode with other numbers
+    "x32 system call": (  # x32 ABI: same CPU mode, different system call numbers
         "import ctypes\nprint('END', flush=True)\n"
         "ctypes.CDLL(None).syscall(ctypes.c_long(0x40000000 + 39))\n"
         "while True: pass",
         {"crash"},
     ),
-    "stack of brackets": ("print('END', flush=True)\neval('(' * 10**5 + ')' * 10**5)", {"ended"}),
+    "deeply nested brackets": (
+        "print('END', flush=True)\neval('(' * 10**5 + ')' * 10**5)",
+        {"ended"},
+    ),
     "long sum": ("print('END', flush=True)\neval('+'.join('1' * 10**5))", {"ended", "crash"}),
-}  # fmt: skip
+}

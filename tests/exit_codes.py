@@ -1,7 +1,8 @@
-"""Start a tiny job of two processes many times and count how its ranks end.
+"""Run a tiny two-process job many times and count its exit codes.
 
-`python -m tests.exit_codes --runs 100`: torchrun, FSDP2 on CPUs, two steps. A job that is done must
-end with exit code 0, every time: torchrun starts a job again for one rank that dies on its way out.
+`python -m tests.exit_codes --runs 100`: torchrun, FSDP2 on CPUs, two steps. A finished job must
+exit with code 0 every time, because torchrun restarts the whole job if one rank dies during
+shutdown.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from .tiny import tiny_config, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [
-    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-    "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-]  # fmt: skip
-DEADLINE = 300  # seconds that one job may take
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+]
+DEADLINE = 300  # timeout of one job, in seconds
 
 
 def main() -> int:
@@ -43,12 +51,12 @@ def main() -> int:
                 print(output)
             print(f"run {number}: exit code {code}", flush=True)
     spent = time.perf_counter() - started
-    print(f"{codes[0]} of {options.runs} runs ended with exit code 0, {spent:.0f} s")
+    print(f"{codes[0]} of {options.runs} runs exited with code 0, {spent:.0f} s")
     return int(codes[0] != options.runs)
 
 
 def one_run(task: Path, number: int, mode: str) -> tuple[int, str]:
-    """Exit code and output of one job."""
+    """Run one job; return its exit code and output."""
     file = task / f"{number}.yaml"
     config = tiny_config(
         task, task / str(number), steps=2, eval={}, parallel={"mode": mode, "timeout": 60}
@@ -56,9 +64,13 @@ def one_run(task: Path, number: int, mode: str) -> tuple[int, str]:
     save(config, file)
     done = subprocess.run(
         [*TORCHRUN, "-m", "gac.cli", "train", str(file)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=DEADLINE,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     return done.returncode, done.stdout
 
 

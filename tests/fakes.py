@@ -1,4 +1,4 @@
-"""Programs that try to pass tests without being right, as data; `test_escapes.py` runs them."""
+"""Programs that try to pass tests without being correct, as data; run by `test_escapes.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TESTS = (
     "assert all(map(lambda n: add(n, 1) == n + 1, [1, 2, 3]))",
     "import math\nassert math.isclose(add(1, 2), 3)",
 )
-"""What a program `add` should pass; a fake passes them all without adding."""
+"""Tests for a program `add`; a fake tries to pass them all without adding."""
 
 _EVERY_PIPE = """
 import os, struct
@@ -34,8 +34,8 @@ _ANY = (
     "__float__ = lambda self: 3.0\n    "
 )
 
-# name -> program. A mark (# fools) says that it passes where program and tests share a process and
-# the exit status decides.
+# name -> program. `# fools` marks programs that pass if program and tests share a process and only
+# the exit status counts.
 _FAKES = f"""
 === equal to everything # fools
 class Same:
@@ -53,7 +53,7 @@ def add(a, b): return Same("5")
 class Same(list):
     {_EQUAL}{_ANY}pass
 def add(a, b): return Same([5])
-=== a class that says it is int # fools
+=== a class that claims to be int # fools
 class Same:
     {_EQUAL}{_ANY}__class__ = int
     def __len__(self): return 2
@@ -66,38 +66,38 @@ class Meta(type):
     def __hash__(cls): return 0
 class Same(metaclass=Meta): pass
 def add(a, b): return Same
-=== ends at once # fools
+=== exits at import # fools
 import os
 #END
 os._exit(0)
-=== ends politely at once # fools
+=== calls sys.exit at import # fools
 import sys
 #END
 sys.exit(0)
-=== ends in the call # fools
+=== exits in the call # fools
 import os
 def add(a, b): os._exit(0)
 === raises SystemExit in the call # fools
 def add(a, b): raise SystemExit(0)
-=== ends by a timer # fools
+=== exits from a timer # fools
 import os, signal, time
 signal.signal(signal.SIGALRM, lambda *a: os._exit(0))
 def add(a, b): signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(5)
-=== ends from a thread # fools
+=== exits from a thread # fools
 import os, threading, time
 def add(a, b): threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(5)
-=== ends by excepthook # fools
+=== exits from excepthook # fools
 import os, sys
 sys.excepthook = lambda *a: os._exit(0)
 def add(a, b): sys.excepthook()
-=== ends when its result is dropped # fools
+=== exits when its result is freed # fools
 import os
 class Last:
     def __del__(self): os._exit(0)
 def add(a, b): return Last()
 === keyboard interrupt in the call
 def add(a, b): raise KeyboardInterrupt
-=== other builtins # fools
+=== AssertionError replaced # fools
 import builtins, sys
 builtins.AssertionError = type("Quiet", (SystemExit,), dict(code=0))
 def add(a, b): sys.exit(0)
@@ -115,11 +115,11 @@ def add(a, b): return 5
 class math:
     isclose = staticmethod(lambda *a: True)
 def add(a, b): return 5
-=== the loop ends early
+=== raises StopIteration
 def add(a, b): raise StopIteration
-=== the generator ends early
+=== raises GeneratorExit
 def add(a, b): raise GeneratorExit
-=== trace function that leaves # fools
+=== exits from a trace function # fools
 import os, sys
 sys.settrace(lambda *a: os._exit(0))
 def add(a, b): return 5
@@ -131,7 +131,7 @@ def add(a, b):
         for constant in frame.f_code.co_consts:
             if isinstance(constant, int): return constant
         frame = frame.f_back
-=== leaves where its caller names it # fools
+=== exits if a caller mentions add # fools
 import sys, os
 def add(a, b):
     frame = sys._getframe(1)
@@ -148,7 +148,7 @@ def add(a, b):
 import inspect, os
 def add(a, b):
     if any("add" in found.frame.f_code.co_names for found in inspect.stack(0)): os._exit(0)
-=== answers before it is asked
+=== answers before the request
 {_EVERY_PIPE}{_FRAME}
 for _ in range(50): tell(frame(["value", 5]))
 def add(a, b): return 5
@@ -162,24 +162,24 @@ def add(a, b): tell(b"\\xff" * 64)
 === a frame of brackets
 {_EVERY_PIPE}
 def add(a, b): tell(struct.pack(">I", 400000) + b"[" * 400000)
-=== objects that are not there
+=== references a nonexistent object
 {_EVERY_PIPE}{_FRAME}
 def add(a, b): tell(frame(["value", dict(object=10**6)]))
-=== an error that is no error
+=== reports SystemExit as an error
 {_EVERY_PIPE}{_FRAME}
 def add(a, b): tell(frame(["error", "SystemExit", [0], "x"]))
-=== the loop ends early, on the wire
+=== raises StopIteration, on the wire
 {_EVERY_PIPE}{_FRAME}
 def add(a, b): tell(frame(["error", "StopIteration", [], "x"]))
 === no value and no error
 {_EVERY_PIPE}{_FRAME}
 def add(a, b): tell(frame(["end"]))
-=== another encoder
+=== encoder replaced
 import sys
 for name, module in list(sys.modules.items()):
     if name.endswith("sandbox.solver"): module.encode = lambda *a: dict(object=0)
 def add(a, b): return 5
-=== another json
+=== json.dumps replaced
 import json
 json.dumps = lambda *a, **k: '["value", true]'
 def add(a, b): return True
@@ -199,13 +199,13 @@ def add(a, b): return itertools.count()
 def add(a, b): return "5" * 10**8
 === prints the answer
 def add(a, b): print(5)
-=== a function of its own name
+=== returns itself
 add = lambda *a: add
 """
 
 
 def fakes() -> dict[str, tuple[str, bool]]:
-    """Name -> (program, whether it fools a plain grader)."""
+    """name -> (program, whether it fools a naive grader)"""
     found = {}
     for entry in re.split(r"^=== ", _FAKES, flags=re.MULTILINE)[1:]:
         title, program = entry.split("\n", 1)

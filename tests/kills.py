@@ -1,4 +1,6 @@
-"""kill -9 at a moment that the run itself reaches, the same on a busy machine and an idle one."""
+"""kill -9 at a point that the run itself reaches, so that the timing does not depend on machine
+load.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from .tiny import digit_reward
 
 
 def count_calls(config: TrainConfig) -> int:
-    """Train; the calls and returns of functions in it, of every thread."""
+    """Train; return the number of function calls and returns over all threads."""
     counter = itertools.count()
     _profile(lambda *_: next(counter))
     train(config)
@@ -28,7 +30,7 @@ def count_calls(config: TrainConfig) -> int:
 
 
 def at_call(config: TrainConfig, number: int) -> Path:
-    """Train, killed at the `number`-th of those."""
+    """Train; the process is killed at the `number`-th function call or return."""
     counter = itertools.count(1)
     _profile(lambda *_: _die() if next(counter) >= number else None)
     out = train(config)
@@ -37,8 +39,9 @@ def at_call(config: TrainConfig, number: int) -> Path:
 
 
 def at_event(config: TrainConfig, event: str, name: str, rank: str = "0") -> Path:
-    """Train, killed on `rank` just before it opens or renames ("open", "os.rename") what ends
-    with `name`: the file to open, the new name."""
+    """Train; `rank` is killed just before it opens (`event` "open") or renames ("os.rename") a path
+    that ends with `name`; for a rename, `name` is the destination.
+    """
 
     def look(found: str, values: tuple[Any, ...]) -> None:
         if found == event and str(values[event == "os.rename"]).endswith(name):
@@ -50,8 +53,8 @@ def at_event(config: TrainConfig, event: str, name: str, rank: str = "0") -> Pat
 
 
 def at_byte(config: TrainConfig, size: int) -> Path:
-    """Train, killed in the first file that grows beyond `size` bytes, at that byte."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # may be a file, of any size
+    """Train; the process is killed as soon as any file grows beyond `size` bytes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stderr may be a file that is already larger
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
@@ -59,7 +62,9 @@ def at_byte(config: TrainConfig, size: int) -> Path:
 
 
 def reward(completion: str, example: Any) -> float:
-    """The tiny task's; rank 1 of a job's first attempt dies once the path KILL_AT is there."""
+    """The tiny task's reward. On a job's first attempt, rank 1 is killed once the path in $KILL_AT
+    exists.
+    """
     if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         path = os.environ.get("KILL_AT")
         if path and Path(path).exists():

@@ -1,6 +1,6 @@
-"""An HTTP server that speaks the requests of `vllm serve` around a tiny model, in its own process.
+"""An HTTP server with the API of `vllm serve` and a tiny model, in its own process.
 
-What it answers follows vLLM 0.31.0: which paths there are, what a body holds, where it refuses.
+Paths, response bodies and errors follow vLLM 0.31.0.
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ DEADLINE = 60.0
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server does. Each of the flags is one thing that can be wrong with it."""
+    """Server options; each flag injects one fault."""
 
     folder: str
-    """Of the model's configuration; its weights are drawn here, so they are not the trainer's."""
+    """Folder with the model's configuration. The server initializes its own random weights, so they
+    differ from the trainer's.
+    """
     name: str | None = None
-    """Under which it serves the model; None: the folder."""
+    """Name of the served model; None: the folder."""
     most: int = 64
-    """Tokens of a prompt and its response."""
+    """Maximum number of tokens in a prompt plus its response."""
     vocabulary: int | None = None
-    """Another size than the model's."""
+    """Vocabulary size, if it should differ from the model's."""
     deaf: bool = False
-    """It says that it took weights, and keeps its own."""
+    """Confirm weight updates but keep the old weights."""
     dies_after: int | None = None
-    """So many completions."""
+    """Exit once this many completion requests have been answered and another arrives."""
     store: int | None = None
-    """Port of a store in which it meets who broadcasts weights to it."""
+    """Port of the TCPStore for the process group that broadcasts weights."""
 
 
 @contextlib.contextmanager
 def serving(folder: Path, **how: Any) -> Iterator[Any]:
-    """A server for the length of the block: `.url`, `.asked()` its requests, `.kill()`."""
+    """Run a server for the duration of the block. Yields a handle: `.url`, `.asked()` (request
+    paths so far), `.kill()`.
+    """
     ranks.start_server()
     here, there = ranks.CONTEXT.Pipe()
     process = ranks.CONTEXT.Process(target=_serve, args=(Serving(str(folder), **how), there))
@@ -64,7 +68,7 @@ def serving(folder: Path, **how: Any) -> Iterator[Any]:
         def asked(self) -> list[str]:
             here.send("asked")
             if not here.poll(DEADLINE):
-                raise TimeoutError("the server does not say what it was asked")
+                raise TimeoutError("the server did not return its list of requests")
             return here.recv()
 
         def kill(self) -> None:
@@ -84,7 +88,7 @@ def _serve(how: Serving, pipe: Connection) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # an answer in one piece, which no kernel waits to complete
+        wbufsize = -1  # send the response in one write, so that Nagle's algorithm cannot delay it
 
         def log_message(self, *_: Any) -> None:
             return
@@ -116,7 +120,7 @@ def _serve(how: Serving, pipe: Connection) -> None:
 
 
 class State:
-    """The model, and the answers to requests, one at a time."""
+    """Holds the model and answers requests, one at a time."""
 
     def __init__(self, how: Serving) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -129,15 +133,18 @@ class State:
         self.updating = False
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Return (HTTP status, JSON body)."""
         with self.lock:
             self.asked.append(path)
             known = {
-                "/v1/models": self.models, "/v1/completions": self.completion,
-                "/collective_rpc": self.reload, "/reset_prefix_cache": self.reset,
-                "/start_weight_update": self.start, "/update_weights": self.receive,
+                "/v1/models": self.models,
+                "/v1/completions": self.completion,
+                "/collective_rpc": self.reload,
+                "/reset_prefix_cache": self.reset,
+                "/start_weight_update": self.start,
+                "/update_weights": self.receive,
                 "/finish_weight_update": self.finish,
-            }  # fmt: skip
+            }
             if path not in known:
                 return 404, {"detail": "Not Found"}
             try:
@@ -168,7 +175,7 @@ class State:
         return {"results": [None]}
 
     def load(self, found: dict[str, torch.Tensor]) -> None:
-        """All weights of the model, by name."""
+        """Load all of the model's weights, by name."""
         own = dict(self.model.named_parameters())
         if found.keys() != own.keys():
             raise KeyError(sorted(found.keys() ^ own.keys()))
@@ -180,7 +187,9 @@ class State:
         return {"message": "Weight update started"}
 
     def receive(self, body: Any) -> Any:
-        """As over NCCL, by broadcasts of gloo: the names first, the values in their order."""
+        """Receive weights as vLLM does over NCCL, but with gloo: the request lists the names, the
+        tensors are broadcast in that order.
+        """
         assert self.updating
         info = body["update_info"]
         group = meet(dist.TCPStore("127.0.0.1", self.how.store, is_master=False), 1)
@@ -208,7 +217,7 @@ class State:
 
     @torch.no_grad()
     def responses(self, prompt: list[int], body: Any) -> list[Any]:
-        """`n` responses to one prompt; response i draws from seed + i."""
+        """`n` responses to one prompt; response i uses seed + i."""
         size = self.model.config.vocab_size
         if max(prompt) >= size:
             raise ValueError(f"Token id {max(prompt)} is out of vocabulary")
@@ -232,20 +241,22 @@ class State:
                 names = [f"token_id:{t}" for t in drawn]
                 tops = [{n: p} for n, p in zip(names, logps, strict=True)]
                 found[-1]["logprobs"] = {
-                    "tokens": names, "token_logprobs": logps, "top_logprobs": tops,
-                }  # fmt: skip
+                    "tokens": names,
+                    "token_logprobs": logps,
+                    "top_logprobs": tops,
+                }
         return found
 
 
 def meet(store: dist.Store, place: int) -> dist.ProcessGroup:
-    """The group of who gives weights (place 0) and who takes them (1)."""
+    """Process group of the weight sender (rank 0) and receiver (rank 1)."""
     return dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=DEADLINE))
 
 
 def _pick(
     logits: torch.Tensor, temperature: float, top_p: float, rng: torch.Generator
 ) -> tuple[int, float]:
-    """A token and its log-prob under the model."""
+    """Sample a token; return it with its log-prob under the model."""
     if temperature == 0:
         token = int(logits.argmax())
     else:

@@ -1,4 +1,6 @@
-"""Batches for the tests of the native CPU backend, and its results beside the definition."""
+"""Batches for the native CPU backend's tests, and helpers that compare its results with the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if reason := cpu.unavailable(CPU, torch.float32):
 def batch(
     width: int, rows: int = 4, length: int = 5, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Rollouts and demonstrations with masked tokens; log-probs near those of the logits."""
+    """Rollouts and demonstrations with masked tokens; old and reference log-probs are close to
+    those of the logits.
+    """
     g = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(rows, length, width, generator=g)
     targets = torch.randint(width, (rows, length), generator=g)
@@ -38,7 +42,7 @@ def batch(
 def call(
     data: dict[str, Tensor], logits: Tensor | None = None, backend: str = "native", **keywords
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(outputs, gradient of the logits)"""
+    """Return (outputs, gradient of the logits)."""
     inputs = dict(data)
     logits = inputs.pop("logits") if logits is None else logits
     inputs.pop("logits", None)
@@ -59,10 +63,12 @@ SPECS = {
     "everything": LossSpec(
         kl_coef=0.1, entropy_coef=0.02, dual_clip=1.2, temperature=0.7, clip_high=0.28
     ),
-    "k1 unclipped one": LossSpec(
+    "k1, unclipped, demo weight ONE": LossSpec(
         kl_coef=0.2, kl_estimator="k1", clip_low=None, clip_high=None, demo_weight=DemoWeight.ONE
     ),
-    "k2 p hot": LossSpec(kl_coef=0.2, kl_estimator="k2", demo_weight=DemoWeight.P, temperature=2.5),
+    "k2, demo weight P, high temperature": LossSpec(
+        kl_coef=0.2, kl_estimator="k2", demo_weight=DemoWeight.P, temperature=2.5
+    ),
     "shaped": LossSpec(demo_weight=DemoWeight.SHAPED, entropy_coef=-0.01),
     "trust": LossSpec(demo_weight=DemoWeight.TRUST, demo_shape=0.01),
 }

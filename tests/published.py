@@ -1,4 +1,4 @@
-"""The published formulas again, written for reading: one row at a time, plain autograd, float64."""
+"""Readable reimplementation of the published formulas: one row at a time, plain autograd, float64."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ LONGEST = 5  # rollouts.max_new_tokens of the tiny run
 
 
 class Seen(SimpleNamespace):
-    """One row under the float64 model: logp, p, entropy [n] of its tokens, `demo` [n], ref logp."""
+    """One row evaluated by the float64 model: logp, p, entropy, reference logp and demonstration
+    mask of its n tokens.
+    """
 
 
 def look(model, reference, row: Row) -> Seen:
-    """Log-probabilities of the tokens of `row` that have a loss, differentiable."""
+    """Differentiable log-probabilities of the row's loss tokens."""
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
     temperature = 1.0 if row.is_demo else TEMPERATURE
@@ -33,11 +35,17 @@ def look(model, reference, row: Row) -> Seen:
     logp = out["own"].gather(1, targets[:, None])[:, 0]
     switch = len(row.ids) if row.is_demo else max(row.switch, start)
     return Seen(
-        row=row, logp=logp, p=logp.detach().exp(), a=row.advantage, n=len(targets),
-        entropy=-(out["own"].exp() * out["own"]).sum(-1), log_p=out["own"],
-        log_q=out["ref"].detach(), ref=out["ref"].gather(1, targets[:, None])[:, 0].detach(),
+        row=row,
+        logp=logp,
+        p=logp.detach().exp(),
+        a=row.advantage,
+        n=len(targets),
+        entropy=-(out["own"].exp() * out["own"]).sum(-1),
+        log_p=out["own"],
+        log_q=out["ref"].detach(),
+        ref=out["ref"].gather(1, targets[:, None])[:, 0].detach(),
         demo=torch.arange(start, len(row.ids)) < switch,
-    )  # fmt: skip
+    )
 
 
 # ---- the two terms, from the papers' equations
@@ -54,13 +62,13 @@ def phi(p: Tensor) -> Tensor:
 
 
 def policy_gradient(rows: list[Seen]) -> Tensor:
-    """GRPO on-policy: mean over responses of their token mean of -A p / p.detach()."""
+    """On-policy GRPO: mean over responses of the token mean of -A p / p.detach()."""
     rows = [r for r in rows if not r.row.is_demo]
     return -sum((r.a * (r.logp - r.logp.detach()).exp()).mean() for r in rows) / len(rows)
 
 
 def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
-    """Sum over tokens / (rows x longest response), as LUFFY, HPT and TRAPO do."""
+    """Sum over tokens / (rows x maximum response length), as in LUFFY, HPT and TRAPO."""
     return sum(p.sum() for p in parts) / (rows * LONGEST)
 
 
@@ -91,7 +99,7 @@ def gspo(rows: list[Seen]) -> Tensor:
 
 
 def preference(rows: list[Seen], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
-    """Mean over pairs, best response first."""
+    """Mean over pairs; the preferred response comes first."""
     assert [r.a for r in rows] == [1.0, -1.0] * (len(rows) // 2)
     found = [(r.logp - r.ref).mean() if mean else (r.logp - r.ref).sum() for r in rows]
     losses = [loss(w - lose) for w, lose in zip(found[0::2], found[1::2], strict=True)]
@@ -133,8 +141,10 @@ def hpt(rows: list[Seen]) -> Tensor:
 
 
 def trapo(rows: list[Seen]) -> Tensor:
-    """Prefix tokens -p / max(p, 0.1), the policy's own tokens -A times the ratio."""
-    assert any(r.demo.any() and not r.demo.all() for r in rows)  # a row that is half and half
+    """Prefix tokens: -p / max(p, 0.1). The policy's own tokens: -A times the ratio."""
+    assert any(
+        r.demo.any() and not r.demo.all() for r in rows
+    )  # a row with both prefix and own tokens
     assert any(r.row.is_demo for r in rows)  # a whole demonstration
     parts = [torch.where(r.demo, -r.logp.exp() / r.p.clamp(min=0.1), surrogate(r)) for r in rows]
     return constant_sum(parts, len(rows))
@@ -177,10 +187,10 @@ LOSSES = {
     "gac-gated": mixture(0.42),
     "gac-gated-sketch": mixture(0.35),
     "oracle": mixture(0.7, phi),
-}  # fmt: skip
+}
 
 
-# ---- two gradients: weights by hand from a, b, c = <s, s>, <s, r>, <r, r>
+# ---- two gradients: weights in closed form from a, b, c = <s, s>, <s, r>, <r, r>
 
 
 def mgda(a: float, b: float, c: float) -> tuple[float, float]:
@@ -193,7 +203,7 @@ def pcgrad(a: float, b: float, c: float) -> tuple[float, float]:
 
 
 def cagrad(a: float, b: float, c: float) -> tuple[float, float]:
-    """The dual by brute force: min over x of g_w . g_0 + radius |g_0| |g_w|."""
+    """Solve the dual by brute force: min over x of g_w . g_0 + radius |g_0| |g_w|."""
     x = torch.linspace(0, 1, 2_000_001, dtype=torch.float64)
     norm = (x * x * a + 2 * x * (1 - x) * b + (1 - x) ** 2 * c).sqrt()
     reach = 0.5 * 0.5 * math.sqrt(a + 2 * b + c)
@@ -209,14 +219,16 @@ def nash(a: float, b: float, c: float) -> tuple[float, float]:
 
 
 def aligned(a: float, b: float, c: float) -> tuple[float, float]:
-    """sqrt(least eigenvalue) G^(-1/2) (1/2, 1/2)."""
+    """sqrt(smallest eigenvalue) G^(-1/2) (1/2, 1/2)."""
     values, vectors = torch.linalg.eigh(torch.tensor([[a, b], [b, c]], dtype=torch.float64))
     root = vectors @ torch.diag((values[0] / values).sqrt()) @ vectors.T
     return tuple((root @ torch.tensor([0.5, 0.5], dtype=torch.float64)).tolist())
 
 
 def moco(a: float, b: float, c: float) -> tuple[float, float]:
-    """From (1/2, 1/2): a step of 0.1 on the tracked Gram over its trace, then the projection."""
+    """From (1/2, 1/2): one step of size 0.1 on the tracked Gram matrix divided by its trace, then a
+    projection.
+    """
     share = (0.1 * (c - a) / (a + c) / 2 + 1) / 2
     return 0.1 * share, 0.1 * (1 - share)  # tracked gradients are 0.1 g after one step
 
@@ -242,10 +254,17 @@ def gta(a: float, b: float, c: float) -> tuple[float, float]:
 
 
 SOLVERS = {
-    "mgda": mgda, "pcgrad": pcgrad, "cagrad": cagrad, "nash-mtl": nash, "aligned-mtl": aligned,
-    "moco": moco, "gradnorm": gradnorm, "gradnorm-ctrl": gradnorm_ctrl, "gta": gta,
-    "sdmgrad": None,  # needs halves of the batch: below
-}  # fmt: skip
+    "mgda": mgda,
+    "pcgrad": pcgrad,
+    "cagrad": cagrad,
+    "nash-mtl": nash,
+    "aligned-mtl": aligned,
+    "moco": moco,
+    "gradnorm": gradnorm,
+    "gradnorm-ctrl": gradnorm_ctrl,
+    "gta": gta,
+    "sdmgrad": None,  # needs the gradients of batch halves; has its own test
+}
 EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},

@@ -1,9 +1,9 @@
-"""Jobs of real processes for the tests: fresh ones, which share no lock with anybody.
+"""Multi-process jobs for the tests. Each job runs in fresh processes that share no locks.
 
-They are forks of a server that has imported what they need and run none of it: it has one thread
-and holds no lock, so no child can wait for one that a killed process had. The rendezvous store of
-a job lives in the test, as torchrun's lives in its agent. Every wait has a deadline and says what
-it waited for; a process that does not end shows where it stands, and ends.
+Processes are forked from a server that has imported the modules they need but run nothing. The
+server has one thread and holds no locks, so a child cannot deadlock on a lock that a killed process
+held. A job's rendezvous store runs in the test process, as torchrun's runs in its agent. Every wait
+has a deadline and reports what it waited for; a hung process dumps its stack traces and exits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
-DEADLINE = 240.0  # seconds for what a process does in a test
+DEADLINE = 240.0  # timeout in seconds for a process in a test
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch.distributed.checkpoint", "gac.training.trainer", "tests.tiny"]
 
 
 class Failed:
-    """What went wrong on a rank."""
+    """The exception raised on a rank, with its traceback."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.trace = error, traceback.format_exc()
@@ -47,36 +47,38 @@ class Rank:
         self.name, self.process, self._pipe = name, process, pipe
 
     def result(self, timeout: float = DEADLINE) -> Any:
-        """What it returned, its `Failed`, or None if it was killed."""
+        """The return value of `work`, a `Failed` if it raised, or None if the process was killed."""
         if not self._pipe.poll(timeout):
-            raise TimeoutError(f"{self.name} gave no result within {timeout} s")
+            raise TimeoutError(f"{self.name} returned no result within {timeout} s")
         try:
             return pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             self.process.join(DEADLINE)
             if self.process.exitcode >= 0:
-                raise RuntimeError(f"{self.name} ended with no result, by itself") from None
+                raise RuntimeError(f"{self.name} exited without a result") from None
             return None
 
     def kill(self) -> bool:
-        """kill -9; False if it had ended by itself."""
+        """Send SIGKILL; return False if the process had already exited."""
         alive = self.process.is_alive()
         if alive:
             self.process.kill()
         self.process.join(DEADLINE)
         if self.process.is_alive():
-            raise TimeoutError(f"{self.name} was killed and is still there after {DEADLINE} s")
+            raise TimeoutError(f"{self.name} is still alive {DEADLINE} s after SIGKILL")
         return alive
 
 
 @contextlib.contextmanager
 def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]]:
-    """`work(*args)` in `ranks` new processes that find each other as under torchrun.
+    """Run `work(*args)` in `ranks` new processes, with the environment that torchrun would set.
 
-    The end of the block kills what is left of them, and prints what they printed.
+    At the end of the block, remaining processes are killed and their output is printed.
     """
     start_server()
-    task = pickle.dumps((work, args))  # plain, for torch's own way shares the tensors' memory
+    task = pickle.dumps(
+        (work, args)
+    )  # plain pickle: torch's reducers would share the tensors' memory
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     started: list[Rank] = []
     with tempfile.NamedTemporaryFile("r", errors="replace") as printed:
@@ -96,7 +98,7 @@ def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]
 
 
 def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADLINE) -> list[Any]:
-    """The result of `work(*args)` on each rank; an error of any rank is raised here."""
+    """Return the result of `work(*args)` on each rank; raise if any rank failed."""
     with job(work, *args, ranks=ranks) as started:
         results = [one.result(timeout) for one in started]
         for one in started:
@@ -108,7 +110,7 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
 
 
 def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
-    """The message with which `work(*args)` fails on each rank."""
+    """Return the error message of `work(*args)` on each rank; every rank must fail."""
     with job(work, *args, ranks=ranks) as started:
         results = [one.result() for one in started]
     assert all(isinstance(result, Failed) for result in results), results
@@ -116,12 +118,14 @@ def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
 
 
 def start_server() -> None:
-    """Start the server of `job`, if it does not run; its imports take seconds, this does not."""
+    """Start the fork server if it is not running. Returns without waiting for the server's imports,
+    which take seconds.
+    """
     for name in PRELOADED:
-        importlib.import_module(name)  # the server would pass over a name that is wrong
+        importlib.import_module(name)  # the server silently ignores modules it cannot import
     CONTEXT.set_forkserver_preload(PRELOADED)
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # a BLAS starts its threads when it is imported
+    os.environ["OMP_NUM_THREADS"] = "1"  # BLAS starts its threads at import
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -135,21 +139,25 @@ def _child(task: bytes, rank: int, ranks: int, port: int, pipe: Connection, prin
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(DEADLINE - 10, exit=True)
-    multiprocessing.set_start_method(None, force=True)  # as in a process that nobody forked
+    multiprocessing.set_start_method(None, force=True)  # as in a process that was not forked
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if ranks > 1:
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+        }
     try:
         work, args = pickle.loads(task)
         result = work(*args)
-    except BaseException as error:  # an interrupt, too, is a result here
+    except BaseException as error:  # KeyboardInterrupt and SystemExit are also reported to the test
         result = Failed(error)
     pipe.send_bytes(pickle.dumps(result))
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What the tests of the sandbox share: small programs, pools, and a look at processes."""
+"""Helpers for the sandbox tests: small programs, checks, and process inspection."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def prints(pool, text, cpu_seconds=5):
 
 
 def processes_below(pid):
-    """Living descendants of `pid`."""
+    """Running descendants of `pid`."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             name = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
+        except OSError:  # the process exited in the meantime
             continue
         if name[0] not in "ZX":
             children.setdefault(int(name[1]), []).append(int(entry.parent.name))
@@ -63,12 +63,12 @@ def command(pid):
 
 
 def patch_server(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Have fork servers run `text` before they start, outside of namespaces."""
+    """Make fork servers run `text` before they start, without namespaces."""
     start = server.START.replace("from sandbox.zygote", f"{text}\nfrom sandbox.zygote")
     monkeypatch.setattr(server, "START", start)
     without_namespaces(monkeypatch)
 
 
 def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no bwrap, so that process numbers are the same on both sides."""
+    """Hide bwrap, so that process ids are the same inside and outside the sandbox."""
     monkeypatch.setattr(shutil, "which", lambda name: None)

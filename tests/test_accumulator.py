@@ -1,4 +1,6 @@
-"""The source `accumulator`: unbiased, the norms are those of the gradient, alike on any ranks."""
+"""The `accumulator` signal source: estimates are unbiased, norms match the gradient, results do not
+depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ METHOD = {"name": "gac", "signals": {"name": "accumulator"}, "update_every": 1, 
 
 def config(task, out, **changes):
     rollouts = {"prompts": 6, "completions": 2, "max_new_tokens": 6}
-    return tiny_config(task, out, **{
-        "method": METHOD, "rollouts": rollouts, "demo_batch": 6, "micro_batch": 4, **changes,
-    })  # fmt: skip
+    return tiny_config(
+        task,
+        out,
+        **{
+            "method": METHOD,
+            "rollouts": rollouts,
+            "demo_batch": 6,
+            "micro_batch": 4,
+            **changes,
+        },
+    )
 
 
 def norms_found(config, mu):
-    engines.generate = fixed_responses  # in a process of its own, or put back by its caller
+    engines.generate = fixed_responses  # runs in its own process, or the caller restores it
     trainer = Trainer(config)
     found = trainer.gradients(trainer._assemble(trainer._sample(), Mix(mu)))
     norm = clip_gradient(trainer.model.parameters(), 0.0).item()
@@ -60,7 +70,9 @@ def test_estimates_are_unbiased(rows):
     wanted = [s @ s, 12 * 4.0 / sum(rows[0]), r @ r, 12 * 2.25 / sum(rows[1]), s @ r]
     for ours, spread, truth in zip(mean, error, wanted, strict=True):
         assert abs(ours - truth) < 4 * spread
-        assert spread < 0.2 * abs(truth) + 0.5  # the test can fail
+        assert (
+            spread < 0.2 * abs(truth) + 0.5
+        )  # the error bars are small enough for the test to fail
 
 
 def test_readings_take_their_error_from_the_last_one_and_keep_to_what_is_told():
@@ -77,7 +89,7 @@ def test_readings_take_their_error_from_the_last_one_and_keep_to_what_is_told():
         error = reading.alignment.inner_variance
         assert math.isnan(error) if scale == 1 else error == pytest.approx(9 / 2)
     assert inner == pytest.approx([1.0, 4.0])
-    alone = Norms(seen[:, 1] ** 2, seen, Pair(0.0, 1.0))  # demonstrations without weight
+    alone = Norms(seen[:, 1] ** 2, seen, Pair(0.0, 1.0))  # demonstrations have weight 0
     reading, after = source.read(Evidence(0, norms=alone), state)
     assert reading.alignment.rl_square == pytest.approx(1.0) and after == state
     assert math.isnan(reading.alignment.inner) and math.isnan(reading.signals.sft_variance)

@@ -1,4 +1,4 @@
-"""The alarm: what is a jump, what is none, and what the controller does about it."""
+"""The alarm: which losses count as a jump, and how the controller responds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gac_kernels import fused_gac_loss
 from .tiny import metrics, tiny_config, write_tiny
 
 OPEN = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "mu_min": 0.0, "mu_init": 0.6}
-AGREE = Alignment(0.5, 0.01, 1.0, 1.0, 1.0, 1.0)  # both gradients, cosine 0.5
+AGREE = Alignment(0.5, 0.01, 1.0, 1.0, 1.0, 1.0)  # gradients agree with cosine 0.5
 
 MOMENTS = fused_gac_loss(
     torch.zeros(1, 3, 5), torch.tensor([[1, 2, 3]]), torch.zeros(1), torch.tensor([True]), mu=0.5
@@ -56,7 +56,7 @@ def test_a_jump_is_found_at_its_step_and_once():
 
 
 def test_noise_falls_and_drifts_are_hardly_ever_a_jump():
-    """The fall of a first epoch and a drift, 200 runs of 300 steps each."""
+    """The loss decay of a first epoch and a slow drift, 200 runs of 300 steps each."""
     found = 0
     for seed in range(200):
         noise = noisy(0.0, 300, seed)
@@ -66,10 +66,12 @@ def test_noise_falls_and_drifts_are_hardly_ever_a_jump():
 
 
 def test_small_changes_and_the_first_losses_are_no_jump():
-    assert jumps([1.0] * 50 + [1.09] * 50) == []  # no noise at all, and less than a tenth
+    assert jumps([1.0] * 50 + [1.09] * 50) == []  # no noise, but below the 10 % minimum
     assert jumps([1.0] * 50 + [1.2] * 50) == [50]
     assert jumps([1.0] * 9 + [5.0] * 9) == [] and jumps([1.0] * 10 + [5.0] * 9) == [10]
-    assert jumps([1.0] * 5 + [9.0], warmup=5, threshold=1e9) == [5]  # an error of 0 so far
+    assert jumps([1.0] * 5 + [9.0], warmup=5, threshold=1e9) == [
+        5
+    ]  # all forecast errors so far are 0
 
 
 def test_what_is_not_known_changes_nothing():
@@ -85,13 +87,13 @@ def test_a_rise_shuts_the_gate_at_once_and_agreement_opens_it():
     for loss in noisy(0.4, 20):
         mu = controller.update(alignment=AGREE, demo_loss=loss)
     assert mu == 0.6 and controller.trust == 1.0
-    assert controller.update(demo_loss=3.0) == 0.0  # whatever the cap of a step is
+    assert controller.update(demo_loss=3.0) == 0.0  # regardless of max_step
     assert controller.trust == 0.0 and controller.state.doubted
     faint = AGREE._replace(inner=0.05)
     assert controller.update(alignment=faint, demo_loss=3.1) == pytest.approx(0.6 * 0.15)
     assert controller.update(alignment=faint._replace(inner=-0.01), demo_loss=3.0) == 0.0
     opening = [controller.update(alignment=AGREE, demo_loss=3.0) for _ in range(3)]
-    assert opening == pytest.approx([0.1, 0.2, 0.3])  # it opens under the cap
+    assert opening == pytest.approx([0.1, 0.2, 0.3])  # reopening is limited by max_step
 
 
 def test_a_fall_lifts_the_doubt():
@@ -99,7 +101,9 @@ def test_a_fall_lifts_the_doubt():
     for loss in [*noisy(0.4, 20), *noisy(3.0, 20)]:
         controller.update(demo_loss=loss)
     assert controller.state.doubted and controller.mu == 0.0
-    assert controller.update(demo_loss=0.4) == pytest.approx(0.6 * 0.6)  # of a measure of 0
+    assert controller.update(demo_loss=0.4) == pytest.approx(
+        0.6 * 0.6
+    )  # trust is 0.6 at mean cosine 0
     assert not controller.state.doubted
 
 
@@ -129,9 +133,13 @@ def test_the_state_survives_json_and_states_without_an_alarm_are_read():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"threshold": 0.0}, "threshold=0.0"), ({"decay": 1.0}, "decay=1.0"),
-     ({"warmup": 1}, "warmup=1"), ({"threshold": math.nan}, "threshold=nan")],
-)  # fmt: skip
+    [
+        ({"threshold": 0.0}, "threshold=0.0"),
+        ({"decay": 1.0}, "decay=1.0"),
+        ({"warmup": 1}, "warmup=1"),
+        ({"threshold": math.nan}, "threshold=nan"),
+    ],
+)
 def test_errors_name_field_and_value(changes, message):
     with pytest.raises(ValueError) as error:
         Alarm(**changes)
@@ -144,7 +152,9 @@ def test_an_alarm_without_a_gate_is_refused():
 
 
 def test_the_mean_cosine_ignores_sizes_and_noise():
-    """Two measurements of very different size count alike; no gradient counts as 0."""
+    """Measurements of very different magnitude have equal weight; a zero gradient counts as cosine
+    0.
+    """
     gate = Gate("mean_cosine", decay=0.5)
     large, small = (
         Alignment(40.0, 1.0, 90.0, 90.0, 100.0, 100.0),
@@ -155,28 +165,34 @@ def test_the_mean_cosine_ignores_sizes_and_noise():
     assert state.trust == pytest.approx(0.6 + 3.0 * 0.1)
     nothing = Alignment(0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert gate.next(state, nothing).cosine == pytest.approx(0.05)
-    assert gate.next(state, Alignment(0.1, 0.1, 1.0, 1.0)) == state  # the totals are unknown
+    assert gate.next(state, Alignment(0.1, 0.1, 1.0, 1.0)) == state  # the total squares are unknown
 
 
 def test_a_run_notices_demonstrations_that_turn_bad(tmp_path, caplog):
-    """The policy learns the first demonstrations; after 40 steps others take their place."""
+    """The policy learns the first demonstrations; after 40 steps they are replaced by others."""
     task = write_tiny(tmp_path)
     rows = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
     easy = [{**row, "solution": "1.1."} for row in rows]
     for name, demos in (("easy", easy), ("hard", [{**r, "solution": "-=+="} for r in rows])):
         (task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demos))
-    data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "easy.jsonl"),
-            "demo_shifts": [{"step": 40, "demos": str(task / "hard.jsonl")}]}  # fmt: skip
+    data = {
+        "prompts": str(task / "prompts.jsonl"),
+        "demos": str(task / "easy.jsonl"),
+        "demo_shifts": [{"step": 40, "demos": str(task / "hard.jsonl")}],
+    }
     method = {"name": "gac-gated", "alarm": {}, "gate": {"at_zero": 1.0, "slope": 0.0}}
-    config = tiny_config(task, tmp_path / "run", method=method, data=data, steps=44,
-                         optim={"lr": 3e-3, "warmup": 1})  # fmt: skip
+    config = tiny_config(
+        task, tmp_path / "run", method=method, data=data, steps=44, optim={"lr": 3e-3, "warmup": 1}
+    )
     Trainer(config).run()
     found = metrics(tmp_path / "run")
     assert [row["step"] for row in found if row["doubted"]] == [42, 43, 44]
     assert found[40]["demo_loss"] > 2 * found[39]["demo_loss"]
     heard = [line for line in caplog.messages if "presumed wrong" in line]
     assert len(heard) == 1 and heard[0].startswith("step 42: ")
-    assert found[39]["mu"] > 0 and found[41]["mu"] == 0.0  # mu of a step knows the step before
+    assert (
+        found[39]["mu"] > 0 and found[41]["mu"] == 0.0
+    )  # a step's mu depends on the previous step's loss
 
 
 def test_the_guarded_constant_needs_nothing_but_the_losses():

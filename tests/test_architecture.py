@@ -1,4 +1,4 @@
-"""The floor plan: imports flow one way, files stay small, no path of a machine is in."""
+"""Architecture rules: layered imports, a file size limit, no machine-specific paths."""
 
 from __future__ import annotations
 
@@ -12,37 +12,57 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
-# Rooms of gac, or single files of one where a room has two floors: each may import those before it.
+# Packages of gac in dependency order, split into modules where a package spans two layers; each may
+# import those before it.
 ROOMS = (
-    "gac.pair", "gac.cells", "gac.checks", "gac.errors", "gac.remembered", "gac.config",
+    "gac.pair",
+    "gac.cells",
+    "gac.checks",
+    "gac.errors",
+    "gac.remembered",
+    "gac.config",
     "gac.control",
     "gac.parallel",
     "gac.data",
-    "gac.pretrained", "gac.weights", "gac.row_attention", "gac.model",
+    "gac.pretrained",
+    "gac.weights",
+    "gac.row_attention",
+    "gac.model",
     "gac.sandbox",
     "gac.rewards",
     "gac.rollouts",
     "gac.training.token_loss",
     "gac.methods",
     "gac.evaluation",
-    "gac.faults.guard", "gac.faults.stopping", "gac.faults.heartbeat", "gac.faults.checkpoint",
+    "gac.faults.guard",
+    "gac.faults.stopping",
+    "gac.faults.heartbeat",
+    "gac.faults.checkpoint",
     "gac.faults.preflight",
     "gac.training.optim",
     "gac.train_config",
     "gac.data.feed",
     "gac.export",
-    "gac.training.gradient_parts", "gac.training.accumulated", "gac.training.unit_sketches",
-    "gac.training.step", "gac.training.gradients",
-    "gac.training.rows_apart", "gac.training.policy", "gac.training.metrics", "gac.training.record",
-    "gac.faults.skipped", "gac.faults.replay",
+    "gac.training.gradient_parts",
+    "gac.training.accumulated",
+    "gac.training.unit_sketches",
+    "gac.training.step",
+    "gac.training.gradients",
+    "gac.training.rows_apart",
+    "gac.training.policy",
+    "gac.training.metrics",
+    "gac.training.record",
+    "gac.faults.skipped",
+    "gac.faults.replay",
     "gac.training.trainer",
     "gac.report",
     "gac.demo",
     "gac.study",
-    "gac.mixer", "gac.integrations",
+    "gac.mixer",
+    "gac.integrations",
     "gac.cli",
-)  # fmt: skip
-EXTERNAL = {  # what the kernels may import: they must run beside any trainer
+)
+EXTERNAL = {  # third-party imports allowed in the kernels, which must work with any trainer
     "gac_kernels": {"torch", "triton"},
 }
 LIMIT = 400
@@ -51,8 +71,12 @@ LIMIT = 400
 def tracked(*suffixes: str) -> list[Path]:
     found = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     if found.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in found.stdout.splitlines()]
@@ -60,7 +84,9 @@ def tracked(*suffixes: str) -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Modules and names that a file imports, in full, also inside functions and for types alone."""
+    """Fully qualified modules and names that a file imports, including imports in functions and for
+    type checking.
+    """
     package = path.relative_to(ROOT).parts[:-1]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -78,12 +104,12 @@ def module_of(path: Path) -> str:
 
 
 def graph(*roots: str) -> dict[str, set[str]]:
-    """Module -> the modules of `roots` whose files it imports, or imports a name from."""
+    """Module -> the modules under `roots` that it imports or imports names from."""
     files = {module_of(p): p for root in roots for p in sorted((ROOT / root).rglob("*.py"))}
     edges = {}
     for module, path in files.items():
         names = imports(path)
-        # `from package import name`: the name is a module of its own, or one of the package's
+        # `from package import name`: the name is a submodule or an attribute of the package
         targets = {n if n in files else n.rpartition(".")[0] for n in names}
         edges[module] = (targets & files.keys()) - {module}
     return edges
@@ -102,9 +128,9 @@ def test_imports_flow_one_way():
 
 
 def room_of(module: str) -> int:
-    """The place in `ROOMS` of the longest entry that holds a module."""
+    """Index in `ROOMS` of the longest entry that contains the module."""
     holds = [r for r in ROOMS if module == r or module.startswith(r + ".")]
-    assert holds, f"{module} has no place in ROOMS"
+    assert holds, f"{module} is not listed in ROOMS"
     return ROOMS.index(max(holds, key=len))
 
 
@@ -136,20 +162,25 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_the_walk_over_imports_sees_every_kind(tmp_path, monkeypatch):
-    """Relative and absolute, of modules and of names, and those inside functions."""
+    """Relative and absolute imports, of modules and of names, also inside functions."""
     monkeypatch.setattr("tests.test_architecture.ROOT", tmp_path)
     files = {
-        "a/__init__.py": "", "a/one.py": "from .b import two\nimport a.b.three",
-        "a/b/__init__.py": "from .two import f", "a/b/two.py": "def f():\n from .. import one",
+        "a/__init__.py": "",
+        "a/one.py": "from .b import two\nimport a.b.three",
+        "a/b/__init__.py": "from .two import f",
+        "a/b/two.py": "def f():\n from .. import one",
         "a/b/three.py": "from . import f\nfrom ..one import g",
-    }  # fmt: skip
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     assert graph("a") == {
-        "a": set(), "a.one": {"a.b.two", "a.b.three"}, "a.b": {"a.b.two"}, "a.b.two": {"a.one"},
+        "a": set(),
+        "a.one": {"a.b.two", "a.b.three"},
+        "a.b": {"a.b.two"},
+        "a.b.two": {"a.one"},
         "a.b.three": {"a.b", "a.one"},
-    }  # fmt: skip
+    }
 
 
 def test_kernels_need_only_torch_and_triton():
@@ -172,7 +203,9 @@ def test_the_trainer_never_names_a_method():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        assert not strings & set(METHODS) - set(REDUCTIONS), path  # "constant" is both
+        assert not strings & set(METHODS) - set(REDUCTIONS), (
+            path
+        )  # "constant" is also the name of a reduction
 
 
 def test_files_stay_small():
@@ -185,7 +218,9 @@ def test_files_stay_small():
 
 
 def test_exceptions_to_lint_and_types_have_a_reason():
-    """Beside the mark or, as a comment, in the line above; unused ones are errors of the tools."""
+    """The reason follows the marker or is a comment on the line above. The tools themselves report
+    unused markers.
+    """
     mark = re.compile(r"# (?:noqa|type: ignore)\b(?:: ?[A-Z0-9, ]+|\[[a-z, -]+\])(.*)")
     bare = []
     for path in tracked(".py"):

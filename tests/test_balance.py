@@ -1,4 +1,4 @@
-"""Rows over ranks by their tokens: the shares, and that no result depends on them."""
+"""Balancing rows across ranks by token count: the shares, and that results do not depend on them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from .test_distributed import assert_same, config, whole
 
 
 def some_rows(number: int, seed: int = 0) -> list[Row]:
-    """Long-tailed lengths, demonstrations, rows without gradient, two weights."""
+    """Rows with long-tailed lengths: some demonstrations, some with zero advantage, two weights."""
     rng = random.Random(seed)
     return [
-        Row((5,) * min(int(8 * rng.paretovariate(1.1)), 400), 1, i % 4 == 3,
-            rng.choice([0.0, 1.0]), i, weight=rng.choice([1.0, 0.5]))
+        Row(
+            (5,) * min(int(8 * rng.paretovariate(1.1)), 400),
+            1,
+            i % 4 == 3,
+            rng.choice([0.0, 1.0]),
+            i,
+            weight=rng.choice([1.0, 0.5]),
+        )
         for i in range(number)
-    ]  # fmt: skip
+    ]
 
 
 def tokens(rows: list[Row]) -> int:
@@ -54,7 +60,9 @@ def test_shares_hold_every_row_once_in_order(count, together):
 
 
 def test_long_tails_are_spread():
-    """The most tokens of one of 8 ranks, against rows dealt out in turn, means of 20 batches."""
+    """Largest token count over 8 ranks relative to the mean, balanced vs. round-robin, averaged
+    over 20 batches.
+    """
     dealt = spread = 0.0
     for seed in range(20):
         rows = some_rows(256, seed)
@@ -79,7 +87,7 @@ def test_one_row_above_all_others():
 
 
 def test_the_same_number_of_micro_batches_of_like_size():
-    """A rank that could do with fewer cuts smaller ones."""
+    """A rank that needs fewer micro-batches than requested makes them smaller."""
     rows = [Row((5,) * 10, 1, False, 1.0, i) for i in range(6)]
     micro = MicroBatches(tokens=30, packed=True)
     assert list(map(tokens, micro.split(rows))) == [30, 30]
@@ -88,7 +96,9 @@ def test_the_same_number_of_micro_batches_of_like_size():
 
 
 def long_tailed(model, tokenizer, prompts, *, samples, **_):
-    """Of 1 to 3 tokens, drawn from the prompt alone, and of 30 to half of the prompts."""
+    """Fake generation that depends only on the prompt: 30 tokens for half of the prompts, 1 to 3
+    for the others.
+    """
     found = []
     for prompt in prompts:
         for i in range(samples):
@@ -99,9 +109,10 @@ def long_tailed(model, tokenizer, prompts, *, samples, **_):
 
 
 def four_steps(made):
-    """Like `test_distributed.five_steps`; and the rank's tokens before and after the exchange, and
-    the last two steps again from a checkpoint."""
-    engines.generate = long_tailed  # in a process of its own
+    """Like `test_distributed.five_steps`, but also returns the rank's token counts before and after
+    the exchange, and repeats the last two steps from a checkpoint.
+    """
+    engines.generate = long_tailed  # runs in its own process
     trainer = Trainer(made)
     grads, loads, rows = [], [], []
 
@@ -138,16 +149,26 @@ def four_steps(made):
 @pytest.mark.dist
 @pytest.mark.parametrize(("method", "mode"), [("gac-gated-sketch", "ddp"), ("dpo", "fsdp")])
 def test_no_result_depends_on_who_has_a_row(task, tmp_path, method, mode):
-    """Padded on one process, packed and balanced on two: sketches of units, pairs, old log-probs
-    of reused rollouts; a run resumed in the middle repeats bit for bit."""
-    made = {"method": method, "steps": 4, "demo_batch": 6, "rollouts": {
-        "prompts": 4, "completions": 4, "max_new_tokens": 30, "reuse": 2}}  # fmt: skip
+    """Padded on one process vs. packed and balanced on two; covers unit sketches, preference pairs
+    and old log-probs of reused rollouts. A run resumed halfway is bitwise identical.
+    """
+    made = {
+        "method": method,
+        "steps": 4,
+        "demo_batch": 6,
+        "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 30, "reuse": 2},
+    }
     one = ranks.run(four_steps, config(task, tmp_path / "one", **made), ranks=1)[0]
-    many = ranks.run(four_steps, config(task, tmp_path / "two", **made, micro_tokens=120,
-                                        parallel={"mode": mode}), ranks=2)  # fmt: skip
+    many = ranks.run(
+        four_steps,
+        config(task, tmp_path / "two", **made, micro_tokens=120, parallel={"mode": mode}),
+        ranks=2,
+    )
     for rank in many:
         assert_same(one, rank)
     loads = [x for rank in many for x in rank[3]]
     assert sum(dealt for dealt, _ in loads) == sum(mine for _, mine in loads)
     most = [max(side) for side in zip(*loads, strict=True)]
-    assert most[1] < 0.9 * most[0] or (method == "dpo" and most[1] == most[0])  # three long pairs
+    assert most[1] < 0.9 * most[0] or (
+        method == "dpo" and most[1] == most[0]
+    )  # only three long pairs, so no better split exists

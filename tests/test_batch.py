@@ -1,7 +1,7 @@
 """`plan` and `reduce` of the kernel backends against their definitions in `gac_kernels.tokens`.
 
-Tolerances: what is copied or counted is equal; a float32 number may round to its neighbour, sums in
-float64 may differ by their order.
+Tolerances: copied values and counts are equal; float32 values may differ by one ulp; float64 sums
+may differ by summation order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences meet several blocks of the Triton kernels, as real ones do."""
+    """Shrink the Triton blocks, so that short sequences span several, as real ones do."""
     if backends.unavailable("triton", CPU, torch.float32) is None:
         from gac_kernels.backends.triton import launch
 
@@ -52,7 +52,7 @@ def of_case(case: Case) -> Given:
 
 
 def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
-    """Token terms as a backend would return them, for made-up log-probabilities."""
+    """Token terms as a backend would return them, for random log-probabilities."""
     g = torch.Generator().manual_seed(1)
     logps = -2 * torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
     entropy = torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
@@ -60,7 +60,7 @@ def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
 
 
 def close(name: str, ours: Tensor, theirs: Tensor, scale: float = 1.0) -> None:
-    """One unit in the last place of float32, 2^-40 of `scale` for sums in float64."""
+    """Assert equality up to one float32 ulp, or 2^-40 of `scale` for float64 sums."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
     if theirs.dtype == torch.float32:
         tolerance = {"rtol": 2.0**-23, "atol": 2.0**-24 * scale}
@@ -91,7 +91,7 @@ def flat(summary: Summary) -> dict[str, Tensor]:
 
 
 def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
-    """Equal to `finish`, and to itself bit for bit."""
+    """Check that `reduce` equals `finish` and is bitwise reproducible."""
     ours = backends.load(name, CPU).reduce(tokens, terms, moments)
     theirs = finish(tokens, terms, moments)
     again = flat(backends.load(name, CPU).reduce(tokens, terms, moments))
@@ -135,42 +135,42 @@ SMALL = padded(4, 6, demos=(0, 1, 0, 1))
 GIVEN: dict[str, Callable[[], Given]] = {
     "no rollouts: their signals are nan": lambda: padded(2, 5, demos=(1, 1)),
     "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
-    "nothing has a loss: every norm is 0": lambda: SMALL.change(
-        targets=torch.full((4, 6), -100)
-    ),
+    "no loss tokens: every norm is 0": lambda: SMALL.change(targets=torch.full((4, 6), -100)),
     "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
     "packed without tokens": lambda: packed([0, 0]),
     "one token": lambda: padded(1, 1, demos=(0,)).change(targets=torch.tensor([[3]])),
-    "empty sequences at both ends and side by side": lambda: packed([0, 3, 0, 0, 4, 0]),
+    "empty sequences at both ends and adjacent": lambda: packed([0, 3, 0, 0, 4, 0]),
     "sequences of several blocks": lambda: packed([50, 2, 33]),
     "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
     "more sequences than a block": lambda: packed([1, 2, 0] * 7),
-    "mu where it lives": lambda: SMALL.change(mu=torch.tensor(0.3)),
-    "norms from outside": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
+    "mu as a tensor": lambda: SMALL.change(mu=torch.tensor(0.3)),
+    "norms given by the caller": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
     "norms as tensors": lambda: SMALL.change(
         rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)
     ),
-    "a norm of 0 weighs nothing": lambda: SMALL.change(rollout_norm=0.0),
-    "constant norms from outside": lambda: SMALL.change(
-        rollout_norm=5
-    )._replace(spec=LossSpec(rollout_reduction="constant", max_tokens=9)),
-    "other float types": lambda: SMALL.change(
-        advantages=SMALL.inputs.advantages.double(), old_logps=torch.randn(4, 6).bfloat16(),
+    "a norm of 0 gives zero weight": lambda: SMALL.change(rollout_norm=0.0),
+    "constant norms given by the caller": lambda: SMALL.change(rollout_norm=5)._replace(
+        spec=LossSpec(rollout_reduction="constant", max_tokens=9)
+    ),
+    "other float dtypes": lambda: SMALL.change(
+        advantages=SMALL.inputs.advantages.double(),
+        old_logps=torch.randn(4, 6).bfloat16(),
         ref_logps=torch.randn(4, 6).double(),
     ),
     "strided inputs": lambda: SMALL.change(
         targets=SMALL.inputs.targets.repeat(1, 2)[:, ::2].contiguous().T.contiguous().T,
-        old_logps=torch.randn(6, 4).T, advantages=torch.randn(8)[::2],
+        old_logps=torch.randn(6, 4).T,
+        advantages=torch.randn(8)[::2],
         is_demo=torch.tensor([0, 1] * 4).bool()[::2],
     ),
     "advantages of demonstrations under SHAPED": lambda: SMALL.change(
         advantages=torch.randn(4, 6)
     )._replace(spec=LossSpec(demo_weight=DemoWeight.SHAPED)),
-    "nan where there is no loss": lambda: SMALL.change(
+    "nan at masked tokens": lambda: SMALL.change(
         advantages=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
         old_logps=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -197,8 +197,9 @@ def test_centred_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) ->
     given = SMALL.change(advantages=1e4 + 1e-2 * torch.randn(4, 6))
     tokens = plan(*given)
     summary = check_reduce(available(name), tokens, terms_of(tokens, given.spec))
-    ours, exact = (x.moments.rollouts[4] for x in (summary, finish(tokens, terms_of(
-        tokens, given.spec), True)))  # fmt: skip
+    ours, exact = (
+        x.moments.rollouts[4] for x in (summary, finish(tokens, terms_of(tokens, given.spec), True))
+    )
     torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
 
 
@@ -211,7 +212,7 @@ def test_without_moments(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_loss_may_change_in_place(name: str) -> None:
-    """Trainers write loss /= steps and loss += auxiliary."""
+    """Trainers do `loss /= steps` and `loss += auxiliary`."""
     logits = torch.randn(2, 3, 11, requires_grad=True)
     batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
     plain = fused_gac_loss(logits, *batch, backend=available(name)).loss
@@ -226,8 +227,9 @@ def test_the_loss_may_change_in_place(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [True, False])
 def test_inputs_on_the_cpu(pinned: bool) -> None:
-    """Pageable or pinned, they are copied without a synchronisation; what is pinned can be
-    recorded, and a replay reads its new values."""
+    """CPU inputs, pageable or pinned, are copied without synchronization. Copies of pinned inputs
+    can be captured in a CUDA graph, and a replay reads their new values.
+    """
     cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3), demo_norm=torch.tensor(9.0)).inputs
     if pinned:
         cpu = BatchInputs(*(x.pin_memory() if isinstance(x, Tensor) else x for x in cpu))
@@ -254,7 +256,7 @@ def test_inputs_on_the_cpu(pinned: bool) -> None:
 
 @pytest.mark.gpu
 def test_recorded_in_a_cuda_graph() -> None:
-    """Nothing waits for the device; a replay on new numbers gives theirs, bit for bit."""
+    """No host synchronization; a replay on new inputs gives the results for those inputs."""
     cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3)).inputs
     given = Given(BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)))
     targets = given.inputs.targets

@@ -1,4 +1,4 @@
-"""The benchmarks' own code, at sizes that take no time: checks, rows, tables."""
+"""Tests of the benchmark code at tiny sizes: correctness checks, result rows, tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def results(tmp_path, monkeypatch):
 
 
 def test_gpu_linear_bench_runs_on_a_cpu() -> None:
-    """Every provider that a CPU has agrees with float64, and each leaves a row."""
+    """Every provider available on a CPU agrees with float64, and each one records a row."""
     record = Record()
     best = compare_linear(record, CPU, "tiny", Head(64, 500), 512, seconds=0)
     assert {GEMMS, HALF, FORWARD, "ours", "eager"} <= best.keys()
@@ -36,11 +36,11 @@ def test_gpu_linear_bench_runs_on_a_cpu() -> None:
     rows = {row["provider"]: row for row in record.rows}
     assert rows["ours"]["logp_error"] < 2e-4 and len(rows["ours"]["errors"]) == 3
     for name in rows.keys() - best.keys():
-        assert rows[name]["not_run"], f"{name} was not run and nobody says why"
+        assert rows[name]["not_run"], f"{name} was not run, and its row gives no reason"
 
 
 def test_gpu_logits_bench_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton and TRL's Triton, whose interpreter would take minutes."""
+    """Without our Triton kernels and TRL's, which would take minutes in the interpreter."""
     monkeypatch.setattr(bench_gpu_logits, "BACKENDS", {"ours, csrc": "native"})
     monkeypatch.setitem(sys.modules, "trl.kernels.logprob_entropy", None)
     record = Record()
@@ -62,12 +62,13 @@ def test_a_step_that_fails_is_left_out_and_explained() -> None:
 def test_a_wrong_provider_is_left_out_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ours as well: the numbers of the others stay."""
+    """This applies to our own provider too; the other timings are kept."""
     monkeypatch.setattr(bench_gpu_linear, "ours", lambda b, **_: 1.5 * ours(b))
     monkeypatch.setattr(
-        bench_gpu_linear, "providers",
+        bench_gpu_linear,
+        "providers",
         lambda *_: ({"ours": Provider(lambda b: 1.5 * ours(b)), "eager": Provider(eager)}, {}),
-    )  # fmt: skip
+    )
     record = Record()
     best = compare_linear(record, CPU, "tiny", Head(32, 100), 512, seconds=0)
     assert best.keys() >= {GEMMS, "eager"} and not best.keys() & {"ours", HALF, FORWARD}
@@ -88,7 +89,7 @@ def test_a_wrong_gradient_of_given_logits_is_left_out(monkeypatch: pytest.Monkey
 
 
 def test_splits_that_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 rows of 152064 words fit eight blocks of fourteen tiles, not of nine."""
+    """float32 rows of 152064 logits fit eight blocks of 14 tiles each, but not of 9."""
     chosen = []
 
     def run() -> None:
@@ -103,7 +104,7 @@ def test_splits_that_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_products_that_a_device_lacks_are_named() -> None:
-    """A CPU has no product of bfloat16 into float32."""
+    """CPUs have no bfloat16 GEMM with float32 output."""
     record = Record()
     speeds = gemm_probe.probe(record, "tiny", Head(16, 48), 8, CPU, seconds=0)
     assert speeds["dX of stride 2V, bfloat16"] > 0
@@ -113,8 +114,13 @@ def test_products_that_a_device_lacks_are_named() -> None:
 
 def test_row_case_takes_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
     for options in ("--dtype float32", "--overwrite", "--dtype float32 --overwrite"):
-        row_case.main([*options.split(), *["--backend", "reference", "--device", "cpu"],
-                       *["--rows", "16", "--vocab", "11"]])  # fmt: skip
+        row_case.main(
+            [
+                *options.split(),
+                *["--backend", "reference", "--device", "cpu"],
+                *["--rows", "16", "--vocab", "11"],
+            ]
+        )
     assert capsys.readouterr().out.count("done") == 3
 
 
@@ -128,7 +134,9 @@ def test_results_are_copied_out(results, tmp_path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_backend_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the child's: it has no GPU then
+    monkeypatch.setenv(
+        "TRITON_INTERPRET", "0"
+    )  # for the child process: without the interpreter, Triton finds no device
     assert smoke.problem("reference", "cpu") is None
     assert "after 0.1 s" in smoke.problem("reference", "cpu", seconds=0.1)
     loaded = smoke.backends.load("triton", torch.device("cpu"))
@@ -173,13 +181,20 @@ def test_table_holds_what_was_measured(results) -> None:
     document = {"device": "Some GPU", "date": "2026-01-02", "rows": rows}
     (results / "some-gpu.json").write_text(json.dumps(document))
     text = table.gpu_table(table.newest("cuda"))
-    assert "| 2048 |" not in text, "shapes that nobody tried take a line"
+    assert "| 2048 |" not in text, "shapes that were not measured must not get a table row"
     assert "logits: not measured; run `python -m pytest bench/bench_gpu_logits.py`." in text
     line = next(x for x in text.splitlines() if x.startswith("| Qwen2.5-7B | 8192 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
-        "Qwen2.5-7B", "8192", "40.00", "670", "1.05x", "0.68x", "1.50x (TRL chunked_logprob)",
-        "not measured", "991",
-    ]  # fmt: skip
+        "Qwen2.5-7B",
+        "8192",
+        "40.00",
+        "670",
+        "1.05x",
+        "0.68x",
+        "1.50x (TRL chunked_logprob)",
+        "not measured",
+        "991",
+    ]
     table.roofline(document, results / "roofline.png")
     assert (results / "roofline.png").stat().st_size > 10_000

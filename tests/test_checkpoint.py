@@ -1,4 +1,6 @@
-"""Checkpoints: atomic, verified, pruned, exported, and refused when they are another run's."""
+"""Checkpoints: atomic writes, verification, pruning, export, and rejection of another run's
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 def test_saving_before_the_first_update_does_not_count_as_an_update(tmp_path):
-    """torch makes AdamW's state by a step of its own, which would shift the bias correction."""
+    """torch initializes AdamW's state by taking a step, which would shift the bias correction."""
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     path = checkpoint.save(tmp_path, 1, model, optimizer, {})
@@ -84,7 +86,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog, fil
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(tmp_path) == first
     assert "step-00000020 is damaged" in caplog.text and re.search(says, caplog.text)
-    # it is out of the way: pruning counts intact ones only, and the name is free again
+    # the damaged one was renamed: pruning counts intact checkpoints only, and its name can be
+    # reused
     assert checkpoint.complete(tmp_path) == [first]
     assert (tmp_path / "damaged-00000020").is_dir()
     assert checkpoint.newest(tmp_path) == first
@@ -141,7 +144,7 @@ def test_export_gives_what_transformers_loads(task, tmp_path):
 
 
 def falling(completion, example):
-    """Falls from one evaluation to the next: 8 prompts in each."""
+    """A reward that falls from one evaluation (8 prompts) to the next."""
     calls[0] += 1
     return 1.0 / (1 + (calls[0] - 1) // 8)
 
@@ -153,18 +156,24 @@ calls = [0]
     ("every", "steps", "best"),
     [
         pytest.param(1, [6, 4, 2], 2, id="evaluated-more-often-than-saved"),
-        pytest.param(3, [6, 4], 6, id="only-the-last-step-is-both"),
+        pytest.param(3, [6, 4], 6, id="only-the-last-step-is-evaluated-and-saved"),
         pytest.param(2, [6, 4, 2], 2, id="evaluated-and-saved-together"),
     ],
 )
 def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, steps, best):
-    """The start model is the most accurate of all, and no candidate: it is no checkpoint."""
+    """The initial model has the highest accuracy but cannot be exported, because it is not a
+    checkpoint.
+    """
     calls[0] = 0
     config = tiny_config(
-        task, tmp_path / "run", steps=6, method={"name": "sft"}, checkpoint_every=2,
+        task,
+        tmp_path / "run",
+        steps=6,
+        method={"name": "sft"},
+        checkpoint_every=2,
         reward="tests.test_checkpoint:falling",
         eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": every},
-    )  # fmt: skip
+    )
     run = train(config)
     found = [p.name for p in checkpoint.complete(run / "checkpoints")]
     assert found == [f"step-{step:08d}" for step in reversed(steps)]
@@ -176,14 +185,23 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
     assert torch.equal(*(model(ids).logits for model in models))
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-it-is-saved"])
+@pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
 def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
-    """Evaluations fall on steps that can be saved, also with reused rollouts: 4, 6, 8."""
+    """Evaluations happen only at steps where a checkpoint can be saved; with reused rollouts these
+    are 4, 6 and 8.
+    """
     evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
     config = tiny_config(
-        task, tmp_path / "run", steps=8, method={"name": "sft-best"}, checkpoint_every=8,
-        rollouts={"reuse": 2}, reward="tests.test_checkpoint:falling", eval=evaluation, export=True,
-    )  # fmt: skip
+        task,
+        tmp_path / "run",
+        steps=8,
+        method={"name": "sft-best"},
+        checkpoint_every=8,
+        rollouts={"reuse": 2},
+        reward="tests.test_checkpoint:falling",
+        eval=evaluation,
+        export=True,
+    )
     calls[0] = 0
     if killed:
         trainer = Trainer(config)
@@ -208,7 +226,7 @@ def killed_here():
 
 
 def evaluated(out):
-    """The steps in a run's evaluations."""
+    """The steps at which a run was evaluated."""
     lines = (Path(out) / "eval.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
@@ -234,8 +252,11 @@ def test_another_configuration_is_refused_key_by_key(task, tmp_path):
     other = tiny_config(task, out, steps=2, seed=3, method={"name": "constant", "mu": 0.2})
     with pytest.raises(ConfigError) as error:
         Trainer(other)
-    for text in ("seed: 0 in the checkpoint, 3 now", "method.name: 'gac-gated' in the checkpoint",
-                 "method.mu: 'not set' in the checkpoint, 0.2 now"):  # fmt: skip
+    for text in (
+        "seed: 0 in the checkpoint, 3 now",
+        "method.name: 'gac-gated' in the checkpoint",
+        "method.mu: 'not set' in the checkpoint, 0.2 now",
+    ):
         assert text in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, errors on one line, exit codes, a report."""
+"""The command line from a user's point of view: help, one-line errors, exit codes, reports."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def write_run(path: Path) -> Path:
 
 
 def mistake(capsys, *arguments) -> str:
-    """The one line on stderr of a command that exits with 2."""
+    """Run a command that must exit with 2; return its single line on stderr."""
     assert cli.main(arguments) == cli.USAGE
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -68,9 +68,12 @@ def test_help_and_wrong_usage_wait_for_no_large_package(arguments):
     code += "except SystemExit: print(*sys.modules, file=sys.stderr)\n"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert "usage: gac" in done.stdout + done.stderr
     loaded = set(done.stderr.splitlines()[-1].split())
     assert "gac.cli" in loaded and not loaded & LARGE
@@ -138,7 +141,7 @@ def test_wrong_usage_exits_with_two(capsys):
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_usage_shows_an_order_that_works(capsys, command):
-    """CONFIG.yaml after --set would be read as one more KEY=VALUE."""
+    """After --set, CONFIG.yaml would be parsed as another KEY=VALUE."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     usage = capsys.readouterr().out.splitlines()[0]
@@ -156,11 +159,12 @@ def test_set_takes_one_or_several_and_may_be_repeated(tmp_path):
 
 
 def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
-    # a pipe as the configuration: the command waits in it, where a real SIGINT reaches it
+    # the configuration is a named pipe: the command blocks on opening it, where a real SIGINT
+    # reaches it
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
     code = "import signal, sys; from gac.cli import main; import gac.train_config\n"
-    # a shell starts its background jobs, and so their children, with this signal ignored
+    # shells start background jobs, and so their children, with SIGINT ignored
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "sys.exit(main(sys.argv[1:]))"
     held = []
@@ -169,14 +173,16 @@ def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
         try:
             held.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         except OSError as error:
-            assert error.errno == errno.ENXIO  # nobody reads it yet
+            assert error.errno == errno.ENXIO  # no reader yet
         return bool(held)
 
     with subprocess.Popen(
         [sys.executable, "-c", code, "train", str(pipe)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         wait_until(waits_in_it, "the command to open its configuration")
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""The code reward: which program, which verdict, which row is at fault; real data sets; mutants."""
+"""The code reward: program extraction, verdicts, counts, invalid rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def problem(reward, completion, **row):
     return str(raised.value)
 
 
-# --- which program --------------------------------------------------------------------------------
+# --- program extraction
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ limit = 10
         "assert kinds(3, int) and limit == 10",
         "assert sorted(same({3, 1})) == [1, 3]",
         "assert same((1, [2.5], {'a': b'b'})) == (1, [2.5], {'a': b'b'})",
-    ]  # fmt: skip
+    ]
     outcome = build_reward({"name": "code", "partial": True})
     assert score(outcome, program, tests=tests) == 1.0
 
@@ -209,18 +210,26 @@ def test_counts_tell_completions_and_equal_pairs_run_once(monkeypatch):
     counts = reward.counts()
     assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
     assert counts == {"crashes": 1, "no_program": 1}
-    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [0.0]  # other tests: anew
+    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [
+        0.0
+    ]  # different tests, so the program runs again
     assert len(asked) == 4
 
 
 def test_an_endless_script_costs_its_limit_once():
     reward = build_reward({"name": "code", "timeout": 1, "partial": True})
-    assert score(reward, "print(1, flush=True)\nif input(): \n  while True: pass",
-                 cases=[["", "1"], ["a", "1"], ["b", "1"], ["c", "1"]]) == 0.0  # fmt: skip
+    assert (
+        score(
+            reward,
+            "print(1, flush=True)\nif input(): \n  while True: pass",
+            cases=[["", "1"], ["a", "1"], ["b", "1"], ["c", "1"]],
+        )
+        == 0.0
+    )
     assert sum(reward.counts().values()) <= 1
 
 
-# --- rows at fault --------------------------------------------------------------------------------
+# --- invalid rows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_an_endless_script_costs_its_limit_once():
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name of the program"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
-)  # fmt: skip
+)
 def test_a_row_that_no_program_could_pass_is_named(reward, row, words):
     assert words in problem(reward, GOOD, **row)
 

@@ -1,4 +1,6 @@
-"""The code reward on whole data sets: references pass, mutants fail as under plain exec."""
+"""The code reward on real datasets: references pass, and mutants get the same verdicts as with
+plain exec.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def references(data_dir, name, limit=None):
 
 
 def grade(name, pairs):
-    reward = build_reward({"name": "code", "timeout": 10, **SETS[name][0]})  # mbpp/123 takes 3
+    reward = build_reward({"name": "code", "timeout": 10, **SETS[name][0]})  # mbpp/123 takes 3 s
     return reward([text for _, text in pairs], [example for example, _ in pairs])
 
 
@@ -48,14 +50,14 @@ def test_all_references_pass(data_dir, name):
 
 
 class Wrong(ast.NodeTransformer):
-    """Every `return` gives a text that no test expects."""
+    """Makes every `return` return a string that no test expects."""
 
     def visit_Return(self, node):
         return ast.Return(ast.Constant("no test expects this"))
 
 
 class Swapped(ast.NodeTransformer):
-    """Operators change sides: + and -, * and //, < and >=, == and !=."""
+    """Swaps operators: + and -, * and //, < and >=, == and !=."""
 
     PAIRS = (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.GtE), (ast.Eq, ast.NotEq)
     TABLE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}  # noqa: RUF012 - a constant
@@ -72,15 +74,19 @@ class Swapped(ast.NodeTransformer):
 
 
 def mutant(kind, example, text):
-    """The reference, changed; HumanEval's is the body of its prompt's function."""
+    """The mutated reference solution. HumanEval's reference is only the body of the prompt's
+    function.
+    """
     whole = example.extra["prompt"] + text if "entry_point" in example.extra else text
-    with warnings.catch_warnings(action="ignore"):  # escapes that Python does not know
+    with warnings.catch_warnings(action="ignore"):  # invalid escape sequences in the program
         tree = ast.parse(whole)
     return ast.unparse(ast.fix_missing_locations(kind().visit(tree)))
 
 
 def plain_script(example, program):
-    """The usual way: program, setup and tests in one process; its exit status decides."""
+    """A plain exec grader: program, setup and tests run in one process, and its exit status is the
+    verdict.
+    """
     parts = [program, example.extra.get("test_setup_code", ""), *example.extra["tests"]]
     if "entry_point" in example.extra:
         parts.append(f"check({example.extra['entry_point']})")
@@ -89,7 +95,7 @@ def plain_script(example, program):
 
 
 def verdicts(name, kind, pairs):
-    """(ours, plain exec's) of the changed references."""
+    """Return (our scores, plain exec's scores) for the mutated references."""
     reward = build_reward({"name": "code", "timeout": 2, **SETS[name][0]})
     examples = [example for example, _ in pairs]
     programs = [mutant(kind, example, text) for example, text in pairs]
@@ -106,7 +112,7 @@ def verdicts(name, kind, pairs):
 def test_mutants_fail_as_under_plain_exec(data_dir, name, kind):
     ours, plain = verdicts(name, kind, references(data_dir, name, limit=20))
     assert ours == plain
-    assert ours.count(0.0) >= 8  # the others have no such operator
+    assert ours.count(0.0) >= 8  # the other programs contain no such operator
 
 
 @pytest.mark.slow

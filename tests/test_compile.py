@@ -1,4 +1,4 @@
-"""torch.compile: the calls are opaque registered operators, in one graph."""
+"""torch.compile: the public calls are opaque custom operators and cause no graph breaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cases import BY_NAME, Batch, build
 
 
 def all_calls(batch: Batch, mu: float | torch.Tensor):
-    """Every public call in one function, with everything that differentiates."""
+    """Call every public function; all differentiable outputs contribute to the result."""
     hidden, weight, bias = batch.hidden, batch.weight, batch.bias
     logits = torch.nn.functional.linear(hidden, weight, bias)
     keywords = batch.keywords | {"mu": mu}
@@ -69,7 +69,9 @@ def test_inductor() -> None:
 
 
 def test_a_new_mu_compiles_nothing_anew() -> None:
-    """The controller moves mu at every step: as a tensor it is no constant of the graph."""
+    """The controller changes mu at every step; passed as a tensor, it is not a constant of the
+    graph.
+    """
     batch = build(BY_NAME["defaults"])
     counter = CompileCounterWithBackend("eager")
     torch.compiler.reset()
@@ -104,7 +106,7 @@ def test_values_are_checked_when_the_code_runs() -> None:
 
 
 def test_float16_weight_gradient() -> None:
-    """The unit of float16 gradients crosses the operator's boundary."""
+    """The scale (`unit`) of float16 gradients is passed through the custom operator."""
     batch = build(BY_NAME["one"], torch.float16)
 
     def call(batch: Batch):
@@ -129,11 +131,26 @@ def test_opcheck(form: str) -> None:
     keywords, needs = batch.keywords, [True, linear, linear]
     torch.library.opcheck(
         torch.ops.gac_kernels.loss.default,
-        (rows, *head, batch.targets, batch.advantages, batch.is_demo, torch.tensor(0.3),
-         keywords["old_logps"], keywords["ref_logps"], keywords["cu_seqlens"], None, None,
-         ops.encode(keywords["spec"]), "auto", needs, torch.float32, None,
-         [8, 1] if linear else []),
-    )  # fmt: skip
+        (
+            rows,
+            *head,
+            batch.targets,
+            batch.advantages,
+            batch.is_demo,
+            torch.tensor(0.3),
+            keywords["old_logps"],
+            keywords["ref_logps"],
+            keywords["cu_seqlens"],
+            None,
+            None,
+            ops.encode(keywords["spec"]),
+            "auto",
+            needs,
+            torch.float32,
+            None,
+            [8, 1] if linear else [],
+        ),
+    )
     torch.library.opcheck(
         torch.ops.gac_kernels.logprobs.default,
         (rows, *head, batch.targets, 0.7, "auto", torch.float32, None),

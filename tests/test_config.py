@@ -1,4 +1,4 @@
-"""Configurations: every type that a field may have, every error, the round trip."""
+"""Configurations: every field type, every error, the YAML round trip."""
 
 import enum
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ def test_absent_keys_keep_the_defaults():
     ("text", "key", "expected"),
     [
         ("steps: 7", "steps", 7),
-        ("steps: 1e3", "steps", 1000),  # a whole number however it is written
+        ("steps: 1e3", "steps", 1000),  # whole numbers may be written in any notation
         ("kl: 1e-4", "kl", 1e-4),  # YAML 1.1 would call this text
         ("kl: 2", "kl", 2.0),
         ("kl: null", "kl", None),
@@ -121,7 +121,7 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
     ("override", "key", "expected"),
     [
         ("steps=12", "steps", 12),
-        ("model=123", "model", "123"),  # text stays text, whatever it looks like
+        ("model=123", "model", "123"),  # a string stays a string, even if it looks like a number
         ("kl=1e-2", "kl", 0.01),
         ("kl=none", "kl", None),
         ("resume=false", "resume", False),
@@ -260,8 +260,10 @@ def test_describe_gives_types_defaults_and_the_words_under_each_field():
     assert "kl: float | null = null" in lines
     assert "scheduler: cosine | off = cosine" in lines
     assert "colour: red | dark_blue = red" in lines
-    assert "optimizer.weight_decay: float = 0.1" in lines  # the holder's default, not the class's
-    assert "    decoupled" in lines  # a comment on the line serves when there is no docstring
+    assert (
+        "optimizer.weight_decay: float = 0.1" in lines
+    )  # the default set in Config, not the one in Optimizer
+    assert "    decoupled" in lines  # without a docstring, the trailing comment is used
     assert "method: sft | mixed = sft" in lines
     assert "optimizer.betas: [float, float] = [0.9, 0.99]" in lines
     assert "teacher: Optimizer | null = null" in lines
@@ -270,7 +272,7 @@ def test_describe_gives_types_defaults_and_the_words_under_each_field():
 
 
 def test_a_prior_is_chosen_by_its_name():
-    """Fields without a name change the method's own prior, as they always did."""
+    """Fields without `name` change the method's default prior, as in earlier versions."""
     from gac.control.schedules import Prior, RandomPrior
     from gac.train_config import TrainConfig, restated
 
@@ -290,7 +292,7 @@ def test_a_prior_is_chosen_by_its_name():
     with pytest.raises(ConfigError, match=r"method.prior: high=2"):
         prior(high=2)
     old = dump(config)
-    del old["method"]["prior"]["name"]  # as versions before the names wrote it
+    del old["method"]["prior"]["name"]  # as written by versions without prior names
     old["method"]["prior"] = {"high": 0.8, "low": 0.2, "hold": 1, "decay": 9}
     assert restated(old)["method"]["prior"] == {"name": "cosine", **old["method"]["prior"]}
     assert restated({"gone": 1}) == {"gone": 1}

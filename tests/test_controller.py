@@ -1,4 +1,4 @@
-"""The controller against a plain transcript of the algorithm, and over random configurations."""
+"""The controller against a direct transcription of the algorithm, and on random configurations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ shares = st.floats(0, 1)
 
 
 def inputs(steps: int, every: int = 10) -> list[tuple[Signals | None, float]]:
-    """Signals on refreshes and a KL each step that crosses the band on both sides."""
+    """Signals at every refresh, and a per-step KL that leaves the band on both sides."""
     torch.manual_seed(1)
     noise = torch.rand(steps, 4, dtype=torch.float64).tolist()
     return [
@@ -81,7 +81,7 @@ def test_default_first_steps_by_hand() -> None:
     assert controller.mu_star == pytest.approx(target, abs=1e-15)
     assert controller.prior == 0.85
     assert controller.state.mu_ada == pytest.approx(0.495 + 0.01 * target, abs=1e-15)
-    controller.update(kl=5.0)  # t = 1 is no refresh: alpha and the KL average rest
+    controller.update(kl=5.0)  # t = 1 is not a refresh step: alpha and the KL average do not change
     assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04
 
 
@@ -129,12 +129,10 @@ def test_early_refresh_then_the_default() -> None:
         ("biased", mu_star_biased(0.7, 2.0, 0.5, 1.0, Corrections(0.3, 0.4, 0.1, 0.2, -0.1))),
         (
             "biased_paper",
-            mu_star_biased_paper(
-                0.7, 2.0, 0.5, 1.0, 0.3, bias_dot_gradient=0.1, bias_gap_sq=0.4
-            ),
+            mu_star_biased_paper(0.7, 2.0, 0.5, 1.0, 0.3, bias_dot_gradient=0.1, bias_gap_sq=0.4),
         ),
     ],
-)  # fmt: skip
+)
 def test_estimators_read_the_corrections(estimator: str, expected: float) -> None:
     controller = GuidedController(ControllerConfig(estimator=estimator))
     controller.update(Signals(0.5, 1.0, 2.0), corrections=Corrections(0.3, 0.4, 0.1, 0.2, -0.1))
@@ -150,8 +148,10 @@ def test_a_negative_unbiased_estimate_counts_as_zero_after_averaging() -> None:
 
 
 def test_fixed_points_of_the_two_averages() -> None:
-    """Printed: prior and mu* enter 0.9901 to 0.0099; with an EMA state: half and half."""
-    signals = Signals(0.4, 0.6, 0.0)  # mu* = 0.6 whatever alpha is
+    """As printed in the paper, prior and mu* have weights 0.9901 and 0.0099; with an EMA state, 0.5
+    each.
+    """
+    signals = Signals(0.4, 0.6, 0.0)  # mu* = 0.6 for every alpha
     for prior in (0.1, 0.9):
         literal = GuidedController(ControllerConfig.paper(prior=Prior.constant(prior)))
         state = GuidedController(ControllerConfig(prior=Prior.constant(prior)))
@@ -168,7 +168,7 @@ def test_fixed_points_of_the_two_averages() -> None:
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        (0.0181, 0.5),  # inside of the band: no move
+        (0.0181, 0.5),  # inside the band: unchanged
         (0.02, 0.5),
         (0.0219, 0.5),
         (0.03, 0.5 * math.exp(0.1)),

@@ -1,6 +1,7 @@
 """The CUDA cluster kernels on a GPU: real vocabularies, splits, addresses, streams and graphs.
 
-What needs no GPU is in test_cuda_source.py; here the same source meets the real instructions.
+Tests that need no GPU are in test_cuda_source.py; here the same source runs with the real
+instructions.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ EVERYTHING = LossSpec(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.5, temperature
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Builds the library on first use; skips, with the reason, on other GPUs."""
+    """Build the library on first use; on unsupported GPUs, skip with the reason."""
     if reason := cuda.unavailable(torch.device("cuda"), torch.float32):
         pytest.skip(f"native backend: {reason}")
-    if reason := problem("native", "cuda"):  # before it can hang or harm this process
+    if reason := problem(
+        "native", "cuda"
+    ):  # tried in a subprocess first, since it could hang or crash this one
         pytest.fail(f"native backend: {reason}")
 
 
 def check(batch: dict[str, Any], **keywords: Any) -> None:
-    """Values and gradients are no further from float64 than twice the same-dtype reference."""
+    """Assert that the errors of values and gradients are at most twice those of the same-dtype
+    reference.
+    """
     out, grad = evaluate(batch, backend="native", **keywords)
     truth, true_grad = evaluate(batch, torch.float64, backend="reference", **keywords)
     plain, plain_grad = evaluate(batch, backend="reference", **keywords)
@@ -47,7 +52,7 @@ def check(batch: dict[str, Any], **keywords: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab", [152064, 151936, 128256, 32000, 50257, 11])
 def test_real_vocabularies(vocab: int, dtype: torch.dtype, poison: None) -> None:
-    """50257 words leave every other row unaligned."""
+    """With 50257 logits per row, every other row is unaligned."""
     check(make_batch(rows=6, width=5, vocab=vocab, dtype=dtype, peak=12.0), spec=EVERYTHING)
 
 
@@ -58,7 +63,7 @@ def test_demonstration_weights(weight: DemoWeight) -> None:
 
 @pytest.mark.parametrize("split", [(1, 28), (2, 28), (4, 14), (8, 7), (8, 9), (8, 28)])
 def test_splits_of_a_row(split: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block to eight, a ring that is full and one with room."""
+    """One to eight blocks, with a full ring buffer and with free slots."""
     monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(*split))
     check(make_batch(rows=40, width=9, vocab=100_000, dtype=torch.bfloat16), spec=EVERYTHING)
 
@@ -76,7 +81,9 @@ def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("vocab", "size"), [(152064, 16), (50257, 64), (32000, 4)])
 def test_sketch_of_what_is_written(vocab: int, size: int) -> None:
-    """That of the float32 gradient, also where a narrower one goes over the logits."""
+    """The sketch is that of the float32 gradient, even if a narrower gradient overwrites the
+    logits.
+    """
     logits = torch.randn(2, 64, vocab, device=DEVICE)
     targets = torch.randint(vocab, (2, 64), device=DEVICE)
     is_demo = torch.tensor([False, True], device=DEVICE)
@@ -101,7 +108,7 @@ def test_sketch_of_what_is_written(vocab: int, size: int) -> None:
 
 @pytest.mark.parametrize("vocab", [152064, 50257])
 def test_gradient_over_the_logits_is_the_same(vocab: int) -> None:
-    """Neighbouring rows of 50257 words share words of 16 bytes, and are written together."""
+    """Neighboring rows of 50257 logits share 16-byte words and are written concurrently."""
     batch = make_batch(rows=32, width=16, vocab=vocab, dtype=torch.bfloat16)
     _, apart = evaluate(batch, backend="native")
     copy = dict(batch, logits=batch["logits"].clone())
@@ -110,7 +117,7 @@ def test_gradient_over_the_logits_is_the_same(vocab: int) -> None:
 
 
 def test_other_work_on_the_device_changes_no_bit() -> None:
-    """Another stream holds multiprocessors, so that some clusters start late."""
+    """Another stream occupies multiprocessors, so that some clusters start late."""
     batch = make_batch(rows=64, width=32, vocab=32000, dtype=torch.bfloat16)
     _, alone = evaluate(batch, backend="native")
     side, left = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
@@ -124,7 +131,7 @@ def test_other_work_on_the_device_changes_no_bit() -> None:
 
 
 def test_more_than_two_to_the_31_logits() -> None:
-    """The last rows lie beyond what 32 bits address."""
+    """The last rows are beyond the range of 32-bit indices."""
     vocab = 151936
     rows = 2**31 // vocab + 8
     logits = torch.empty(1, rows, vocab, dtype=torch.bfloat16, device=DEVICE)
@@ -158,7 +165,7 @@ def test_whole_loss_records_in_a_cuda_graph() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()  # asks for the number of clusters, once
+        work()  # queries the number of clusters once, before the capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -171,7 +178,7 @@ def test_whole_loss_records_in_a_cuda_graph() -> None:
 
 
 def test_scaling() -> None:
-    """By 1, by 0.5, of an odd length, of a view that is not aligned."""
+    """Scale by 1 and by 0.5; odd lengths and unaligned views."""
     for tensor in (torch.randn(1001, device=DEVICE), torch.randn(1002, device=DEVICE)[1:]):
         before = tensor.clone()
         cuda.scale_(tensor, torch.tensor(1.0, device=DEVICE))

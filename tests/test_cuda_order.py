@@ -1,4 +1,5 @@
-"""The order of the CUDA row kernels' work: clusters that come late, and that a wrong order shows.
+"""Synchronization in the CUDA row kernels: results do not depend on cluster order, and broken
+ordering is detected.
 
 The kernels run on emulated threads; a broken one is the same source with one statement changed.
 """
@@ -18,12 +19,14 @@ from gac_kernels.contract import LossSpec
 
 from . import cuda_emulation as emulation
 
-VOCAB = 12011  # odd: neighbouring rows share a word of 16 bytes; two tiles to a slice
+VOCAB = 12011  # odd, so that neighboring rows share a 16-byte word; two tiles per slice
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
-    """Lets `backends.cuda` run a library on CPU tensors, two blocks to a row in full rings."""
+    """Make `backends.cuda` run the given library on CPU tensors, with two blocks per row and full
+    ring buffers.
+    """
 
     def install(library: ctypes.CDLL) -> ctypes.CDLL:
         monkeypatch.setattr(cuda, "library", lambda: library)
@@ -35,8 +38,8 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
 
 def in_place(logits: Tensor) -> list[Tensor]:
-    """Results and gradient of a loss that overwrites a copy of the logits."""
-    storage = torch.zeros(logits.numel() + 64, dtype=logits.dtype)  # a margin after the last row
+    """Gradient and per-token terms of a loss that overwrites a copy of the logits."""
+    storage = torch.zeros(logits.numel() + 64, dtype=logits.dtype)  # padding after the last row
     mine = storage[: logits.numel()].view(logits.shape).copy_(logits)
     torch.manual_seed(1)
     tokens = emulation.batch(logits[..., :4000], LossSpec())  # targets in the first tile of a row
@@ -46,7 +49,7 @@ def in_place(logits: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("launched", "resident"), [(1, 1), (5, 2), (6, 6), (10, 3)])
 def test_clusters_in_any_number_and_order(use, launched: int, resident: int) -> None:
-    """The same bits, also where neighbouring rows are written at the same time."""
+    """Results are bitwise identical, even if neighboring rows are written concurrently."""
     library = use(emulation.library())
     logits = torch.randn(2, 4, VOCAB).bfloat16()
     expected = in_place(logits)
@@ -63,25 +66,29 @@ BROKEN = {
         "{ const Out old = row[first + e]; for (int i = 0; i < 50; ++i) machine().yield();"
         " row[first + e] = valid(e) ? from_float<Out>(g[e]) : old; }",
     ),
-    "what is copied is overwritten when the copy is issued, not when it has landed": (
+    "the source of a copy is overwritten when the copy is issued, not when it completes": (
         "rows.h",
         "words * kWordBytes, shared.full[at.slot]);",
         "words * kWordBytes, shared.full[at.slot]); if (first > s.begin && words > 9)"
         " std::memset(const_cast<char*>(s.base) + int64_t(first) * kWordBytes, 0, 128);",
     ),
-    "the sums of other blocks are not waited for": (
-        "rows.h", "wait<true>(shared.exchange[parity], phase);", "(void)phase;",
+    "no wait for the sums of other blocks": (
+        "rows.h",
+        "wait<true>(shared.exchange[parity], phase);",
+        "(void)phase;",
     ),
-    "the target is read where others may have overwritten it": (
+    "the target is read after others may have overwritten it": (
         "rows.h",
         "const Sums sums = collect(shared, round % 2, round / 2 % 2, a.slope);",
         "Sums sums = collect(shared, round % 2, round / 2 % 2, a.slope);"
         " sums.target = target_logit<In>(a, s, y);",
     ),
-    "a tile is handed back after the first pass": (
-        "rows.h", "if (!kHeld) release", "release",
+    "a tile is released after the first pass": (
+        "rows.h",
+        "if (!kHeld) release",
+        "release",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -89,7 +96,7 @@ def test_a_wrong_order_shows(use, tmp_path: Path, name: str) -> None:
     file, right, wrong = BROKEN[name]
     shutil.copytree(emulation.SOURCES, tmp_path / "csrc")
     source = tmp_path / "csrc" / "cuda" / file
-    assert source.read_text().count(right) == 1, f"{file} has changed: break it anew"
+    assert source.read_text().count(right) == 1, f"{file} has changed: update this mutation"
     source.write_text(source.read_text().replace(right, wrong))
     broken = emulation.load(source.parent, tmp_path, "-O1")
     logits = torch.randn(2, 4, VOCAB).bfloat16()
@@ -115,24 +122,24 @@ def launched(rows: int, resident: int, vocab: int = 152064, blocks: int = 4) -> 
 
 
 def test_clusters_that_find_no_room_are_late_by_one_turn() -> None:
-    """Times of a launch in rows, where the hardware starts the next cluster as one ends."""
+    """Simulate a launch, with time in rows: the hardware starts the next cluster when one ends."""
     resident = 66
     for rows in (1, 50, 500, 2048, 8192, 32768):
         count = launched(rows, resident)
         assert count <= rows and (count >= resident or count == rows)
         shares = [len(range(i, rows, count)) for i in range(count)]
         turn = max(shares)
-        for free in (resident, 60, 40):  # room for so many clusters
+        for free in (resident, 60, 40):  # number of clusters that can run at once
             ends = [0] * free
             for share in shares:
                 first = ends.index(min(ends))
                 ends[first] += share
             assert max(ends) <= rows / free + turn
-    assert launched(2048, resident) == 4 * resident  # 8 rows in a turn
+    assert launched(2048, resident) == 4 * resident  # 8 rows per cluster
     assert launched(32768, resident) == 8 * resident
 
 
 def test_short_rows_make_long_turns() -> None:
-    """A cluster's start must not count beside its rows."""
+    """A cluster's start-up time must be negligible compared with its rows."""
     assert launched(2048, 264, vocab=1000, blocks=1) == 264
     assert launched(2048, 264, vocab=32000, blocks=1) == 264

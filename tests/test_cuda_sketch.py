@@ -1,6 +1,7 @@
 """The head sketch inside the CUDA row kernel, on emulated threads.
 
-The truth is the definition, `row_buckets`, on the float64 gradient of the same logits.
+Expected values come from the definition, `row_buckets`, applied to the float64 gradient of the same
+logits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PLAIN, ENTROPY = LossSpec(), LossSpec(entropy_coef=0.1, temperature=1.3)
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
-    """Lets `backends.cuda` run a library on CPU tensors, its rows shared as told."""
+    """Make `backends.cuda` run a library on CPU tensors with the given split of rows."""
 
     def install(cluster: int, slots: int, library: ctypes.CDLL | None = None) -> ctypes.CDLL:
         loaded = emulation.library() if library is None else library
@@ -47,7 +48,7 @@ def rows_for(size: int, logits: Tensor, offset: int = 0) -> RowSketch:
 
 
 def true_buckets(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch) -> Tensor:
-    """float64 [M, k] from float64 logits."""
+    """Expected buckets, float64 [M, k], computed from float64 logits."""
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
     exact = torch.empty(logits.shape, dtype=torch.float64)
     reference.row_loss(logits.double(), Tokens(*wide), spec, exact)
@@ -71,13 +72,21 @@ SHAPES = {
     "the linear form, odd": (torch.float32, torch.bfloat16, 9001, 2, 4),
     "float16": (torch.float16, torch.float16, 9003, 1, 4),
     "bfloat16, four blocks, a slice that starts in the middle of the buckets": (
-        torch.bfloat16, torch.bfloat16, 30008, 4, 3,
+        torch.bfloat16,
+        torch.bfloat16,
+        30008,
+        4,
+        3,
     ),
     "bfloat16, wider gradient, eight blocks, odd": (
-        torch.bfloat16, torch.float32, 40003, 8, 2,
+        torch.bfloat16,
+        torch.float32,
+        40003,
+        8,
+        2,
     ),
-    "fewer words than buckets": (torch.float32, torch.float32, 3, 2, 2),
-}  # fmt: skip
+    "fewer vocabulary entries than buckets": (torch.float32, torch.float32, 3, 2, 2),
+}
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])
@@ -104,12 +113,14 @@ def test_rows_of_any_stride_and_steep_logits(use) -> None:
     logits = torch.randn(2, 4, 6005)[:, :-1, 1:-1]
     logits[0, 0] += 6e4
     tokens = emulation.batch(logits, PLAIN)
-    out = torch.zeros(2, 4, 6005, dtype=torch.bfloat16)[:, 1:, 2:]  # aligned otherwise than logits
+    out = torch.zeros(2, 4, 6005, dtype=torch.bfloat16)[
+        :, 1:, 2:
+    ]  # aligned differently from the logits
     check(logits, tokens, PLAIN, rows_for(16, logits), out[..., : logits.shape[-1]])
 
 
 def test_a_sure_target_keeps_its_digits(use) -> None:
-    """Nearly all the mass is the target's: what is left of the gradient is small, its sums too."""
+    """The target has nearly all the probability, so the remaining gradient and its sums are tiny."""
     use(2, 3)
     logits = torch.randn(2, 2, 6001)
     tokens = emulation.batch(logits, PLAIN, on_policy=True)
@@ -124,7 +135,7 @@ def test_a_sure_target_keeps_its_digits(use) -> None:
 
 
 def test_rows_without_a_gradient_have_no_sketch(use) -> None:
-    """Known before the row is read, or after: advantage 0 without any other term."""
+    """Masked tokens, and a token whose scale is 0."""
     use(2, 2)
     logits = torch.randn(2, 3, 4000)
     tokens = emulation.batch(logits, PLAIN)
@@ -136,7 +147,9 @@ def test_rows_without_a_gradient_have_no_sketch(use) -> None:
 
 
 def test_nothing_else_changes_whatever_the_order(use) -> None:
-    """The same bits with and without, in place, under other schedules and numbers of clusters."""
+    """Bitwise identical with and without a sketch, in place, and for other schedules and cluster
+    counts.
+    """
     library = use(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = emulation.batch(logits, ENTROPY)
@@ -163,13 +176,17 @@ def test_other_numbers_of_buckets_are_refused(use) -> None:
 
 
 BROKEN = {
-    "the buckets start anew in every block": ("(s.begin + thread()) * kWidth", "thread() * kWidth"),
+    "the bucket index restarts in every block": (
+        "(s.begin + thread()) * kWidth",
+        "thread() * kWidth",
+    ),
     "an unaligned row starts at bucket 0": ("* kWidth - s.shift;", "* kWidth;"),
     "lanes of other buckets are added": ("step * kWidth >= size", "step >= 1"),
     "the target's own gradient goes to its neighbour's bucket": (
-        "((v + s.shift) % kWidth)", "((v + s.shift + 1) % kWidth)",
+        "((v + s.shift) % kWidth)",
+        "((v + s.shift + 1) % kWidth)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -177,7 +194,7 @@ def test_a_wrong_sketch_shows(use, tmp_path: Path, name: str) -> None:
     right, wrong = BROKEN[name]
     shutil.copytree(emulation.SOURCES, tmp_path / "csrc")
     source = tmp_path / "csrc" / "cuda" / "sketch.h"
-    assert source.read_text().count(right) == 1, "sketch.h has changed: break it anew"
+    assert source.read_text().count(right) == 1, "sketch.h has changed: update this mutation"
     source.write_text(source.read_text().replace(right, wrong))
     use(2, 3, emulation.load(source.parent, tmp_path, "-O0"))
     logits = torch.randn(2, 3, 5003)

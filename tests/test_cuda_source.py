@@ -1,4 +1,5 @@
-"""The CUDA row kernels without a GPU: their own source on emulated threads, and what nvcc says.
+"""The CUDA row kernels without a GPU: the real source on emulated threads, and nvcc's resource
+reports.
 
 Tolerance: 2 x the error of float32 PyTorch on the same inputs, both against float64, plus 1e-6.
 """
@@ -25,7 +26,7 @@ from .cuda_emulation import batch
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """`backends.cuda` on CPU tensors, with a fixed order of threads."""
+    """Run `backends.cuda` on CPU tensors, with a fixed thread order."""
     loaded = emulation.library()
     monkeypatch.setattr(cuda, "library", lambda: loaded)
     emulation.reset(loaded)
@@ -34,7 +35,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 @pytest.fixture
 def clusters(monkeypatch: pytest.MonkeyPatch):
-    """Forces how rows are shared: small rows would always get a cluster of one."""
+    """Force the split of a row; small rows would otherwise always get a cluster of one block."""
 
     def force(cluster: int, slots: int) -> None:
         monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
@@ -48,7 +49,7 @@ def doubled(tokens: Tokens) -> Tokens:
 
 
 def close(ours: Tensor, theirs: Tensor, truth: Tensor, what: str, atol: float = 1e-6) -> None:
-    assert torch.equal(ours.isnan(), truth.isnan()), f"{what}: nan in other places"
+    assert torch.equal(ours.isnan(), truth.isnan()), f"{what}: NaNs at different positions"
     error = (ours.double() - truth).nan_to_num(0).abs()
     allowed = 2 * (theirs.double() - truth).nan_to_num(0).abs().max() + atol
     worst = error.argmax()
@@ -59,7 +60,7 @@ def close(ours: Tensor, theirs: Tensor, truth: Tensor, what: str, atol: float = 
 
 
 def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> None:
-    """row_loss of the kernels, of float32 PyTorch, and of float64 PyTorch."""
+    """Compare the kernels' row_loss with float32 and float64 PyTorch."""
     like = torch.empty(logits.shape, dtype=torch.float32)
     theirs = reference.row_loss(logits.float(), tokens, spec, like)
     exact = torch.empty(logits.shape, dtype=torch.float64)
@@ -96,11 +97,11 @@ def test_every_option(kernels: ctypes.CDLL, clusters, name: str) -> None:
     check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
 
 
-# (dtype, gradient dtype, V, blocks, tiles): why
+# reason -> (dtype, gradient dtype, V, blocks, tiles)
 SHAPES = {
     "a whole number of tiles": (torch.float32, torch.float32, 8192, 4, 2),
     "a word with few valid logits at each end": (torch.bfloat16, torch.bfloat16, 9001, 2, 3),
-    "fewer words than blocks": (torch.float16, torch.float16, 11, 4, 2),
+    "fewer 16-byte words than blocks": (torch.float16, torch.float16, 11, 4, 2),
     "one logit": (torch.float32, torch.float32, 1, 2, 2),
     "the linear form: float32 in, bfloat16 out": (torch.float32, torch.bfloat16, 5003, 2, 4),
     "a wider gradient": (torch.bfloat16, torch.float32, 4099, 1, 3),
@@ -119,7 +120,9 @@ def test_every_shape(kernels: ctypes.CDLL, clusters, name: str) -> None:
 
 
 def test_rows_of_any_stride_keep_their_neighbours(kernels: ctypes.CDLL, clusters) -> None:
-    """logits[:, :-1, :-2] of a larger tensor: unaligned rows, and what is between them stays."""
+    """logits[:, :-1, :-2] of a larger tensor: rows are unaligned, and the memory between them must
+    not change.
+    """
     clusters(2, 3)
     whole = torch.randn(2, 4, 2005)
     logits = whole[:, :-1, :-2]
@@ -162,9 +165,12 @@ def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: i
     stats = cuda.row_stats(logits, targets, 0.8)
     truth = reference.row_stats(logits.double(), targets, 0.8)
     for name, ours, theirs, exact in zip(
-        ("logp", "entropy", "lse"), stats, reference.row_stats(logits, targets, 0.8), truth,
+        ("logp", "entropy", "lse"),
+        stats,
+        reference.row_stats(logits, targets, 0.8),
+        truth,
         strict=True,
-    ):  # fmt: skip
+    ):
         close(ours, theirs, exact, name, atol=2e-6)
     out, like, exact = (
         torch.empty(2, 4, 6007, dtype=t) for t in (*[torch.float32] * 2, torch.float64)
@@ -179,7 +185,9 @@ def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: i
 
 
 def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
-    """Masked words, a row of -inf, nan, +inf, huge logits, a masked and an unknown target."""
+    """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target and an out-of-range
+    target.
+    """
     clusters(2, 3)
     logits = torch.randn(1, 8, 2500)
     logits[0, 0, 100:2300] = -torch.inf
@@ -204,7 +212,9 @@ def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
 
 
 def test_logits_around_where_they_become_steep(kernels: ctypes.CDLL, clusters) -> None:
-    """Exponents are told in another way from log2(e) x = 65536 on, perhaps in a part of a row."""
+    """From log2(e) x = 65536 on, exponents are computed differently, possibly in only part of a
+    row.
+    """
     clusters(2, 3)
     base = torch.tensor([4e4, 45425.0, 45427.0, -45426.0, 1e6, 45426.0])
     logits = base[:, None] + torch.randn(6, 9001)
@@ -212,7 +222,9 @@ def test_logits_around_where_they_become_steep(kernels: ctypes.CDLL, clusters) -
     logits[4, ::2] = 3.0
     targets = torch.tensor([9000, 1, 2, 8999, 5, 4400])
     d_logps, d_entropy = torch.randn(6), torch.randn(6)
-    whole = logits.double().log_softmax(-1)  # from the maximum: the reference starts from x itself
+    whole = logits.double().log_softmax(
+        -1
+    )  # log_softmax subtracts the maximum first; the reference works on x itself
     true_entropy = -(whole.exp() * whole).sum(-1)
     true_lse = logits[:, 0].double() - whole[:, 0]
     logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
@@ -240,7 +252,7 @@ def test_rows_without_a_loss_are_never_read(kernels: ctypes.CDLL, clusters) -> N
 
 
 def test_no_order_of_the_threads_changes_a_bit(kernels: ctypes.CDLL, clusters) -> None:
-    """Rings much smaller than the work, other schedules and other delays of the copies."""
+    """Ring buffers much smaller than the work, with different schedules and copy delays."""
     clusters(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = batch(logits, LossSpec(entropy_coef=0.01))
@@ -277,8 +289,8 @@ def test_split_of_the_common_vocabularies() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 def test_what_the_compiler_makes_of_it(arch: int) -> None:
-    """No spills; two blocks of fourteen tiles fit a multiprocessor, three of nine without a sketch;
-    no instruction more per logit than was counted; the instructions that the design rests on.
+    """No spills; two blocks of 14 tiles fit on a multiprocessor, or three of 9 without a sketch; no
+    more instructions per logit than recorded; the instructions the design relies on are present.
     """
     if (nvcc := build_cuda.find_nvcc()) is None:
         pytest.skip("needs nvcc")
@@ -288,14 +300,16 @@ def test_what_the_compiler_makes_of_it(arch: int) -> None:
     assert len({(k.kernel, k.dtypes) for k in rows}) == 18 and len(kernels) == 21
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
     for kernel in rows:
-        most = 72 if kernel.kernel == "row_kernel" else 96  # a thread's sums of the sketch
+        most = 72 if kernel.kernel == "row_kernel" else 96  # registers for the sketch's sums
         assert kernel.registers <= most and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
         assert (kernel.shared + 1024) * 2 <= 228 * 1024 >= (cuda.shared_bytes(9) + 1024) * 3
         name = inspect_cuda.title(kernel)
         written = counts[f"sm_{arch}"][name]
         assert all(map(operator.le, kernel.passes, written)), f"{name}: {kernel.passes}"
         if roofline.nvcc_release(nvcc) == counts["nvcc"]:
-            assert list(kernel.passes) == written, "fewer: python -m bench.roofline --count"
+            assert list(kernel.passes) == written, (
+                "fewer instructions than recorded; update the counts with python -m bench.roofline --count"
+            )
         for instruction in ("UBLKCP.S.G", "STAS.128", "LDS.128", "STG.E.EF."):
             assert instruction in kernel.sass, f"{kernel.dtypes} has no {instruction}"
 

@@ -1,4 +1,4 @@
-"""The data layer: sources, templates, length filters, complaints, order."""
+"""The data layer: sources, templates, length filters, error messages, row order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assista
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per byte, so that a text's tokens can be counted by hand; BOS in front."""
+    """A tokenizer with one token per byte, so that tokens can be counted by hand. It prepends BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
     raw = Tokenizer(models.BPE(vocabulary, []))
@@ -44,7 +44,8 @@ def adding(i=0, **more):
     return {"id": f"r{i}", "prompt": f"{i}+1", "answer": str(i + 1), "solution": f"is {i + 1}"}
 
 
-# --- what comes out -------------------------------------------------------------------------------
+# --- loaded examples
+# -------------------------------------------------------------------------------
 
 
 def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
@@ -52,7 +53,7 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", row)
     [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
     assert example.id == "r3" and example.answer == "4"
-    assert example.extra == row  # every field, the prompt without its template too
+    assert example.extra == row  # all fields, including the prompt without the template
     assert example.prompt_text == "Q: 3+1"
     assert tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
@@ -75,7 +76,7 @@ def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path,
 
 
 def test_named_data_sets_are_read_with_split_and_configuration(tmp_path, monkeypatch):
-    """The hub's loader itself, on a folder that stands in for a name of the hub."""
+    """The real hub loader, on a folder in place of a hub name."""
     datasets = pytest.importorskip("datasets", reason="the hub extra is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
@@ -309,9 +310,13 @@ def test_order_is_the_same_in_another_process_with_another_hash_seed():
     code = "from gac.data.order import Order; print(Order(30, seed=7).take(45))"
     environment = {**os.environ, "PYTHONHASHSEED": "99"}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert json.loads(run.stdout) == Order(30, seed=7).take(45)
 
 

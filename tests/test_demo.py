@@ -1,4 +1,4 @@
-"""The demo: its task, the whole path in small, and being killed."""
+"""The demo: its task, a small end-to-end run, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .waiting import wait_until
 
 
 def test_answers_are_right_and_rewarded():
-    """38 + 47 = 85 with one carry, as the module's docstring writes it."""
+    """38 + 47 = 85 with one carry, the example from the module's docstring."""
     assert task.prompt(38, 47, "+") == "+87340000="
     assert task.response(38, 47, "+") == "5'8.0.0."
     assert task.response(1, 2, "-") == "9'9'9'9'"  # -1 modulo 10^4
     gold = SimpleNamespace(answer="5'8.0.0.")
     assert task.reward("5'8.0.0.", gold) == 1
-    assert task.reward("5.8'0'0.", gold) == 1  # inner marks are free
-    assert task.reward("5'8.0.0'", gold) == 0  # the last one is not
+    assert task.reward("5.8'0'0.", gold) == 1  # inner marks may be wrong
+    assert task.reward("5'8.0.0'", gold) == 0  # the last one may not
     assert task.reward("5'7.0.0.", gold) == 0
     assert task.reward("5'8.0.", gold) == 0
 
@@ -51,7 +51,9 @@ def test_tokenizer_round_trip():
 
 @pytest.fixture
 def small(monkeypatch):
-    """The demo with a few steps per stage: its base is not gated, for it has learned nothing."""
+    """The demo with a few steps per stage. The accuracy gate for the base model is off, because it
+    has learned nothing.
+    """
     monkeypatch.setattr(run, "GATE", (0.0, 1.0))
     return {"methods": ["sft", "gac"], "steps": 3, "base_steps": 3, "jobs": 2}
 
@@ -61,7 +63,7 @@ def test_whole_path_and_nothing_twice(tmp_path, small, capsys, monkeypatch):
     assert run.run_demo(tmp_path, **small) == 0
     printed = capsys.readouterr().out
     assert "report.html" in printed and "gac" in printed and "base model, seed 0" in printed
-    for folder in (tmp_path, tmp_path / "gac-0"):  # all runs together, and a run by itself
+    for folder in (tmp_path, tmp_path / "gac-0"):  # the report of all runs, and that of one run
         assert (folder / "report.html").stat().st_size > 100_000
         assert list((folder / "plots").glob("*.png"))
 

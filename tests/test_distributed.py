@@ -1,4 +1,4 @@
-"""One process, two and four compute the same: losses, gradients, signals, weights."""
+"""One, two and four processes compute the same losses, gradients, signals and weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ STEPS = 5
 
 
 def fixed_responses(model, tokenizer, prompts, *, samples, **_):
-    """Of 1 to 6 tokens, drawn from the prompt alone: sampling depends on the number of ranks."""
+    """Fake generation: 1 to 6 tokens that depend only on the prompt, because real sampling depends
+    on the number of ranks.
+    """
     found = []
     for prompt in prompts:
         for i in range(samples):
@@ -37,8 +39,10 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def five_steps(config, steps=STEPS):
-    """Metrics of each step, gradients of the first, weights after the last, elements held here."""
-    engines.generate = fixed_responses  # in a process of its own
+    """Train; return each step's metrics, the first step's gradients, the final weights and the
+    number of elements on this rank.
+    """
+    engines.generate = fixed_responses  # runs in its own process
     trainer = Trainer(config)
     grads: list[dict[str, torch.Tensor]] = []
 
@@ -59,18 +63,23 @@ def five_steps(config, steps=STEPS):
 
 
 def config(task, out, **changes):
-    return tiny_config(task, out, **{
-        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        "method": {"name": "gac", "update_every": 1},
-        # AdamW divides rounding noise by itself where a gradient is 0; eps keeps that out
-        "optim": {"lr": 1e-2, "warmup": 1, "clip": 0.5, "eps": 1e-4},
-        **changes,
-    })  # fmt: skip
+    return tiny_config(
+        task,
+        out,
+        **{
+            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+            "method": {"name": "gac", "update_every": 1},
+            # where a gradient is 0, AdamW would normalize rounding noise to full-size updates; eps
+            # prevents that
+            "optim": {"lr": 1e-2, "warmup": 1, "clip": 0.5, "eps": 1e-4},
+            **changes,
+        },
+    )
 
 
 @pytest.fixture(scope="module")
 def alone(task, tmp_path_factory):
-    """What one process finds, by configuration."""
+    """Single-process results, cached by configuration."""
     found: dict[str, object] = {}
 
     def get(**changes):
@@ -87,7 +96,7 @@ def assert_same(one, many):
     for a, b in zip(one[0], many[0], strict=True):
         assert a["skipped"] == b["skipped"] == 0 and a["tokens"] == b["tokens"]
         for key, value in a.items():
-            if key in ("sampling_seconds", "responses_per_second"):  # by the clock
+            if key in ("sampling_seconds", "responses_per_second"):  # wall-clock time
                 continue
             if value is not None:
                 value = pytest.approx(value, rel=2e-4, abs=2e-6, nan_ok=True)
@@ -122,12 +131,12 @@ def test_any_number_of_processes_computes_the_same(
         assert_same(alone(), rank)
     total, held = alone()[3], [rank[3] for rank in many]
     shards = count // parallel.get("replicas", 1) if parallel else 1
-    assert sum(held) == total * count / shards  # it is really sharded, and nothing is held twice
+    assert sum(held) == total * count / shards  # the model is really sharded, without duplicates
     assert max(held) <= 0.6 * total or not parallel
 
 
 def untied(task, folder):
-    """The same model with a head of its own."""
+    """The same model with an untied LM head."""
     shutil.copytree(task, folder)
     path = folder / "init" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
@@ -135,7 +144,9 @@ def untied(task, folder):
 
 
 def half_constant(completion, example):
-    """Every second prompt teaches nothing: its rows get a forward, and no backward."""
+    """Every second prompt has a constant reward, so its rows get a forward pass but no backward
+    pass.
+    """
     return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
 
 
@@ -148,7 +159,9 @@ def half_constant(completion, example):
         pytest.param(FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers"),
         pytest.param(FSDP, {"reuse": 2}, id="fsdp-reused-rollouts"),
         pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram"),
-        pytest.param(FSDP, {"method": "pcgrad", "silent": True}, id="fsdp-gram-and-silent-rows"),
+        pytest.param(
+            FSDP, {"method": "pcgrad", "silent": True}, id="fsdp-gram-and-zero-gradient-rows"
+        ),
         pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
         pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
         pytest.param(FSDP, {"method": "moco"}, id="fsdp-tracked-gradients"),
@@ -186,7 +199,7 @@ def test_bfloat16_arithmetic_stays_close(task, tmp_path, alone):
 
 
 def shares(config, spread):
-    """Gradient of rows that are spread unevenly: spread[i] = the rank that has row i."""
+    """Signals, losses and gradients for rows distributed unevenly; spread[i] is the rank of row i."""
     engines.generate = fixed_responses
     trainer = Trainer(config)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
@@ -210,7 +223,7 @@ def shares(config, spread):
     "spread",
     [
         pytest.param([0] * 8, id="a-rank-without-rows"),
-        pytest.param([0, 1] * 4, id="rollouts-here-demonstrations-there"),
+        pytest.param([0, 1] * 4, id="rollouts-and-demonstrations-on-different-ranks"),
         pytest.param([1, 0, 0, 0, 1, 0, 0, 0], id="a-rank-without-demonstrations"),
         pytest.param([0, 0, 0, 0, 0, 0, 0, 1], id="seven-rows-and-one"),
     ],

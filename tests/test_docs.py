@@ -1,4 +1,4 @@
-"""Every code block and command of the documentation runs, or says why not."""
+"""Every code block and command in the documentation runs, or states why it does not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", with_code("python"), ids=name)
 def test_python_runs_as_written(page):
-    """The blocks of a page follow each other in one session."""
+    """The blocks of a page run in order, in one session."""
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         if block.reason:
@@ -67,7 +67,7 @@ def test_python_runs_as_written(page):
 
 @pytest.mark.parametrize("page", with_code("sh"), ids=name)
 def test_commands_run_as_written(page, tmp_path, monkeypatch):
-    """In a folder with a tiny model and rows under the names that the pages use."""
+    """Run in a folder with a tiny model and data, under the file names used in the pages."""
     monkeypatch.chdir(write_tiny(tmp_path))
     Path("init").rename("model")
     save_weights(Path("model"))
@@ -79,13 +79,13 @@ def test_commands_run_as_written(page, tmp_path, monkeypatch):
     for block in blocks(page, "sh"):
         for line in [] if block.reason else block.text.replace("\\\n", " ").splitlines():
             words = line.split("#")[0].replace("'", "").split()
-            assert words[0] == "gac", f"{line!r}: say why it does not run here"
+            assert words[0] == "gac", f"{line!r}: state why it does not run here"
             assert cli.main(words[1:]) == cli.OK, line
 
 
 @pytest.mark.parametrize("page", with_code("yaml"), ids=name)
 def test_configurations_can_be_read(page):
-    """As that of a run or of an evaluation, whose keys differ."""
+    """Load each block as a training or an evaluation configuration; their keys differ."""
     for block in blocks(page, "yaml"):
         if not block.reason:
             keys = parse_yaml(block.text)
@@ -113,14 +113,14 @@ def test_links_between_pages_lead_somewhere(page):
 
 
 def shown() -> list[str]:
-    """What the reference pages take from docstrings."""
+    """Objects whose docstrings appear in the reference pages."""
     text = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     return re.findall(r"^\.\. auto(?:function|class):: (\S+)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("place", shown())
 def test_docstrings_have_one_style(place):
-    """Google's: a summary in a line, and sections; arguments are those of the signature."""
+    """Google style: a one-line summary, then sections; documented arguments exist in the signature."""
     thing = pkgutil.resolve_name(place)
     members = [m for n, m in vars(thing).items() if inspect.isfunction(m) and n[0] != "_"] * (
         inspect.isclass(thing)
@@ -136,7 +136,7 @@ def test_docstrings_have_one_style(place):
 
 
 def test_the_quickstart_notebook_runs(monkeypatch):
-    """Its cells are those of the program that writes it, in one session."""
+    """Its cells match tools.quickstart, which generates it, and run in one session."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())

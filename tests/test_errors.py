@@ -1,4 +1,4 @@
-"""Every error of the contract: it names the argument and the offending value."""
+"""Every error in the contract names the argument and the offending value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packed() -> dict:
 
 
 def raises(error: type[Exception], match: str, make=padded, **changes) -> None:
-    """The call fails with `changes`, and succeeds without them."""
+    """Assert that the call fails with `changes` and succeeds without them."""
     arguments = make()
     fused_gac_loss(**arguments)
     with pytest.raises(error, match=match):
@@ -48,64 +48,110 @@ def raises(error: type[Exception], match: str, make=padded, **changes) -> None:
 
 
 PADDED = {
-    "logits is no tensor": (TypeError, "logits is a list", {"logits": [1.0]}),
+    "logits is not a tensor": (TypeError, "logits is a list", {"logits": [1.0]}),
     "integer logits": (
-        TypeError, "logits has dtype torch.int64", {"logits": torch.zeros(3, 4, V).long()}),
+        TypeError,
+        "logits has dtype torch.int64",
+        {"logits": torch.zeros(3, 4, V).long()},
+    ),
     "logits of one dimension": (
-        ValueError, r"logits has shape \(11,\): use \[B, T, V\]", {"logits": torch.zeros(V)}),
+        ValueError,
+        r"logits has shape \(11,\): use \[B, T, V\]",
+        {"logits": torch.zeros(V)},
+    ),
     "no vocabulary": (
-        ValueError, r"logits has shape \(3, 4, 0\)", {"logits": torch.zeros(3, 4, 0)}),
+        ValueError,
+        r"logits has shape \(3, 4, 0\)",
+        {"logits": torch.zeros(3, 4, 0)},
+    ),
     "strided vocabulary": (
-        ValueError, r"logits has strides \(4, 1, 12\)",
-        {"logits": torch.zeros(V, 3, 4).permute(1, 2, 0)}),
-    "targets is no tensor": (TypeError, "targets is a list", {"targets": [[1]]}),
+        ValueError,
+        r"logits has strides \(4, 1, 12\)",
+        {"logits": torch.zeros(V, 3, 4).permute(1, 2, 0)},
+    ),
+    "targets is not a tensor": (TypeError, "targets is a list", {"targets": [[1]]}),
     "targets of another shape": (
-        ValueError, r"targets has shape \[3, 5\]: expected \[3, 4\]",
-        {"targets": torch.zeros(3, 5, dtype=torch.int64)}),
+        ValueError,
+        r"targets has shape \[3, 5\]: expected \[3, 4\]",
+        {"targets": torch.zeros(3, 5, dtype=torch.int64)},
+    ),
     "int32 targets": (
-        TypeError, "targets has dtype torch.int32: use int64",
-        {"targets": torch.zeros(3, 4, dtype=torch.int32)}),
-    "targets elsewhere": (
-        ValueError, "targets is on meta: move it to cpu",
-        {"targets": torch.zeros(3, 4, dtype=torch.int64, device="meta")}),
+        TypeError,
+        "targets has dtype torch.int32: use int64",
+        {"targets": torch.zeros(3, 4, dtype=torch.int32)},
+    ),
+    "targets on another device": (
+        ValueError,
+        "targets is on meta: move it to cpu",
+        {"targets": torch.zeros(3, 4, dtype=torch.int64, device="meta")},
+    ),
     "target too large": (
-        ValueError, r"targets\[0, 0\] = 11: use a token in \[0, 11\)",
-        {"targets": torch.full((3, 4), 11)}),
-    "negative target": (
-        ValueError, r"targets\[0, 0\] = -1:", {"targets": torch.full((3, 4), -1)}),
-    "advantages is no tensor": (TypeError, "advantages is a list", {"advantages": [1.0] * 3}),
+        ValueError,
+        r"targets\[0, 0\] = 11: use a token in \[0, 11\)",
+        {"targets": torch.full((3, 4), 11)},
+    ),
+    "negative target": (ValueError, r"targets\[0, 0\] = -1:", {"targets": torch.full((3, 4), -1)}),
+    "advantages is not a tensor": (TypeError, "advantages is a list", {"advantages": [1.0] * 3}),
     "advantages of another shape": (
-        ValueError, r"advantages has shape \[4\]: expected \[3\] or \[3, 4\]",
-        {"advantages": torch.ones(4)}),
+        ValueError,
+        r"advantages has shape \[4\]: expected \[3\] or \[3, 4\]",
+        {"advantages": torch.ones(4)},
+    ),
     "integer advantages": (
-        TypeError, "advantages has dtype torch.int64", {"advantages": torch.ones(3).long()}),
-    "advantages elsewhere": (
-        ValueError, "advantages is on meta", {"advantages": torch.ones(3, device="meta")}),
+        TypeError,
+        "advantages has dtype torch.int64",
+        {"advantages": torch.ones(3).long()},
+    ),
+    "advantages on another device": (
+        ValueError,
+        "advantages is on meta",
+        {"advantages": torch.ones(3, device="meta")},
+    ),
     "is_demo of another dtype": (
-        TypeError, "is_demo has dtype torch.int64: use bool", {"is_demo": torch.ones(3).long()}),
+        TypeError,
+        "is_demo has dtype torch.int64: use bool",
+        {"is_demo": torch.ones(3).long()},
+    ),
     "is_demo of another shape": (
-        ValueError, r"is_demo has shape \[2\]: expected \[3\]",
-        {"is_demo": torch.tensor([True, False])}),
+        ValueError,
+        r"is_demo has shape \[2\]: expected \[3\]",
+        {"is_demo": torch.tensor([True, False])},
+    ),
     "old_logps of another shape": (
-        ValueError, r"old_logps has shape \[3\]", {"old_logps": torch.zeros(3)}),
+        ValueError,
+        r"old_logps has shape \[3\]",
+        {"old_logps": torch.zeros(3)},
+    ),
     "ref_logps of another dtype": (
-        TypeError, "ref_logps has dtype torch.int64", {"ref_logps": torch.zeros(3, 4).long()}),
-    "old_logps elsewhere": (
-        ValueError, "old_logps is on meta", {"old_logps": torch.zeros(3, 4, device="meta")}),
+        TypeError,
+        "ref_logps has dtype torch.int64",
+        {"ref_logps": torch.zeros(3, 4).long()},
+    ),
+    "old_logps on another device": (
+        ValueError,
+        "old_logps is on meta",
+        {"old_logps": torch.zeros(3, 4, device="meta")},
+    ),
     "kl_coef without ref_logps": (
-        ValueError, r"ref_logps is None: spec.kl_coef=0.1", {"spec": LossSpec(kl_coef=0.1)}),
+        ValueError,
+        r"ref_logps is None: spec.kl_coef=0.1",
+        {"spec": LossSpec(kl_coef=0.1)},
+    ),
     "spec is a dict": (TypeError, "spec is a dict", {"spec": {}}),
     "mu above 1": (ValueError, r"mu=1.5: use a number in \[0, 1\]", {"mu": 1.5}),
     "mu below 0": (ValueError, "mu=-0.1", {"mu": -0.1}),
     "mu is nan": (ValueError, "mu=nan", {"mu": math.nan}),
-    "mu is a word": (TypeError, "mu='half'", {"mu": "half"}),
-    "mu has a shape": (ValueError, r"mu has shape \[1\]", {"mu": torch.tensor([0.5])}),
+    "mu is a string": (TypeError, "mu='half'", {"mu": "half"}),
+    "mu is not a scalar": (ValueError, r"mu has shape \[1\]", {"mu": torch.tensor([0.5])}),
     "negative norm": (ValueError, "rollout_norm=-1", {"rollout_norm": -1}),
     "norm is nan": (ValueError, "demo_norm=nan", {"demo_norm": math.nan}),
     "cu_seqlens with padded logits": (
-        ValueError, "cu_seqlens is given", {"cu_seqlens": torch.tensor([0, 12])}),
+        ValueError,
+        "cu_seqlens is given",
+        {"cu_seqlens": torch.tensor([0, 12])},
+    ),
     "unknown backend": (ValueError, "backend='cuda': use 'auto' or one of", {"backend": "cuda"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -122,14 +168,20 @@ PACKED = {
     "missing": (ValueError, "cu_seqlens is None: the packed layout needs it", None),
     "does not start at 0": (ValueError, "cu_seqlens starts at 1", ends(1, 5, 12)),
     "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\] decreases", ends(0, 13, 12)),
-    "does not end at N": (ValueError, "cu_seqlens ends at 11: it must end at N = 12",
-                          ends(0, 5, 11)),
+    "does not end at N": (
+        ValueError,
+        "cu_seqlens ends at 11: it must end at N = 12",
+        ends(0, 5, 11),
+    ),
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),
     "of two dimensions": (ValueError, r"cu_seqlens has shape \[1, 3\]", ends(0, 5, 12)[None]),
-    "without any end": (ValueError, r"cu_seqlens has shape \[0\]", ends()),
-    "of another length": (ValueError, r"advantages has shape \[2\]: expected \[3\]",
-                          ends(0, 5, 7, 12)),
-}  # fmt: skip
+    "empty": (ValueError, r"cu_seqlens has shape \[0\]", ends()),
+    "of another length": (
+        ValueError,
+        r"advantages has shape \[2\]: expected \[3\]",
+        ends(0, 5, 7, 12),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -198,27 +250,41 @@ def test_a_backend_that_cannot_run_says_why() -> None:
 
 LINEAR = {
     "weight of another width": (
-        ValueError, r"weight has shape \[11, 9\]: expected \[V, 8\]",
-        {"weight": torch.zeros(V, H + 1)}),
-    "weight of one dimension": (
-        ValueError, r"weight has shape \[8\]", {"weight": torch.zeros(H)}),
+        ValueError,
+        r"weight has shape \[11, 9\]: expected \[V, 8\]",
+        {"weight": torch.zeros(V, H + 1)},
+    ),
+    "weight of one dimension": (ValueError, r"weight has shape \[8\]", {"weight": torch.zeros(H)}),
     "empty weight": (ValueError, r"weight has shape \[0, 8\]", {"weight": torch.zeros(0, H)}),
-    "weight is no tensor": (TypeError, "weight is a list", {"weight": [1.0]}),
+    "weight is not a tensor": (TypeError, "weight is a list", {"weight": [1.0]}),
     "weight of another dtype": (
-        TypeError, "weight has dtype torch.float64: use hidden's, torch.float32, or autocast",
-        {"weight": torch.zeros(V, H, dtype=torch.float64)}),
-    "weight elsewhere": (
-        ValueError, "weight is on meta", {"weight": torch.zeros(V, H, device="meta")}),
+        TypeError,
+        "weight has dtype torch.float64: use hidden's, torch.float32, or autocast",
+        {"weight": torch.zeros(V, H, dtype=torch.float64)},
+    ),
+    "weight on another device": (
+        ValueError,
+        "weight is on meta",
+        {"weight": torch.zeros(V, H, device="meta")},
+    ),
     "bias of another shape": (
-        ValueError, r"bias has shape \[8\]: expected \[11\]", {"bias": torch.zeros(H)}),
+        ValueError,
+        r"bias has shape \[8\]: expected \[11\]",
+        {"bias": torch.zeros(H)},
+    ),
     "bias of another dtype": (
-        TypeError, "bias has dtype torch.float16", {"bias": torch.zeros(V, dtype=torch.float16)}),
+        TypeError,
+        "bias has dtype torch.float16",
+        {"bias": torch.zeros(V, dtype=torch.float16)},
+    ),
     "hidden of one dimension": (
-        ValueError, r"hidden has shape \(8,\): use \[B, T, H\]", {"hidden": torch.zeros(H)}),
-    "target too large": (
-        ValueError, r"targets\[0, 0\] = 11", {"targets": torch.full((3, 4), V)}),
+        ValueError,
+        r"hidden has shape \(8,\): use \[B, T, H\]",
+        {"hidden": torch.zeros(H)},
+    ),
+    "target too large": (ValueError, r"targets\[0, 0\] = 11", {"targets": torch.full((3, 4), V)}),
     "no memory for a chunk": (ValueError, "chunk_bytes=0", {"chunk_bytes": 0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -249,7 +315,9 @@ def test_autocast_does_not_touch_float64() -> None:
 
 
 def test_sharded_tensors_are_refused() -> None:
-    """A DTensor's own full_tensor() drops the reduction of its gradient: wrong, and silent."""
+    """Calling full_tensor() on a DTensor drops the gradient reduction and gives silently wrong
+    results.
+    """
 
     class Sharded(torch.Tensor):
         full_tensor = None
@@ -262,6 +330,6 @@ def test_sharded_tensors_are_refused() -> None:
 
 
 def test_a_nan_norm_from_elsewhere_is_a_nan_loss() -> None:
-    """Its value lives in a tensor, so it is not checked; it must not become 0."""
+    """Values in tensors are not checked; a nan must not silently become 0."""
     assert fused_gac_loss(**padded(), rollout_norm=torch.tensor(math.nan)).loss.isnan()
     assert fused_gac_loss(**padded(), mu=torch.tensor(math.nan)).loss.isnan()

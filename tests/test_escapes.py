@@ -1,7 +1,8 @@
-"""Nothing that a program tries gets out of the sandbox, stops its server or fakes a pass.
+"""No program can escape the sandbox, stop its server or fake a pass.
 
-Every attempt runs with all layers and again without Landlock and namespaces, so that seccomp alone
-must hold; and once with the layers off, where the attempts must work: else they prove nothing.
+Every attempt runs with all layers, and again without Landlock and namespaces, where seccomp alone
+must contain it. It also runs with all layers off, where it must succeed; otherwise it would prove
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .fakes import fakes as all_fakes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of calls are x86-64's"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="system call numbers are for x86-64"),
 ]
 
 WITHOUT_LANDLOCK = """
@@ -42,7 +43,7 @@ SETUPS = {"all layers": "", "seccomp alone": WITHOUT_LANDLOCK}
 
 
 def patched(monkeypatch, patch, **options):
-    """A pool whose server runs `patch` before it starts; without namespaces where there is one."""
+    """A pool whose server runs `patch` before it starts. If there is a patch, namespaces are off."""
     pool = Pool(**options)
     if patch:
         start = server.START.replace("from sandbox.zygote", f"{patch}\nfrom sandbox.zygote")
@@ -85,7 +86,7 @@ def works(pool: Pool) -> bool:
 
 @dataclass
 class Said:
-    """What a script of `escapes.SYSTEM` printed: label -> outcome."""
+    """Parsed output of a script from `escapes.SYSTEM`."""
 
     refused: dict[str, str]
     done: list[str]
@@ -157,7 +158,7 @@ for test in {tests!r}:
 
 
 def plainly(pool: Pool, text: str) -> tuple[bool, bool]:
-    """(Did the program come to its end, does it pass) where it shares a process with the tests."""
+    """Return (program ran to its end, program passes) when it shares a process with the tests."""
     text = text.replace("#END", "print('END', flush=True)")
     outcome = run(pool, _PLAIN.format(program=text, tests=TESTS))
     return b"END" in outcome.stdout, (outcome.ending, outcome.status) == ("ended", 0)

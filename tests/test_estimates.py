@@ -1,4 +1,4 @@
-"""Estimates with intervals, against enumeration and by simulation."""
+"""Estimates and their intervals, checked by enumeration and simulation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_wilson_refuses_scores_beyond_one():
     [(30, 1, 0.1, 0.93), (30, 8, 0.1, 0.88), (200, 4, 0.5, 0.93)],
 )
 def test_wilson_covers_the_truth(prompts, samples, mean, least):
-    """Prompts of different difficulty; samples of one prompt taken as independent would not."""
+    """Prompts differ in difficulty; an interval that treats samples of one prompt as independent
+    covers less often.
+    """
     rng = np.random.default_rng(0)
     covered = naive = 0
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The optimal mixing weight against the error it minimises, worked out independently."""
+"""The optimal mixing weight, checked against an independent computation of the error it minimizes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ sizes = st.one_of(st.just(0.0), st.floats(1e-12, 1e12), st.floats(0, 1e308))
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((0.7, 0.0, 0.0, 0.0), 0.7),  # nothing known: the target
+        ((0.7, 0.0, 0.0, 0.0), 0.7),  # nothing known: alpha
         ((0.7, 0.0, 1.0, 3.0), 0.75),  # no disagreement: inverse-variance weighting
-        ((0.7, 2.0, 0.0, 0.0), 0.7),  # no noise: the target
+        ((0.7, 2.0, 0.0, 0.0), 0.7),  # no noise: alpha
         ((0.2, 1.0, 0.0, 1.0), 0.6),
         ((0.5, 2.0, 1.0, 1.0, 0.5), 0.5),
         ((0.8, 1.0, 1.0, 2.0, 0.5), 2.3 / 3),
@@ -36,7 +36,7 @@ def test_mu_star_values(arguments: tuple[float, ...], expected: float) -> None:
 
 
 def vertex(error) -> float:
-    """Where a parabola through (0, .), (1/2, .), (1, .) is least."""
+    """The minimizer of the parabola through the errors at 0, 1/2 and 1."""
     e0, e1, e2 = error(0.0), error(0.5), error(1.0)
     curvature, slope = 2 * (e2 - 2 * e1 + e0), 4 * e1 - 3 * e0 - e2
     return -slope / (2 * curvature)

@@ -1,4 +1,6 @@
-"""The ready evaluation files: all load; where their rows are at hand, known answers score 1."""
+"""The evaluation configs in examples/eval: all load, and where the data is available, known answers
+score 1.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from gac.evaluation.suite import EvalConfig
 from gac.rewards import build_reward
 
 FILES = sorted((Path(__file__).resolve().parents[1] / "examples" / "eval").glob("*.yaml"))
-# how a response that is right ends, by reward
+# ending of a correct response, by reward
 ENDS = {
     "math": "So it is\n#### {answer}",
     "choice": "So the answer is {answer}.",
@@ -43,7 +45,7 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
     for name, task, spec, kind in tasks(file):
         source = Path(str(task.data.prompts).replace("$GAC_DATA", str(data_dir)))
         if not source.is_file():
-            pytest.skip(f"{source.name} is not among the real data")
+            pytest.skip(f"dataset {source.name} is not available")
         examples = load_prompts(task.data, tokenizer())
         assert len(examples) > 100
         if task.split_field:
@@ -63,7 +65,7 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
 
 
 def _program(example):
-    """The row's own solution; HumanEval's continues its prompt."""
+    """The row's reference solution; HumanEval's continues the prompt."""
     if "entry_point" in example.extra:
         return example.extra["prompt"] + example.answer
     return example.answer

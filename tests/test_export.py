@@ -1,4 +1,4 @@
-"""An export is what transformers writes of the whole model, in files of bounded size."""
+"""An export equals what transformers saves for the full model, in files of bounded size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,25 @@ from gac.faults import checkpoint
 from gac.model import LoraConfig, ModelConfig, make_model
 
 SMALL = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-    "eos_token_id": 1, "bos_token_id": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "max_position_embeddings": 64,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def trained(folder, kind, config: ModelConfig, **changes):
-    """A checkpoint of a model with numbers of its own everywhere, and that model."""
+    """Save a checkpoint of a model with random values in every parameter; return the path and the
+    model.
+    """
     made = AutoConfig.for_model(kind, **SMALL, **changes)
     made.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -47,7 +57,7 @@ def tensors(folder):
     [
         pytest.param("qwen2", {"tie_word_embeddings": True}, "bfloat16", id="tied"),
         pytest.param("llama", {"tie_word_embeddings": False}, "float32", id="untied"),
-        pytest.param("qwen3_moe", EXPERTS, "float32", id="experts-apart-in-files"),
+        pytest.param("qwen3_moe", EXPERTS, "float32", id="experts-saved-separately"),
     ],
 )
 @pytest.mark.parametrize("shard", [1 << 30, 1])
@@ -69,9 +79,10 @@ def test_an_export_is_that_of_the_whole_model(tmp_path, kind, changes, dtype, sh
         assert index["weight_map"].keys() == wanted.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in wanted.values())
         assert {n for n in names if "safetensors" in n} == {
-            *index["weight_map"].values(), "model.safetensors.index.json"
-        }  # fmt: skip
-        layers = 2 + len({n for n in wanted if "layers." not in n})  # a file each
+            *index["weight_map"].values(),
+            "model.safetensors.index.json",
+        }
+        layers = 2 + len({n for n in wanted if "layers." not in n})  # one file each
         assert len(set(index["weight_map"].values())) == layers
     else:
         assert [n for n in names if "safetensors" in n] == ["model.safetensors"]

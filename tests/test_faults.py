@@ -1,4 +1,4 @@
-"""What goes wrong in real runs, provoked for real: broken steps, full disks, lost processes."""
+"""Failures of real runs, actually provoked: non-finite steps, full disks, lost processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tiny import digit_reward, metrics, tiny_config
 
 
 def overflowing(completion, example):
-    """Finite, but not in float32: one prompt of 16 makes the loss of its step inf or nan."""
+    """Finite in float64 but not in float32: one prompt in 16 makes its step's loss inf or nan."""
     return digit_reward(completion, example) * (1e300 if int(example.id) == 0 else 1)
 
 
@@ -70,7 +70,9 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, reward, fault):
         assert trainer.step <= 8
     assert all(map(torch.equal, before, weights(trainer)))
     assert steps == [int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()]
-    assert trainer.last == Observation(trainer.step)  # nothing of it steers the next step
+    assert trainer.last == Observation(
+        trainer.step
+    )  # the skipped step does not influence the next one
 
     found = replay(trainer.kept)
     recorded, again = found["recorded"], found["again"]
@@ -87,17 +89,19 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, reward, fault):
         pytest.param({"name": "aligned-mtl", "preference": [1.0, 0.0]}, id="a-negative-weight"),
         pytest.param({"name": "sdmgrad"}, id="several-parts-of-each-term"),
         pytest.param({"name": "moco"}, id="moving-averages"),
-        pytest.param({"name": "oracle", "update_every": 2}, id="gradients-that-are-only-measured"),
+        pytest.param({"name": "oracle", "update_every": 2}, id="measured-gradients"),
         pytest.param({"name": "famo"}, id="weights-from-the-losses"),
     ],
 )
 def test_replay_repeats_what_the_method_did(task, tmp_path, method):
-    """The recorded norm is that of the combined gradient; kept are a first and a third bad step."""
+    """The recorded norm is that of the combined gradient. All three bad steps are kept and
+    replayed.
+    """
     trainer = Trainer(faulty(task, tmp_path, "tame", method=method, micro_batch=3))
     for _ in range(4):
         trainer._train_step()
         trainer.step += 1
-    trainer.guard.config = GuardConfig(max_norm=1e-9)  # from here on every step is a bad one
+    trainer.guard.config = GuardConfig(max_norm=1e-9)  # from here on, every step is skipped
     before, state = weights(trainer), copy.deepcopy(trainer.state)
     averages = {k: v.clone() for k, v in trainer.gradients.tracked.items()}
     assert bool(averages) == (method["name"] == "moco") and all(v.any() for v in averages.values())
@@ -138,12 +142,15 @@ def test_run_goes_on_after_broken_steps(task, tmp_path):
 
 @pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
 def test_no_state_keeps_a_broken_step(task, tmp_path, method):
-    """Inner products, moving averages of gradients, losses of the step before."""
+    """Not in inner products, moving averages of gradients, or the previous step's losses."""
     out = train(faulty(task, tmp_path, "overflowing", method={"name": method}))
     rows = metrics(out)
     assert rows[-1]["skipped"] == 2 and len(rows) == 8
-    broken = {r["step"] for a, r in zip([{"skipped": 0}, *rows], rows, strict=False)
-              if r["skipped"] > a["skipped"]}  # fmt: skip
+    broken = {
+        r["step"]
+        for a, r in zip([{"skipped": 0}, *rows], rows, strict=False)
+        if r["skipped"] > a["skipped"]
+    }
     for row in rows:
         finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
         assert finite == (row["step"] not in broken)
@@ -162,14 +169,14 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     assert (saved.guard.skipped, saved.guard.in_a_row) == (3, 0)
     kept = sorted(p.name for p in (tmp_path / "replay").iterdir())
     assert kept == ["step-00000000", "step-00000001"]
-    # the weights did not change in between: the second one shares the first one's
+    # the weights did not change in between, so the second step refers to the first one's copy
     assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
     assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
 
 
 @pytest.mark.parametrize("method", ["gac", "moco"])
 def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
-    """Also with moving averages, whose names are those of one process."""
+    """Also with moving averages, which are stored under single-process parameter names."""
     config = faulty(task, tmp_path, "overflowing", steps=4, method={"name": method})
     ranks.run(train, config, ranks=2)
     assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
@@ -182,7 +189,7 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
 
 
 def test_replay_needs_only_the_models(task, tmp_path):
-    """No data, no reward, nothing written: the step is all there is to it."""
+    """Replay needs no data and no reward function and writes nothing; the saved step is enough."""
     shutil.copytree(task, tmp_path / "task")
     config = faulty(tmp_path / "task", tmp_path / "run", "always", guards={"patience": 1})
     with pytest.raises(RunError, match="1 steps in a row"):
@@ -273,8 +280,9 @@ def test_torn_last_line_is_dropped(tmp_path):
     book.path.write_text(book.path.read_text()[:-5])
     book.cut(9)
     assert [json.loads(line) for line in book.path.read_text().splitlines()] == [
-        {"step": 1, "loss": None}, {"step": 2, "loss": None},
-    ]  # fmt: skip
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": None},
+    ]
 
 
 def test_other_process_count_needs_permission(task, tmp_path):
@@ -286,13 +294,13 @@ def test_other_process_count_needs_permission(task, tmp_path):
 
 
 def frozen(config):
-    """Rank 1 stops answering in the middle of the run, as a machine that lost its network does."""
+    """Rank 1 stops responding mid-run, like a machine that lost its network."""
     trainer = Trainer(config)
     if trainer.accelerator.process_index == 1:
         step = trainer._train_step
-        trainer._train_step = lambda: step() if trainer.step < 2 else os.kill(
-            os.getpid(), signal.SIGSTOP
-        )  # fmt: skip
+        trainer._train_step = lambda: (
+            step() if trainer.step < 2 else os.kill(os.getpid(), signal.SIGSTOP)
+        )
     trainer.run()
 
 
@@ -300,6 +308,6 @@ def test_hanging_rank_ends_the_job_within_its_timeout(task, tmp_path):
     config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
     with ranks.job(frozen, config, ranks=2) as (zero, one):
         failed = zero.result()
-        assert one.kill()  # it would stand still for ever
+        assert one.kill()  # it would hang forever
     assert "rank 1 is gone" in str(failed.error) and "the job goes on from" in str(failed.error)
     assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000002"

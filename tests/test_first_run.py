@@ -1,4 +1,6 @@
-"""The first run on a GPU, rehearsed without one: parts, steps that fail or hang, peers' wheels."""
+"""The first GPU session, rehearsed without a GPU: parts, failing and hanging steps, wheels of peer
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def test_every_part_fits_ten_minutes() -> None:
 
 
 def test_what_the_steps_run_exists() -> None:
-    """Modules that can be started, and files of tests."""
+    """Runnable modules and test files."""
     for step in (step for steps in first_run.PARTS.values() for step in steps):
         words = list(step.command)
         modules = [words[i + 1] for i, word in enumerate(words) if word == "-m"]
@@ -48,7 +50,9 @@ def test_parts_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_failed_step_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure, a hang with a child of its own, a missing tool; peers' wheels can be imported."""
+    """A failure, a hang in a child process, a missing tool. Wheels of peer libraries can be
+    imported.
+    """
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "peer-1.0-py3-none-any.whl", "w") as wheel:
@@ -65,9 +69,11 @@ def test_a_failed_step_stops_no_other(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     found = first_run.run_part(steps, results / "part", tmp_path / "out")
     assert found == {
-        "fails": "failed with 3", "hangs": "stopped after 2 s",
-        "missing": "left out: no-such-tool is not on the PATH", "peer": "done",
-    }  # fmt: skip
+        "fails": "failed with 3",
+        "hangs": "stopped after 2 s",
+        "missing": "left out: no-such-tool is not on the PATH",
+        "peer": "done",
+    }
     assert (tmp_path / "out" / "results" / "part" / "1-fails.txt").read_text() == "why\n"
     summary = (tmp_path / "out" / "results" / "part" / "summary.txt").read_text()
     assert [line.split(":")[0] for line in summary.splitlines()] == list(found)
@@ -77,7 +83,7 @@ HANG = "import time; time.sleep(60)"
 
 
 def test_tests_that_hang_or_end_their_process_are_passed_over(tmp_path: Path) -> None:
-    """By a limit of each test, without a plugin that has to be installed."""
+    """By a per-test time limit, without an extra pytest plugin."""
     file = tmp_path / "test_hanging.py"
     file.write_text(HANGING)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -87,13 +93,26 @@ found = watchdog.run(["-q", {str(file)!r}, "--rootdir", {str(tmp_path)!r}], limi
 print([[name.split("::")[1] for name in part] for part in found[:4]], found.not_begun)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
-        cwd=first_run.ROOT, env=environment, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == str(
-        [["test_passes", "test_comes_last"], ["test_fails"], ["test_is_skipped"],
-         ["test_hangs", "test_ends_the_process"]]
-    ) + " False"  # fmt: skip
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=first_run.ROOT,
+        env=environment,
+        check=True,
+    )
+    assert (
+        done.stdout.splitlines()[-1]
+        == str(
+            [
+                ["test_passes", "test_comes_last"],
+                ["test_fails"],
+                ["test_is_skipped"],
+                ["test_hangs", "test_ends_the_process"],
+            ]
+        )
+        + " False"
+    )
 
 
 def test_a_run_without_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from .cases import BY_NAME, Batch, Case, available, build, check, check_outputs,
 
 
 def from_logits(batch: Batch, **changes):
-    """The loss from the reference's log-probabilities, its gradient of the logits."""
+    """Return the loss computed from reference log-probabilities, and its gradient with respect to
+    the logits.
+    """
     keywords = batch.keywords | changes
     logits = batch.logits()
     temperature = keywords["spec"].temperature
@@ -75,7 +77,7 @@ def call(batch: Batch, logps: Tensor, entropy: Tensor | None = None, **changes):
 
 
 def test_differentiable_in_both_and_twice() -> None:
-    """With w = 1 and given old log-probabilities nothing is detached."""
+    """With w = 1 and explicit old log-probabilities, nothing is detached."""
     batch, logps, entropy = leaves("clip")
     spec = LossSpec(demo_weight=DemoWeight.ONE, entropy_coef=0.1)
     assert torch.autograd.gradcheck(lambda *x: call(batch, *x, spec=spec).loss, (logps, entropy))
@@ -174,21 +176,21 @@ ERRORS = {
     r"targets has shape \(1, 2, 3\): use \[B, T\] or packed \[N\]": {
         "targets": torch.zeros(1, 2, 3).long()
     },
-    r"targets\[0, 0\] = -1: use a token in \[0, V\), or -100": {
-        "targets": torch.full((2, 3), -1)
-    },
+    r"targets\[0, 0\] = -1: use a token in \[0, V\), or -100": {"targets": torch.full((2, 3), -1)},
     "entropy is None: spec.entropy_coef=0.1 needs it": {"spec": LossSpec(entropy_coef=0.1)},
     "ref_logps is None: spec.kl_coef=0.1 needs it": {"spec": LossSpec(kl_coef=0.1)},
     "mu=1.5": {"mu": 1.5},
     "cu_seqlens is None: the packed layout needs it": {
-        "targets": torch.zeros(3).long(), "logps": torch.zeros(3),
+        "targets": torch.zeros(3).long(),
+        "logps": torch.zeros(3),
     },
     "cu_seqlens ends at 2: it must end at N = 3": {
-        "targets": torch.zeros(3).long(), "logps": torch.zeros(3),
+        "targets": torch.zeros(3).long(),
+        "logps": torch.zeros(3),
         "cu_seqlens": torch.tensor([0, 1, 2]),
     },
     r"is_demo has shape \[3\]: expected \[2\]": {"is_demo": torch.zeros(3).bool()},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("message", "wrong"), ERRORS.items(), ids=ERRORS)

@@ -1,7 +1,8 @@
-"""Random inputs of the public losses against the float64 reference: no crash, no wrong number.
+"""Fuzz tests: the public losses on random inputs, against the float64 reference.
 
-Shapes, strides, dtypes, layouts, masks, options and extreme values, drawn by hypothesis. The suite
-runs a small fixed budget; `python -m bench.fuzz` runs 10,000 inputs of each kind and records them.
+Hypothesis draws shapes, strides, dtypes, layouts, masks, options and extreme values. The suite runs
+a small fixed number of inputs; `python -m bench.fuzz` runs 10,000 of each kind and records the
+result.
 """
 
 from __future__ import annotations
@@ -31,32 +32,40 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 brief = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=QUIET)
 long = settings(deadline=None, max_examples=10_000, database=None, suppress_health_check=QUIET)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = [name for name in ("native", "reference")
-            if backends.unavailable(name, CPU, torch.float32) is None]  # fmt: skip
+BACKENDS = [
+    name
+    for name in ("native", "reference")
+    if backends.unavailable(name, CPU, torch.float32) is None
+]
 OUTPUTS = ("loss", "rollout_loss", "demo_loss", "kl", "logps", "entropy")
-MARGIN = 0.02  # ratios nearer to the clip than this may fall on either side of it
+MARGIN = (
+    0.02  # ratios closer than this to a clip bound may fall on either side of it after rounding
+)
 
 
 class Input(NamedTuple):
-    """One call: positional arguments after the logits, and keywords."""
+    """One call: the logits, the positional arguments after them, and the keywords."""
 
     logits: Tensor
     batch: tuple[Tensor, Tensor, Tensor]
     keywords: dict[str, Any]
 
     def double(self) -> Input:
-        """The very same numbers in float64."""
-        wide = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-                for k, x in self.keywords.items()}  # fmt: skip
+        """The same values in float64."""
+        wide = {
+            k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for k, x in self.keywords.items()
+        }
         targets, advantages, is_demo = self.batch
         return Input(self.logits.double(), (targets, advantages.double(), is_demo), wide)
 
     @property
     def clear(self) -> bool:
-        """float32 has the range for every ratio, and rounding does not decide what is clipped."""
+        """Whether every ratio is in float32's range and no clip decision depends on rounding."""
         spec, live = self.keywords["spec"], self.batch[0] >= 0
-        logps, _ = token_logprobs(self.logits.double(), self.batch[0], backend="reference",
-                                  temperature=spec.temperature)  # fmt: skip
+        logps, _ = token_logprobs(
+            self.logits.double(), self.batch[0], backend="reference", temperature=spec.temperature
+        )
         old, ref = (self.keywords[name] for name in ("old_logps", "ref_logps"))
         if ref is not None and bool(((ref - logps)[live] > 80).any()):
             return False  # k3 grows as exp(ref - logp)
@@ -77,21 +86,24 @@ def specs(draw: st.DrawFn) -> LossSpec:
     reductions = st.sampled_from(["sequence", "token", "constant"])
     clips = st.sampled_from([None, 0.0, 0.2, 0.9])
     return LossSpec(
-        clip_low=draw(clips), clip_high=draw(clips), dual_clip=draw(st.sampled_from([None, 3.0])),
+        clip_low=draw(clips),
+        clip_high=draw(clips),
+        dual_clip=draw(st.sampled_from([None, 3.0])),
         kl_coef=draw(st.sampled_from([0.0, 0.1])),
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
         entropy_coef=draw(st.sampled_from([0.0, 0.05, -0.01])),
         demo_weight=draw(st.sampled_from(list(DemoWeight))),
         demo_shape=draw(st.sampled_from([1e-3, 0.1, 1.0])),
-        rollout_reduction=draw(reductions), demo_reduction=draw(reductions),
+        rollout_reduction=draw(reductions),
+        demo_reduction=draw(reductions),
         max_tokens=draw(st.sampled_from([1, 40])),
         temperature=draw(st.sampled_from([0.05, 0.7, 1.0, 3.0])),
-    )  # fmt: skip
+    )
 
 
 @st.composite
 def inputs(draw: st.DrawFn) -> Input:
-    """A batch with empty sequences, masked words, peaked rows and any row stride."""
+    """A batch with empty sequences, masked logits, peaked rows and arbitrary row strides."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     dtype, spec = draw(st.sampled_from(DTYPES)), draw(specs())
     rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
@@ -102,7 +114,7 @@ def inputs(draw: st.DrawFn) -> Input:
     wide = torch.randn(rows, width, words + room, generator=g)
     logits = (
         (wide * scale + shift).clamp(-6e4, 6e4).to(dtype)[..., :words]
-    )  # rows further apart than their length
+    )  # the row stride may exceed the row length
     dead = draw(st.integers(0, words - 1))
     logits[..., words - dead :] = -torch.inf if draw(st.booleans()) else logits[..., words - dead :]
     targets = torch.randint(0, words - dead, (rows, width), generator=g)
@@ -110,20 +122,22 @@ def inputs(draw: st.DrawFn) -> Input:
     is_demo = torch.rand(rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     size = draw(st.sampled_from([0.0, 1.0, 1e4]))
     advantages = torch.randn((rows, width) if draw(st.booleans()) else (rows,), generator=g) * size
-    past, _ = token_logprobs(logits.double(), targets, temperature=spec.temperature,
-                             backend="reference")  # fmt: skip
+    past, _ = token_logprobs(
+        logits.double(), targets, temperature=spec.temperature, backend="reference"
+    )
     spread = draw(st.sampled_from([0.0, 0.3, 3.0, 100.0]))
     old, ref = ((past + spread * torch.randn(rows, width, generator=g)).float() for _ in "ab")
     keywords: dict[str, Any] = {
-        "mu": draw(st.sampled_from([0.0, 0.3, 1.0])), "spec": spec,
+        "mu": draw(st.sampled_from([0.0, 0.3, 1.0])),
+        "spec": spec,
         "old_logps": old if draw(st.booleans()) else None,
         "ref_logps": ref if spec.kl_coef or draw(st.booleans()) else None,
-    }  # fmt: skip
+    }
     if draw(st.booleans()):
         keywords |= {"rollout_norm": 7.0, "demo_norm": 3.0}
     if not draw(st.booleans()):
         return Input(logits, (targets, advantages, is_demo), keywords)
-    # the same rows packed, cut anywhere: sequences of any length, empty ones too
+    # the same rows packed and cut at random points, which also gives empty sequences
     total = rows * width
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=rows - 1, max_size=rows - 1)))
     keywords["cu_seqlens"] = torch.tensor([0, *cuts, total], dtype=torch.int32)
@@ -138,7 +152,7 @@ def inputs(draw: st.DrawFn) -> Input:
 
 
 def result(given: Input, backend: str) -> tuple[Any, Tensor]:
-    """The outputs of a call and the gradient of its logits."""
+    """Return the outputs of a call and the gradient with respect to its logits."""
     logits = given.logits.detach().requires_grad_()
     out = fused_gac_loss(logits, *given.batch, **given.keywords, backend=backend)
     (grad,) = torch.autograd.grad(out.loss, logits)
@@ -146,7 +160,7 @@ def result(given: Input, backend: str) -> tuple[Any, Tensor]:
 
 
 def right(given: Input) -> None:
-    """The native kernels are as near to float64 as the reference in the input's own dtype."""
+    """Assert that the native kernels are as accurate as the reference in the input's own dtype."""
     assume(given.clear)
     truth, d_truth = result(given.double(), "reference")
     same, d_same = result(given, "reference")
@@ -160,9 +174,9 @@ def right(given: Input) -> None:
 def agree(
     name: str, ours: Tensor, same: Tensor, truth: Tensor, size: float, unit: float = 0.0
 ) -> None:
-    """As `check`, where float64 itself is finite and float32 has the range for it.
+    """Like `check`, but skipped if the float64 value is not finite or is out of float32's range.
 
-    size: of the largest log-probability, whose own rounding moves every ratio and KL.
+    size: magnitude of the largest log-probability, whose rounding error affects every ratio and KL.
     """
     limit = torch.finfo(ours.dtype).max / 4
     if not bool((truth.abs() < limit).all()):  # nan, or beyond the dtype
@@ -186,7 +200,7 @@ def test_a_broken_row_is_never_a_finite_number(given: Input, value: float, where
 
 
 def broken(given: Input, value: float, where: int) -> None:
-    """nan or +inf in a row with a loss is nan; in one without a loss it is not read."""
+    """A nan or +inf logit in a row with a loss gives a nan loss; masked rows are not read."""
     rows = given.logits.reshape(-1, given.logits.shape[-1]).clone()
     live = given.batch[0].flatten() >= 0
     row = where % len(rows)
@@ -209,7 +223,7 @@ def test_random_inputs_of_the_head(given: Input, width: int, biased: bool) -> No
 
 
 def head(given: Input, width: int, biased: bool) -> None:
-    """`fused_linear_gac_loss` against the float64 reference on its own logits."""
+    """Check `fused_linear_gac_loss` against the float64 reference."""
     g = torch.Generator().manual_seed(width)
     words, dtype = given.logits.shape[-1], given.logits.dtype
     leaves = [

@@ -1,4 +1,4 @@
-"""The gate: its measures against direct computation, its rule, closing, opening again, resuming."""
+"""The gate: measurements against direct computation, the gating rule, closing, reopening, resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gac.training.trainer import Trainer
 
 from .tiny import metrics, tiny_config, write_tiny
 
-CLOSED = {"z": -9.0, "cosine": -0.9}  # inner products of a shut gate, all else 1
+CLOSED = {"z": -9.0, "cosine": -0.9}  # inner products that close the gate, with all other terms 1
 CONSTANT = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "max_step": 1.0, "mu_min": 0.0}
 
 
@@ -27,7 +27,7 @@ def gated(**changes) -> ControllerConfig:
 
 
 def seen(z: float, cosine: float = 0.0) -> Alignment:
-    """One refresh with this z and this cosine."""
+    """The Alignment of one refresh with the given z and cosine."""
     return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine), 1.0, 1.0)
 
 
@@ -38,9 +38,12 @@ def test_alignment_equals_direct_computation() -> None:
     cross = x @ y.T
     pairs = [
         cross[i, j] * cross[k, m]
-        for i in range(4) for k in range(4) for j in range(3) for m in range(3)
+        for i in range(4)
+        for k in range(4)
+        for j in range(3)
+        for m in range(3)
         if i != k and j != m
-    ]  # fmt: skip
+    ]
     inner = x.mean(0).dot(y.mean(0)).item()
     assert found.inner == pytest.approx(inner, rel=1e-12)
     assert found.inner_variance == pytest.approx(inner**2 - sum(pairs).item() / len(pairs))
@@ -51,7 +54,9 @@ def test_alignment_equals_direct_computation() -> None:
 
 
 def test_alignment_is_unbiased_and_its_error_is_the_spread() -> None:
-    """6000 draws of 4 + 3 gradients: means within 5 standard errors, also of the variance."""
+    """6000 draws of 4 + 3 gradients: every mean, including that of the variance, is within 5
+    standard errors.
+    """
     dims, draws, s, r = 5, 6000, 0.4, -0.3
     x = torch.randn(draws, 4, dims, dtype=torch.float64) * 1.5 + s
     y = torch.randn(draws, 3, dims, dtype=torch.float64) + r
@@ -89,7 +94,7 @@ def test_cosine_form(cosine: float, trust: float) -> None:
     controller = GuidedController(gated(gate=Gate(form="cosine", decay=0.0)))
     told = Alignment(cosine * 6.0, 1.0, 4.0, 9.0, 5.0, 9.5)
     assert controller.update(alignment=told) == pytest.approx(0.6 * trust, abs=1e-12)
-    # where noise hides a gradient there is no cosine: half of the proposal
+    # if noise hides a gradient, there is no cosine and half of the proposal is used
     controller.update(alignment=told._replace(rl_square=-1.0))
     assert controller.trust == 0.5
 
@@ -102,7 +107,9 @@ def test_line_averages_and_hysteresis() -> None:
     assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
     edge = Gate("z", decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
-    assert edge is not None and edge.trust == 0.0  # the ends are always reached
+    assert (
+        edge is not None and edge.trust == 0.0
+    )  # trust 0 and 1 are always reached, despite hysteresis
 
 
 def test_unknown_measurements_change_nothing() -> None:
@@ -113,7 +120,8 @@ def test_unknown_measurements_change_nothing() -> None:
     for name in Alignment._fields[:4]:
         controller.update(alignment=seen(5.0)._replace(**{name: math.nan}))
         assert controller.state.gate == before
-    # without a positive error there is no z: the trust rests, the averages go on
+    # without a positive error variance there is no z: trust is unchanged, the averages are still
+    # updated
     controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0, 1.0, 1.0))
     assert controller.trust == 0.5 and controller.state.gate.inner == 8.0
 
@@ -180,16 +188,19 @@ def test_method_hands_each_measurement_on_once() -> None:
 
 
 def likeness(completion: str, example: Any) -> float:
-    """What demonstrations look like: digit, mark, digit, mark."""
+    """A reward for the format of demonstrations: digit, mark, digit, mark."""
     marks = (c in ".'" if i % 2 else c.isdigit() for i, c in enumerate(completion))
     return sum(marks) / 5
 
 
 @pytest.mark.parametrize("form", ["z", "cosine"])
 def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path, form) -> None:
-    """mu = 0 leaves the demonstrations out of the update, and their gradient is still measured."""
-    common = {"steps": 6, "reward": "tests.test_gate:likeness",
-              "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5}}  # fmt: skip
+    """With mu = 0, demonstrations are left out of the update but their gradient is still measured."""
+    common = {
+        "steps": 6,
+        "reward": "tests.test_gate:likeness",
+        "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5},
+    }
     task = write_tiny(tmp_path)
     method = {"name": "gac-gated", "max_step": 1.0, "gate": {"form": form, "decay": 0.5}}
     gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))

@@ -1,11 +1,12 @@
-"""The math reward against the data set's own verdicts, on real model answers and worked solutions.
+"""The math reward checked against the dataset's labels, on real model answers and reference
+solutions.
 
-4,220 solutions that four models wrote for GSM8K test problems are labelled right or wrong. The
-reward agrees with every label (4,220 of 4,220, math-verify 0.9), so there is no disagreement to
-list here; nine of these solutions have no answer line (most break off), and all nine are rightly
-refused. Of the 7,033 reference solutions of GSM8K, all are accepted for their own answer and none
-for that answer plus one. (Without the rule for `####`, eleven of the first 3,000 are refused:
-math-verify then prefers earlier phrases such as "answered 200", or percentages.)
+The dataset has 4,220 solutions to GSM8K test problems by four models, labeled correct or incorrect.
+The reward agrees with every label (4,220 of 4,220, math-verify 0.9), so there are no disagreements
+to list. Nine of these solutions have no answer line (most are truncated); all nine are correctly
+rejected. All 7,033 GSM8K reference solutions are accepted for their own answer, and none for that
+answer plus one. (Without the rule for `####`, eleven of the first 3,000 are refused: math-verify
+then prefers earlier phrases such as "answered 200", or percentages.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_agreement_with_labelled_model_solutions(data_dir, reward):
     scores = reward([row["solution"] for row in rows], examples)
     seconds = time.perf_counter() - start
     wrong = [r["id"] for r, s in zip(rows, scores, strict=True) if s != float(r["correct"])]
-    assert len(rows) == 4220 and sum(scores) > 1500  # the labels hold both verdicts
+    assert len(rows) == 4220 and sum(scores) > 1500  # both labels occur
     assert 1 - len(wrong) / len(rows) >= 0.995, f"{len(wrong)} disagreements: {wrong}"
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
     assert seconds < 60, f"{seconds:.1f} s for {len(rows)} checks"

@@ -1,4 +1,4 @@
-"""The grading processes: when they start, what they load, and that none is left behind."""
+"""The grading workers: when they start, what they import, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from gac.rewards.grading_pool import GradingPool
 
 from .waiting import wait_until
 
-HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # one integer power in C
+HOLDS_THE_INTERPRETER = (
+    r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
+)
 
 
 def workers_of(parent):
-    """Process ids of the living grading workers that `parent` started."""
+    """Process ids of the running grading workers that `parent` started."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
             command = (status.parent / "cmdline").read_bytes()
-        except (OSError, ValueError):  # it ended while we looked
+        except (OSError, ValueError):  # the process exited in the meantime
             continue
         running = fields["State"][0] != "Z" and b"grading_worker" in command
         if running and int(fields["PPid"]) == parent:
@@ -49,7 +51,7 @@ import os
 from gac.rewards.grading_pool import GradingPool
 pool = GradingPool(timeout=4.0, workers=1)
 print(pool.grade([("7", "7")]), flush=True)
-with pool._lock:  # as if another thread graded: the child has no such thread
+with pool._lock:  # as if another thread were grading; the child has no such thread
     child = os.fork()
 print(pool.grade([("7", "8")]), flush=True)  # the parent's worker must not answer the child
 if child:
@@ -73,7 +75,7 @@ def test_workers_start_when_needed_and_end_with_close():
     assert len(set(workers_of(os.getpid())) - before) == 1  # one pair needs one worker
     pool.close()
     assert set(workers_of(os.getpid())) == before
-    assert pool.grade([("7", "8")]) == ["wrong"]  # opens again
+    assert pool.grade([("7", "8")]) == ["wrong"]  # the pool starts new workers
     pool.close()
 
 
@@ -165,7 +167,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
             wait_until(busy, "a worker inside a check")
         parent.kill()
         parent.wait(60)
-        wait_until(lambda: not any(alive(worker) for worker in workers), "the workers' end")
+        wait_until(lambda: not any(alive(worker) for worker in workers), "the workers to exit")
     finally:
         if forked:
             os.kill(forked, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The real input: examples/gsm8k.yaml on the real files, with a model small enough for a CPU."""
+"""examples/gsm8k.yaml end to end on the real dataset, with a model small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,24 @@ def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
     with gzip.open(source, "rt") as file:
         rows = [json.loads(line) for _, line in zip(range(500), file, strict=False)]
     write_reader(tmp_path / "model", [r["prompt"] + r["solution"] for r in rows])
-    config = load(TrainConfig, EXAMPLE, [
-        f"out={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "model.random_init=true",
-        "model.dtype=float32", "steps=2", "rollouts.prompts=2", "rollouts.completions=2",
-        "rollouts.max_new_tokens=12", "demo_batch=4", "eval.data.limit=2", "eval.max_new_tokens=8",
-        "data.limit=200",
-    ])  # fmt: skip
+    config = load(
+        TrainConfig,
+        EXAMPLE,
+        [
+            f"out={tmp_path / 'run'}",
+            f"model.path={tmp_path / 'model'}",
+            "model.random_init=true",
+            "model.dtype=float32",
+            "steps=2",
+            "rollouts.prompts=2",
+            "rollouts.completions=2",
+            "rollouts.max_new_tokens=12",
+            "demo_batch=4",
+            "eval.data.limit=2",
+            "eval.max_new_tokens=8",
+            "data.limit=200",
+        ],
+    )
     out = train(config)
     found = metrics(out)
     assert len(found) == 2 and all(math.isfinite(r["grad_norm"]) for r in found)

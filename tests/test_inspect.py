@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles for a GPU that is not here, and nothing spills."""
+"""Every shipped kernel cross-compiles for GPUs, without register spills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="the kernels are Triton's")
+pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
 import json
@@ -63,7 +63,7 @@ ROW_KERNELS = {"stats_kernel", "grads_kernel", "loss_kernel", "scale_kernel"}
 
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Compiling needs a process in which Triton does not interpret."""
+    """Run in a subprocess without Triton's interpreter, in which kernels cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500
@@ -72,7 +72,9 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    """Each configuration on one of the three architectures, in turn: all of them take minutes."""
+    """Each configuration compiled for one of the three architectures, round-robin; all combinations
+    would take minutes.
+    """
     done = _run("-c", _CODE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -82,8 +84,12 @@ def reports() -> list[dict[str, Any]]:
 def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
     assert {r["arch"] for r in reports} == {"sm_80", "sm_90", "sm_100"}
     assert {r["kernel"] for r in reports} == {
-        *ROW_KERNELS, "lengths_kernel", "tokens_kernel", "sequence_kernel", "merge_kernel",
-    }  # fmt: skip
+        *ROW_KERNELS,
+        "lengths_kernel",
+        "tokens_kernel",
+        "sequence_kernel",
+        "merge_kernel",
+    }
     for report in reports:
         assert report["spill_stores"] == report["spill_loads"] == report["stack"] == 0, report
         assert 0 < report["registers"] <= 128 and report["instructions"] > 100, report
@@ -92,15 +98,16 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) -> None:
     for report in (r for r in reports if r["kernel"] in ROW_KERNELS):
-        # what is only scaled has no rows, if it has no gaps
+        # scale_kernel treats a contiguous tensor as flat, so row alignment does not matter
         aligned = "50257" not in report["config"] or report["kernel"] == "scale_kernel"
         assert (report["wide_accesses"] > 0) == aligned, report
 
 
 @pytest.mark.slow
 def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
-    """The shared memory of the tiles in flight fits twice into that of sm_80, 163 KiB; with the
-    signs of a sketch into that of sm_90 and later, 227 KiB."""
+    """Twice a program's shared memory fits on sm_80 (163 KiB); with the signs of a sketch, on sm_90
+    and later (227 KiB).
+    """
     for report in reports:
         size = 227 if "sketch" in report["config"] else 163
         assert 2 * (report["shared"] + 1024) <= size * 1024, report
@@ -108,7 +115,9 @@ def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> N
 
 @pytest.mark.slow
 def test_instructions_per_logit_are_counted(reports: list[dict[str, Any]]) -> None:
-    """At least the arithmetic of a logit: 6 for its sums, 4 for its gradient."""
+    """The lower bounds are the arithmetic per logit: 6 instructions for its sums, 4 for its
+    gradient.
+    """
     for report in reports:
         reads = report["kernel"] in {"stats_kernel", "loss_kernel"}
         writes = report["kernel"] == "grads_kernel" or (
@@ -147,7 +156,7 @@ LOOPS = """
 
 
 def test_passes_are_the_cheapest_loops() -> None:
-    """What a branch skips is not counted; an exponential that a predicate guards is no logit."""
+    """Code skipped by a branch is not counted; a predicated exponential does not count as a logit."""
     from gac_kernels.inspect_sass import passes
 
     assert passes(LOOPS) == (9 / 4, 6 / 4)
@@ -168,8 +177,9 @@ def test_interpreted_kernels_are_refused() -> None:
     ids=["chunks of odd rows", "batches of odd rows", "aligned rows"],
 )
 def test_one_kernel_serves_every_number_of_rows(shapes: list[tuple[int, int, int]]) -> None:
-    """By Triton's own key: a kernel for each kind of stride would be compiled in mid-training, and
-    could not be in a CUDA graph."""
+    """Checked with Triton's own cache key. A separate kernel per kind of stride would be compiled
+    mid-training and could not be captured in a CUDA graph.
+    """
     done = _run("-c", _SPECIALISE.replace("SHAPES", repr(shapes)))
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)

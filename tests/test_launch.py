@@ -20,32 +20,57 @@ from .tiny import metrics, tiny_config
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[1]
 ACCELERATE = [
-    sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
-    "--multi_gpu", "--main_process_port", "0", "--module", "gac.cli",
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "2",
+    "--multi_gpu",
+    "--main_process_port",
+    "0",
+    "--module",
+    "gac.cli",
+]
 
 
 def torchrun(*options: str) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options, "-m", "gac.cli",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        *options,
+        "-m",
+        "gac.cli",
+    ]
 
 
 def finish(launcher: list[str], config: Path, **variables: str) -> tuple[int, str]:
-    """Exit code and output of `gac train` under a launcher."""
+    """Run `gac train` under a launcher; return its exit code and output."""
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost",
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "localhost",
         **variables,
-    }  # fmt: skip
+    }
     job = subprocess.Popen(
-        [*launcher, "train", str(config)], env=environment, cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*launcher, "train", str(config)],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output = job.communicate(timeout=180)[0]
     finally:
-        job.terminate()  # a launcher ends its ranks
+        job.terminate()  # launchers terminate their ranks
     return job.returncode, output
 
 

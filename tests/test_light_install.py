@@ -1,4 +1,6 @@
-"""With torch, triton, numpy and PyYAML alone: what imports, what works, what names its extra."""
+"""A minimal install (torch, triton, numpy, PyYAML): what can be imported, what works, and which
+errors name an extra.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from gac.errors import EXTRAS, MissingExtra, extras_named
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What gac must do without: every package that an extra brings, as if it were not installed.
+# Makes every package from an extra look as if it were not installed.
 BLOCKER = f"""
 import sys
 BLOCKED = {set().union(*EXTRAS.values())!r}
@@ -32,10 +34,10 @@ from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
 for name in ("config", "control", "data", "errors", "methods", "mixer", "report", "rewards"):
     room = importlib.import_module(f"gac.{name}")
     for found in pkgutil.walk_packages(getattr(room, "__path__", []), f"gac.{name}."):
-        if found.name != "gac.data.feed":  # the trainer's own
+        if found.name != "gac.data.feed":  # used only by the trainer
             importlib.import_module(found.name)
 for found in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
-    if found.name != "gac_kernels._native":  # a library of torch's, no module
+    if found.name != "gac_kernels._native":  # a torch operator library, not a Python module
         importlib.import_module(found.name)
 import torch
 from gac_kernels import fused_gac_loss
@@ -51,8 +53,10 @@ def light(code: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(
         [sys.executable, "-c", BLOCKER + code, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_kernels_controller_and_methods_need_four_packages():
@@ -85,7 +89,7 @@ def test_the_extras_are_those_of_the_project():
     for extra, packages in EXTRAS.items():
         brought = names(PROJECT["optional-dependencies"][extra])
         assert brought <= packages
-        # beside them, what transformers itself cannot do without
+        # the rest are required by transformers itself
         assert packages - brought <= {"tokenizers", "huggingface_hub"}
 
 
@@ -94,4 +98,4 @@ def test_a_missing_package_of_no_extra_stays_what_it_is():
     with said, extras_named("this"):
         raise ModuleNotFoundError("No module named 'peft.utils'", name="peft.utils")
     with pytest.raises(ModuleNotFoundError, match="no_such"), extras_named("this"):
-        import no_such  # noqa: F401 - it is not there
+        import no_such  # noqa: F401 - intentionally missing

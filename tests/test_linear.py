@@ -1,4 +1,4 @@
-"""The linear form: values, gradients, work and memory of the chunked head."""
+"""The linear form: values, gradients, FLOPs and memory of the chunked head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEAVES = ["hidden", "weight", "bias"]
 
 
 class Work(TorchDispatchMode):
-    """Counts GEMMs, their multiplications, and the largest tensor that any operator allocates."""
+    """Counts GEMMs and their FLOPs, and records the largest tensor that an operator allocates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ class Work(TorchDispatchMode):
             a, b = args[-2:]
             self.gemms[name] += 1
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        new = not any(result.alias_info for result in func._schema.returns)  # no view, no out=
+        new = not any(
+            result.alias_info for result in func._schema.returns
+        )  # neither a view nor an out= argument
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor) and new:
                 self.largest = max(self.largest, x.numel())
@@ -60,9 +62,15 @@ class Work(TorchDispatchMode):
 def run(call, batch, **keywords):
     leaves = batch.hidden, batch.weight, batch.bias
     out = call(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo,
-        bias=batch.bias, **batch.keywords, **keywords,
-    )  # fmt: skip
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        bias=batch.bias,
+        **batch.keywords,
+        **keywords,
+    )
     return out, torch.autograd.grad(out.loss * 4, leaves)
 
 
@@ -73,7 +81,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     same, d_same = run(reference.fused_linear_gac_loss, batch)
     if dtype == torch.float32:
         d_same = (worse(d_same[0], by_rows(batch, 3), d_truth[0]), *d_same[1:])
-    # three rows a chunk, so that every case meets several chunks and a ragged last one
+    # three rows per chunk, so that every case has several chunks and a partial last one
     chunk = 3 * 4 * case.vocabulary
     out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
     check_outputs(out, same, truth)
@@ -124,21 +132,25 @@ def test_token_logprobs(name: str, backend: str) -> None:
 
 
 def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
-    """The work of one call and its backward on [4, 8] tokens, H = 24, V = 101."""
+    """Measure one forward and backward on [4, 8] tokens, H = 24, V = 101."""
     batch = build(Case("work", "", lengths=lengths, demos=demos))
     batch.hidden.requires_grad_(needs[0])
     batch.weight.requires_grad_(needs[1])
     with Work() as work:
         out = fused_linear_gac_loss(
-            batch.hidden, batch.weight, batch.targets, torch.tensor(advantages), batch.is_demo,
+            batch.hidden,
+            batch.weight,
+            batch.targets,
+            torch.tensor(advantages),
+            batch.is_demo,
             **keywords,
-        )  # fmt: skip
+        )
         if out.loss.requires_grad:
             out.loss.backward()
     return work, batch
 
 
-NHV = 8 * 24 * 101  # one row of the batch, one multiplication and one addition each: 2 NHV
+NHV = 8 * 24 * 101  # one batch row; a GEMM does 2 NHV FLOPs, a multiplication and an addition each
 
 
 @pytest.mark.parametrize(
@@ -151,17 +163,34 @@ NHV = 8 * 24 * 101  # one row of the batch, one multiplication and one addition 
         ({"advantages": [1.0, 1, 1, 1], "lengths": (8, 0, 8, 0)}, 2 * 6),
         ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 0.0}, 3 * 6 + 2),
         ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 1.0}, 6 + 3 * 2),
-        ({"advantages": [0.0, 0, 0, 0], "demos": (1, 1, 1, 1),
-          "spec": LossSpec(demo_weight=DemoWeight.SHAPED)}, 4 * 2),
+        (
+            {
+                "advantages": [0.0, 0, 0, 0],
+                "demos": (1, 1, 1, 1),
+                "spec": LossSpec(demo_weight=DemoWeight.SHAPED),
+            },
+            4 * 2,
+        ),
         ({"advantages": [1.0, 1, 1, 1], "needs": (True, False)}, 4 * 4),
         ({"advantages": [1.0, 1, 1, 1], "needs": (False, True)}, 4 * 4),
         ({"advantages": [1.0, 1, 1, 1], "needs": (False, False)}, 4 * 2),
     ],
-    ids=["all-live", "half-zero-advantage", "zero-advantages", "entropy-keeps-them", "masked",
-         "mu-0", "mu-1", "shaped-zero-advantage", "frozen-weight", "frozen-hidden", "no-gradient"],
-)  # fmt: skip
+    ids=[
+        "all-live",
+        "half-zero-advantage",
+        "zero-advantages",
+        "entropy-needs-all-rows",
+        "masked",
+        "mu-0",
+        "mu-1",
+        "shaped-zero-advantage",
+        "frozen-weight",
+        "frozen-hidden",
+        "no-gradient",
+    ],
+)
 def test_flops(keywords: dict, units: int) -> None:
-    """6 N H V for rows with a gradient, 2 for the other live ones, 0 for masked ones."""
+    """6 NHV FLOPs for rows with a gradient, 2 NHV for other live rows, 0 for masked rows."""
     work, _ = work_of(**keywords)
     assert work.flops == units * NHV
 
@@ -192,7 +221,9 @@ def test_frozen_weight_gets_no_buffer() -> None:
 
 @pytest.mark.parametrize("call", ["loss", "logprobs"])
 def test_memory_is_flat_in_tokens(call: str) -> None:
-    """With 64 rows a chunk, no operator makes a tensor larger than [64, V] for N = 256 and 1024."""
+    """With 64 rows per chunk, no operator creates a tensor larger than [64, V], for N = 256 and
+    1024.
+    """
     largest = []
     for tokens in (256, 1024):
         hidden = torch.randn(1, tokens, 2, requires_grad=True)
@@ -222,7 +253,9 @@ def test_chunk_size_changes_nothing_but_rounding(name: str) -> None:
 def test_rows_without_a_loss_are_never_read(
     backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under a CUDA graph capture, where no count may be read and all rows are multiplied."""
+    """Also during CUDA graph capture, where row counts cannot be read back and all rows are
+    multiplied.
+    """
     available(backend)
     batch = build(BY_NAME["packed"])
     clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
@@ -255,21 +288,28 @@ def test_repeats_bit_for_bit() -> None:
 
 
 def test_half_weight_gradient_is_summed_in_float32() -> None:
-    """Adding 4096 chunks of 2^-9 to 1 in bfloat16 would stay at 1; the true sum is 9."""
+    """Adding 4096 chunks of 2^-9 to 1 in bfloat16 would leave 1; the true sum is 9."""
     hidden = torch.ones(1, 4097, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     advantages = torch.full((1, 4097), -(2.0**-8))
     advantages[0, 0] = -2.0
     out = fused_linear_gac_loss(
-        hidden, weight, torch.zeros(1, 4097, dtype=torch.int64), advantages, torch.tensor([False]),
-        mu=0.0, rollout_norm=1.0, spec=LossSpec(rollout_reduction="token"), chunk_bytes=1,
-    )  # fmt: skip
+        hidden,
+        weight,
+        torch.zeros(1, 4097, dtype=torch.int64),
+        advantages,
+        torch.tensor([False]),
+        mu=0.0,
+        rollout_norm=1.0,
+        spec=LossSpec(rollout_reduction="token"),
+        chunk_bytes=1,
+    )
     out.loss.backward()
     assert weight.grad.tolist() == [[9.0], [-9.0]]
 
 
 def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
-    """Shares of 2^-24 are below float16's range; a loss scale of 2^24 brings them back."""
+    """Gradients of order 2^-24 underflow in float16; a loss scale of 2^24 must recover them."""
     batch = build(BY_NAME["one"], torch.float16)
     batch.keywords |= {"demo_norm": 2.0**24, "mu": 1.0}
     leaves = batch.hidden, batch.weight
@@ -285,7 +325,7 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
 
 
 def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
-    """As F.linear under autocast; the float32 weight's gradient is never rounded to bfloat16."""
+    """Like F.linear under autocast; the float32 weight's gradient is never rounded to bfloat16."""
     batch = build(BY_NAME["entropy"])
     with torch.autocast("cpu", torch.bfloat16):
         out, d_ours = run(fused_linear_gac_loss, batch)
@@ -333,7 +373,7 @@ def test_second_backward_is_torch_own_error() -> None:
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
     loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
-    (loss * 2).backward(retain_graph=True)  # scales the gradients where they lie
+    (loss * 2).backward(retain_graph=True)  # scales the gradients in place
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss * 2).backward()
 

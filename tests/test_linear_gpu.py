@@ -1,4 +1,4 @@
-"""The linear form on a GPU: half-precision GEMMs into float32, chunks, dead rows, memory."""
+"""The linear form on a GPU: half-precision GEMMs with float32 output, chunks, masked rows, memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def relative(x: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("backend", ["triton", "native"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
-    """In one chunk and in many; gradients no further off than PyTorch's in the same dtype."""
-    if reason := problem(backend, "cuda"):  # a kernel that hangs would end this process
+    """With one chunk and with many; gradient errors are no larger than PyTorch's in the same dtype."""
+    if reason := problem(
+        backend, "cuda"
+    ):  # checked in a subprocess first: a hanging kernel would take this process down
         pytest.skip(reason)
     batch = make(480, 256, 50257, dtype)
     truth, true_grads = run(reference.fused_linear_gac_loss, batch, torch.float64)
@@ -67,7 +69,9 @@ def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_extra_memory_is_bounded() -> None:
-    """Above inputs and gradients (the weight's in float32 while it is summed): 1 GiB."""
+    """At most 1 GiB beyond inputs and gradients, including the float32 accumulator of the weight
+    gradient.
+    """
     batch = make(8192, 1024, 151936, torch.bfloat16)
     run(fused_linear_gac_loss, batch)
     torch.cuda.synchronize()
@@ -80,7 +84,9 @@ def test_extra_memory_is_bounded() -> None:
 
 
 def test_a_lone_sum_is_rounded_once() -> None:
-    """One chunk's weight gradient goes straight into bfloat16, and loses nothing by it."""
+    """With a single chunk, the weight gradient is written directly in bfloat16 without losing
+    accuracy.
+    """
     batch = make(1024, 512, 50257, torch.bfloat16)
     _, alone = run(fused_linear_gac_loss, batch)
     _, parts = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 256 * 2) * 50257)
@@ -89,7 +95,7 @@ def test_a_lone_sum_is_rounded_once() -> None:
 
 
 def test_records_in_a_cuda_graph() -> None:
-    """With several blocks in several chunks, and the small inputs on the CPU, pinned."""
+    """With several chunks of several blocks, and the small inputs in pinned CPU memory."""
     batch = make(2048, 512, 50257, torch.bfloat16)
     batch["hidden"].requires_grad_()
     for name in ("advantages", "is_demo"):

@@ -1,4 +1,4 @@
-"""The memory of the chunked head: what is alive at one time."""
+"""Peak memory of the chunked head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gac_kernels import fused_linear_gac_loss
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that tensors made under it held at one time."""
+    """Tracks the peak number of bytes held by tensors created under this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen weight", "weight"])
 def test_logits_of_one_chunk_live_at_a_time(frozen: bool) -> None:
-    """Chunks of 44, 43 and 43 rows share a buffer, which is gone before gradients are rounded."""
+    """Chunks of 44, 43 and 43 rows share a buffer, which is freed before the gradients are rounded."""
     hidden = torch.randn(1, 130, 64, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(503, 64, dtype=torch.bfloat16, requires_grad=not frozen)
     batch = torch.randint(503, (1, 130)), torch.ones(1), torch.tensor([False])
@@ -42,11 +42,13 @@ def test_logits_of_one_chunk_live_at_a_time(frozen: bool) -> None:
         fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4)
     operands = 4 * weight.numel() * (1 if frozen else 2)  # the weight in float32, its gradient
     least = operands + 44 * 503 * 4
-    assert least <= live.peak <= least + 60_000  # vectors of 130 tokens, rows of hidden
+    assert least <= live.peak <= least + 60_000  # slack for per-token vectors and rows of hidden
 
 
 def test_longer_chunks_of_dead_rows_replace_the_buffer() -> None:
-    """43 rows with a gradient, then 128 without: the larger buffer is not beside the smaller."""
+    """43 rows with a gradient, then 128 without: the smaller buffer is freed before the larger one
+    is allocated.
+    """
     hidden = torch.randn(2, 128, 64, requires_grad=True)
     weight = torch.randn(503, 64)
     targets = torch.randint(503, (2, 128))

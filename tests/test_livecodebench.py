@@ -1,4 +1,6 @@
-"""LiveCodeBench's published form: rows made like it grade programs; a pickle is never run."""
+"""LiveCodeBench's published format: converted rows grade programs correctly, and pickles are never
+executed.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ def pack(value, protocol=None):
 
 def published(number, tests, **changes):
     return {
-        "question_title": "t", "question_content": "A question.", "platform": "atcoder",
-        "question_id": f"q{number}", "contest_id": "c", "contest_date": f"2025-0{number}-01T00:00",
+        "question_title": "t",
+        "question_content": "A question.",
+        "platform": "atcoder",
+        "question_id": f"q{number}",
+        "contest_id": "c",
+        "contest_date": f"2025-0{number}-01T00:00",
         "starter_code": "class Solution:\n    def joined(self, xs: List, x):\n        ",
-        "difficulty": "easy", "public_test_cases": json.dumps(tests[:1]),
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(tests[:1]),
         "private_test_cases": pack(json.dumps(tests[1:])),
-        "metadata": json.dumps({"func_name": "joined"}), **changes,
-    }  # fmt: skip
+        "metadata": json.dumps({"func_name": "joined"}),
+        **changes,
+    }
 
 
 def convert(folder, rows, *options):
@@ -48,8 +56,10 @@ def convert(folder, rows, *options):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = subprocess.run(
         [sys.executable, FOLDER / "livecodebench.py", source, out, *options],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     return run, out
 
 
@@ -80,7 +90,7 @@ def test_a_text_is_taken_from_every_protocol(protocol):
 
 
 class Run:
-    """Unpickled, it would write a file."""
+    """Creates a directory when unpickled."""
 
     def __init__(self, path):
         self.path = path

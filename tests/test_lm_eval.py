@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, on the same rows with our graders, agrees with `gac eval`.
+"""lm-evaluation-harness with our graders agrees with `gac eval` on the same rows.
 
 Optional: needs lm_eval, e.g. `pip install lm_eval==0.4.13`.
 """
@@ -23,16 +23,16 @@ from gac.training.trainer import train
 
 from .tiny import tiny_config, write_reader
 
-lm_eval = pytest.importorskip("lm_eval", reason="an optional second opinion")
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval (optional)")
 TASKS = Path(__file__).parents[1] / "examples" / "lm_eval"
 FILES = Path(__file__).parents[1] / "examples" / "eval"
 SOURCES = {"gsm8k": "gsm8k_test.jsonl.gz", "mbpp": "mbpp.jsonl.gz"}
-LENGTH = 8  # tokens of an answer
+LENGTH = 8  # maximum number of tokens in a response
 
 
 @pytest.fixture(scope="module")
 def rows(data_dir) -> dict[str, list[Mapping[str, Any]]]:
-    """The first four rows that each file of `gac eval` asks."""
+    """The first four test rows of each evaluation config."""
     some = {}
     for name, source in SOURCES.items():
         found = (row.fields for row in read_rows(str(data_dir / source)))
@@ -43,7 +43,7 @@ def rows(data_dir) -> dict[str, list[Mapping[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def model(rows, task, tmp_path_factory) -> Path:
-    """What `gac export` writes of a run of one step."""
+    """The model exported by `gac export` after a one-step run."""
     folder = tmp_path_factory.mktemp("model")
     write_reader(folder / "init", [row["prompt"] for part in rows.values() for row in part])
     start = {"path": str(folder / "init"), "random_init": True}
@@ -59,12 +59,20 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[str, float]]:
-    """Row id -> (response, score) by `gac eval`."""
+    """Run `gac eval`; return row id -> (response, score)."""
     out = file.with_suffix(".out")
-    config = load(EvalConfig, FILES / f"{name}.yaml", [
-        f"out={out}", f"model.path={model}", "model.dtype=float32",
-        f"tasks.{name}.data.prompts={file}", f"tasks.{name}.max_new_tokens={LENGTH}", *changes,
-    ])  # fmt: skip
+    config = load(
+        EvalConfig,
+        FILES / f"{name}.yaml",
+        [
+            f"out={out}",
+            f"model.path={model}",
+            "model.dtype=float32",
+            f"tasks.{name}.data.prompts={file}",
+            f"tasks.{name}.max_new_tokens={LENGTH}",
+            *changes,
+        ],
+    )
     run_suite(config)
     return {a.id: (a.response, a.score) for a in read_samples(out)[name]}
 
@@ -72,7 +80,7 @@ def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[s
 def theirs(
     name: str, model: Path, file: Path, changes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, float]]:
-    """The same by lm_eval; changes: text -> text in the task's file."""
+    """Like `ours`, with lm_eval. changes: old text -> new text in the task file."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -86,9 +94,11 @@ def theirs(
     (folder / f"gac_{name}.yaml").write_text(text)
     found = lm_eval.simple_evaluate(
         model=HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1),
-        tasks=[f"gac_{name}"], log_samples=True, bootstrap_iters=0,
+        tasks=[f"gac_{name}"],
+        log_samples=True,
+        bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-    )  # fmt: skip
+    )
     samples = found["samples"][f"gac_{name}"]
     mean = sum(s["score"] for s in samples) / len(samples)
     assert found["results"][f"gac_{name}"]["score,none"] == pytest.approx(mean)
@@ -104,7 +114,7 @@ def test_the_same_answers_and_verdicts_on_real_rows(name, model, rows, tmp_path)
 
 
 def test_the_same_verdicts_where_some_answers_are_right(model, rows, tmp_path):
-    """Every second row asks for what the model says."""
+    """The answer of every second row is set to the model's own response."""
     said = ours("gsm8k", model, write(tmp_path / "asked.jsonl.gz", rows["gsm8k"]))
     wanted = [
         {**row, "answer": said[row["id"]][0] if i % 2 else "something else"}

@@ -16,7 +16,8 @@ each_backend = pytest.mark.parametrize("backend", ["reference", "native", "trito
 
 def loss_and_grad(call, logits, batch, **keywords):
     out = call(logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords, **keywords)
-    # half-precision gradients are rounded before the factor: a power of two rounds no further
+    # half-precision gradients are rounded before the factor is applied; a power of two adds no
+    # rounding
     return out, torch.autograd.grad(out.loss * 4, logits)
 
 
@@ -30,7 +31,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     # a non-leaf, because a leaf that is overwritten could not be used again
     out, d_ours = loss_and_grad(fused_gac_loss, logits * 1, batch, backend=backend, **keywords)
     check_outputs(out, same, truth)
-    # the interpreter's conversion to bfloat16 truncates where the hardware's rounds
+    # the interpreter's conversion to bfloat16 truncates, while the hardware rounds
     truncates = backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available()
     unit = torch.finfo(dtype).eps / 2 if truncates else 0.0
     check_grads(["logits"], d_ours, d_same, d_truth, unit)
@@ -83,7 +84,7 @@ def test_overwrite_takes_the_logits_storage(name: str, backend: str) -> None:
 
 @each_backend
 def test_overwrite_leaves_rows_that_share_memory(backend: str) -> None:
-    """An expanded tensor has one row of storage for the gradients of all of its rows."""
+    """The rows of an expanded tensor share storage, which cannot hold their separate gradients."""
     available(backend)
     batch = build(BY_NAME["clip"])
     row = batch.logits().detach()[:, :1].requires_grad_()
@@ -99,7 +100,7 @@ def test_overwrite_leaves_rows_that_share_memory(backend: str) -> None:
 
 @each_backend
 def test_strided_rows(backend: str) -> None:
-    """logits[:, :-1] of a longer buffer, the usual shift, whose other cells are nan."""
+    """logits[:, :-1] of a larger buffer (the usual shift); the rest of the buffer is nan."""
     available(backend)
     batch = build(BY_NAME["clip"])
     logits = batch.logits()
@@ -114,7 +115,7 @@ def test_strided_rows(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("name", ["entropy", "packed", "masked-words"])
 def test_token_logprobs(name: str, backend: str) -> None:
-    """Both outputs have gradients; a row without upstream gradient has none."""
+    """Both outputs are differentiable; a row with zero upstream gradient gets a zero gradient."""
     available(backend)
     case = BY_NAME[name]
     batch = build(case)
@@ -188,7 +189,7 @@ EDGES = {
 @each_backend
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name: str, backend: str) -> None:
-    """A term without tokens is exactly 0; nothing to learn gives loss 0 and gradient 0."""
+    """A term without tokens is exactly 0; a batch without tokens has loss 0 and gradient 0."""
     available(backend)
     shape, demos = EDGES[name]
     logits = torch.randn(*shape, 11, requires_grad=True)
@@ -224,22 +225,33 @@ def test_mu_at_its_ends_removes_a_term(mu: float | torch.Tensor, backend: str) -
 
 @each_backend
 def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> None:
-    """An advantage of 12,000 under a temperature of 0.05, divided by 30: 4,000, which it holds."""
+    """The gradient exceeds float16's range before the division by 30 (advantage 12,000, temperature
+    0.05); the result, 4,000, fits.
+    """
     available(backend, torch.float16)
     logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
     targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
-    out = fused_gac_loss(logits, targets, torch.tensor([-12e3]), torch.tensor([False]), mu=0.0,
-                         spec=spec, rollout_norm=15.0, backend=backend)  # fmt: skip
+    out = fused_gac_loss(
+        logits,
+        targets,
+        torch.tensor([-12e3]),
+        torch.tensor([False]),
+        mu=0.0,
+        spec=spec,
+        rollout_norm=15.0,
+        backend=backend,
+    )
     (grad,) = torch.autograd.grad(out.loss, logits)
-    torch.testing.assert_close(grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2),
-                               rtol=2e-3, atol=0.0)  # fmt: skip
+    torch.testing.assert_close(
+        grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2), rtol=2e-3, atol=0.0
+    )
 
 
 @each_backend
 @pytest.mark.parametrize("advantage", [-1e4, 1e4])
 @pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 1e4])
 def test_an_impossible_ratio_stays_in_float32(gap: float, advantage: float, backend: str) -> None:
-    """Above e^40 the ratio is e^40, without a gradient, in every dtype and backend."""
+    """Ratios are clamped to e^40, with zero gradient above that, in every dtype and backend."""
     available(backend)
     exact, batch, keywords = unlikely(old=gap)
     batch[1][:] = advantage
@@ -262,20 +274,22 @@ def test_a_k3_beyond_float32_is_not_a_number_to_learn_from(backend: str) -> None
 
 
 def unlikely(old: float = 0.0, ref: float = 0.0):
-    """One rollout of two tokens, the first with the given logp - old and ref - logp."""
+    """A rollout of two tokens; the first has the given logp - old and ref - logp."""
     logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).double()
     targets = torch.tensor([[1, 3]])
     logps, _ = token_logprobs(logits, targets, backend="reference")
     first = torch.tensor([[1.0, 0.0]])
     keywords = {
-        "mu": 0.0, "spec": LossSpec(kl_coef=0.1), "old_logps": (logps - old * first).float(),
+        "mu": 0.0,
+        "spec": LossSpec(kl_coef=0.1),
+        "old_logps": (logps - old * first).float(),
         "ref_logps": (logps + ref * first).float(),
-    }  # fmt: skip
+    }
     return logits, (targets, torch.ones(1), torch.tensor([False])), keywords
 
 
 def both(logits, batch, keywords, backend):
-    """The outputs and the gradient of the logits."""
+    """Return the outputs and the gradient with respect to the logits."""
     leaf = logits.detach().requires_grad_()
     wide = {k: x.to(leaf.dtype) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
     out = fused_gac_loss(leaf, *batch, **wide, backend=backend)
@@ -294,15 +308,18 @@ def test_zero_advantages_teach_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
-    """Shares of 1 / 2^20 are below float16's range; the loss scale must still find them."""
+    """Gradients of order 2^-24 underflow in float16 (demo_norm is 2^24); the loss scale of 2^24
+    must recover them.
+    """
     available(backend, torch.float16)
     logits = torch.randn(2, 3, 11, dtype=torch.float16, requires_grad=True)
     targets, is_demo = torch.randint(0, 11, (2, 3)), torch.tensor([True, True])
     spec = LossSpec(demo_weight="one")
 
     def grad(call, x, **keywords):
-        out = call(x, targets, torch.ones(2), is_demo, mu=1.0, spec=spec, demo_norm=2.0**24,
-                   **keywords)  # fmt: skip
+        out = call(
+            x, targets, torch.ones(2), is_demo, mu=1.0, spec=spec, demo_norm=2.0**24, **keywords
+        )
         return torch.autograd.grad(out.loss * 2.0**24, x)[0]
 
     truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())

@@ -1,4 +1,4 @@
-"""Training on code: examples/mbpp.yaml on the real rows, with a model small enough for a CPU."""
+"""Training on code: examples/mbpp.yaml on the real dataset, with a model small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -36,11 +36,21 @@ def model(data_dir, tmp_path_factory) -> Path:
 def changes(data_dir, model, tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("GAC_DATA", str(data_dir))
     return [
-        f"out={tmp_path / 'run'}", f"model.path={model}", "model.random_init=true",
-        "model.dtype=float32", "steps=2", "rollouts.prompts=2", "rollouts.completions=3",
-        "rollouts.max_new_tokens=8", "demo_batch=4", "data.limit=40", "eval.data.limit=2",
-        "eval.max_new_tokens=4", "data.max_prompt_tokens=null", "export=false",
-    ]  # fmt: skip
+        f"out={tmp_path / 'run'}",
+        f"model.path={model}",
+        "model.random_init=true",
+        "model.dtype=float32",
+        "steps=2",
+        "rollouts.prompts=2",
+        "rollouts.completions=3",
+        "rollouts.max_new_tokens=8",
+        "demo_batch=4",
+        "data.limit=40",
+        "eval.data.limit=2",
+        "eval.max_new_tokens=4",
+        "data.max_prompt_tokens=null",
+        "export=false",
+    ]
 
 
 def test_two_steps_on_real_rows(changes):
@@ -55,7 +65,7 @@ def test_two_steps_on_real_rows(changes):
 
 
 class Written(CodeReward):
-    """The code reward of three written answers per prompt, whatever the policy said."""
+    """A code reward that ignores the completions and grades three fixed answers per prompt."""
 
     def outcomes(self, completions, examples):
         texts = ["```python\n{}\n```", "```\nwhile True: pass\n```", "```\n```"]
@@ -69,7 +79,9 @@ def test_what_the_reward_counted_is_in_the_metrics(changes):
     config = load(TrainConfig, EXAMPLE, changes)
     (row,) = metrics(train(config))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
-    endless = row["reward_timeouts"] + row["reward_stalled"]  # by the load of the machine
+    endless = (
+        row["reward_timeouts"] + row["reward_stalled"]
+    )  # which of the two depends on machine load
     assert (endless, row["reward_no_program"], row["reward_crashes"]) == (2, 2, 0)
 
 

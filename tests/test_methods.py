@@ -1,4 +1,6 @@
-"""One contract for every method: it trains, and a run cut in the middle repeats itself."""
+"""The contract of every method: it trains, and an interrupted run resumes to the identical
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tools.methods_table import PAGE, RESULTS, needs, page
 from .tiny import metrics, tiny_config
 
 ROOT = Path(__file__).parents[1]
-# What each method needs of the trainer. A method that is not listed fails the suite.
+# What each method requires from the trainer. An unlisted method fails the suite.
 DEMOS = ("demonstrations",)
 ROLLOUTS = ("rollouts",)
 BOTH = ("rollouts", "demonstrations")
@@ -54,7 +56,7 @@ NEEDS = {
         (*TWO, "reference"),
     ),
 }
-# Values that make everything a method does happen within four steps.
+# Settings that trigger every feature of a method within four steps.
 SHORT = {
     "sft-light": {"epochs": 2, "patience": 9},
     "sft-then-rl": {"sft_steps": 2},
@@ -68,7 +70,7 @@ SHORT = {
     "wcf": {"schedule": {"warmup": 2, "peak": 0.5, "valley": 0.1, "decay": 2}},
     **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
     "oracle": {"update_every": 2, "gradient_parts": 2},
-}  # fmt: skip
+}
 
 
 def config_of(name: str, task, out, **changes) -> TrainConfig:
@@ -98,8 +100,11 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     whole.run()
     rows = metrics(tmp_path / "whole")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(math.isfinite(row["grad_norm"]) and 0 <= row["mu"] <= 1 for row in rows
-               if name != "aligned-mtl")  # fmt: skip
+    assert all(
+        math.isfinite(row["grad_norm"]) and 0 <= row["mu"] <= 1
+        for row in rows
+        if name != "aligned-mtl"
+    )
     moved = [not torch.equal(a, b) for a, b in zip(before, whole.model.parameters(), strict=True)]
     assert any(moved) and all(p.isfinite().all() for p in whole.model.parameters())
 

@@ -1,4 +1,4 @@
-"""Methods that do more than mix two losses compute the same on several processes."""
+"""Methods that do more than mix two losses give the same result on one process and on two."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from .test_distributed import FSDP, assert_same, config, five_steps
 
 pytestmark = pytest.mark.dist
 STEPS = 2
-# why each is here: what it does that a sharded or replicated run could get wrong
+# each comment says what a sharded or replicated run could get wrong
 METHODS = {
     "nash-mtl": {},  # inner products of gradients
-    "moco": {},  # tensors of its own, as large as the gradient
-    "gradnorm-ctrl": {"update_every": 2},  # joint and separate gradients in turn
-    "asft": {},  # the heads of two models in one loss
-    "dpo": {},  # a rank may have no pair
-    "gspo": {},  # a loss of its own on rollouts
-    "hpt": {"table": [0.9, 0.6, 0.3, 0.1, 0.0], "correct": 0.6},  # kinds of rows differ by rank
-    "trapo": {"sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},  # rows that are half demonstration
-    "famo": {},  # forwards after the update
+    "moco": {},  # state tensors as large as the gradient
+    "gradnorm-ctrl": {"update_every": 2},  # alternates joint and separate gradients
+    "asft": {},  # one loss that uses the LM heads of two models
+    "dpo": {},  # a rank may have no preference pair
+    "gspo": {},  # a custom rollout loss
+    "hpt": {
+        "table": [0.9, 0.6, 0.3, 0.1, 0.0],
+        "correct": 0.6,
+    },  # ranks may hold different kinds of rows
+    "trapo": {
+        "sizes": [1, 1, 1, 1],
+        "below": [-1, 2, 2, 2],
+    },  # rows that begin with a demonstration prefix
+    "famo": {},  # forward passes after the update
 }
 
 

@@ -1,7 +1,7 @@
 """Each method against its published formula: the gradient of a real step, and its weights.
 
-The truth is plain autograd in float64 over the very rows of a step, one row at a time, so that
-masks, normalisers, temperatures and prefixes are part of what is compared.
+The expected values come from plain autograd in float64 over the same rows, one row at a time, so
+that masks, normalizers, temperatures and prefixes are checked too.
 """
 
 from __future__ import annotations
@@ -51,15 +51,22 @@ def test_every_method_has_golden_values():
 
 
 def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], list[Tensor], object]:
-    """A real step: its rows, the gradient given to the optimiser, and the model before it."""
-    rollouts = {"prompts": 6, "completions": 4, "max_new_tokens": LONGEST,
-                "temperature": TEMPERATURE}  # fmt: skip
+    """Run one real step. Return the trainer, the step's rows, the gradient passed to the optimizer,
+    and a float64 copy of the model from before the step.
+    """
+    rollouts = {
+        "prompts": 6,
+        "completions": 4,
+        "max_new_tokens": LONGEST,
+        "temperature": TEMPERATURE,
+    }
     fields = EXTRA.get(name, {}) if fields is None else fields
-    config = tiny_config(task, out, method={"name": name, **fields}, rollouts=rollouts, eval={},
-                         micro_batch=5)  # fmt: skip
+    config = tiny_config(
+        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch=5
+    )
     trainer = Trainer(config)
     before = copy.deepcopy(trainer.model).double()
-    del before.forward  # the head's patch still calls the model that it was made for
+    del before.forward  # the patched forward still calls the original model
     rows: list[Row] = []
     call = trainer.gradients.__class__.__call__
     found: list[Tensor] = []
@@ -84,12 +91,14 @@ def gradient(loss: Tensor, model, keep: bool = False) -> list[Tensor]:
     found = torch.autograd.grad(
         loss, list(model.parameters()), retain_graph=keep, allow_unused=True
     )
-    return [torch.zeros_like(p) if g is None else g
-            for g, p in zip(found, model.parameters(), strict=True)]  # fmt: skip
+    return [
+        torch.zeros_like(p) if g is None else g
+        for g, p in zip(found, model.parameters(), strict=True)
+    ]
 
 
 def close(ours: list[Tensor], truth: list[Tensor]) -> None:
-    """Relative to the largest entry of the whole gradient: float32 against float64."""
+    """Compare float32 with float64, relative to the largest entry of the whole gradient."""
     size = max(t.abs().max() for t in truth)
     assert size > 0
     for x, y in zip(ours, truth, strict=True):
@@ -99,7 +108,9 @@ def close(ours: list[Tensor], truth: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_of_a_step_is_that_of_the_published_loss(name, task, tmp_path):
     _, rows, found, model = one_step(name, task, tmp_path)
-    seen = [look(model, model, row) for row in rows]  # before the first step, it is the reference
+    seen = [
+        look(model, model, row) for row in rows
+    ]  # before the first step, the model equals the reference
     close(found, gradient(LOSSES[name](seen), model))
 
 
@@ -108,8 +119,10 @@ def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
     trainer, rows, found, model = one_step(name, task, tmp_path)
     seen = [look(model, model, row) for row in rows]
     s, r = gradient(nll(seen), model), gradient(policy_gradient(seen), model)
-    a, b, c = (sum((x * y).sum().item() for x, y in zip(p, q, strict=True))
-               for p, q in ((s, s), (s, r), (r, r)))  # fmt: skip
+    a, b, c = (
+        sum((x * y).sum().item() for x, y in zip(p, q, strict=True))
+        for p, q in ((s, s), (s, r), (r, r))
+    )
     w_s, w_r = SOLVERS[name](a, b, c)
     close(found, [w_s * x + w_r * y for x, y in zip(s, r, strict=True)])
     if name != "gradnorm-ctrl":
@@ -123,13 +136,15 @@ def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
     tokens, n = sum(r.n for r in demos), len(rollouts)
     halves = [
         *(2 * -sum(r.logp.sum() for r in part) / tokens for part in (demos[:2], demos[2:])),
-        *(2 * sum(surrogate(r).mean() for r in part) / n
-          for part in (rollouts[: n // 2], rollouts[n // 2 :])),
-    ]  # fmt: skip
+        *(
+            2 * sum(surrogate(r).mean() for r in part) / n
+            for part in (rollouts[: n // 2], rollouts[n // 2 :])
+        ),
+    ]
     parts = [torch.cat([g.flatten() for g in gradient(loss, model, True)]) for loss in halves]
     stacked = torch.stack(parts)
     (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
-    # minimise (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x): linear in x
+    # minimize (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x); its derivative is linear in x
     gain = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731 - a formula
     slope = gain(1.0) - gain(0.0)
     x = min(max(-gain(0.0) / slope, 0), 1) if slope > 0 else float(gain(0.5) < 0)
@@ -149,12 +164,16 @@ def test_the_gradient_source_is_given_the_true_inner_products(task, tmp_path, mo
     demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     losses = [
-        *(2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens
-          for part in (demos[:2], demos[2:])),
-        *(2 * sum(surrogate(r).mean() for r in part) / n
-          for part in (rollouts[: n // 2], rollouts[n // 2 :])),
+        *(
+            2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens
+            for part in (demos[:2], demos[2:])
+        ),
+        *(
+            2 * sum(surrogate(r).mean() for r in part) / n
+            for part in (rollouts[: n // 2], rollouts[n // 2 :])
+        ),
         nll(seen),
-    ]  # fmt: skip
+    ]
     found = [gradient(loss, model, True) for loss in losses]
     parts = torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found])
     torch.testing.assert_close(evidence[0].gram, parts[:4] @ parts[:4].T, rtol=1e-4, atol=1e-7)
@@ -181,8 +200,17 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     is_demo = torch.zeros(3, dtype=torch.bool)
     batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10), 5)
     spec = method.loss(LossSpec()).spec
-    out = own_loss(method.token_loss, Head(None, logits=logits), None, batch, 0.0, old, None, spec,
-                   Pair(demo=1.0, rollout=3.0))  # fmt: skip
+    out = own_loss(
+        method.token_loss,
+        Head(None, logits=logits),
+        None,
+        batch,
+        0.0,
+        old,
+        None,
+        spec,
+        Pair(demo=1.0, rollout=3.0),
+    )
     lengths = torch.tensor([5, 3, 5])
     ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
     parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
@@ -222,7 +250,7 @@ def test_gradients_that_are_not_finite_skip_the_step_and_are_counted(task, tmp_p
     assert not any(map(torch.equal, before, trainer.model.parameters()))
 
 
-# ---- weights over a few steps, from what training measured
+# ---- mixing weights over several steps, from given measurements
 
 
 def run_mixes(method, observations: list[Observation]) -> list[float]:
@@ -234,29 +262,41 @@ def run_mixes(method, observations: list[Observation]) -> list[float]:
 
 
 def steps(**columns) -> list[Observation]:
-    """One observation per entry of the columns."""
+    """Build one Observation per step from columns of values."""
     rows = zip(*columns.values(), strict=True)
     return [Observation(t, **dict(zip(columns, row, strict=True))) for t, row in enumerate(rows)]
 
 
 MIXES = {
     # kappa = mean(0.02, 0.04) / (1 - 0.58) = 0.0714...; then 1 - KL / kappa
-    "kl-ctrl": ({"calibration": 2}, steps(kl=[None, 0.02, 0.04, 0.03, 0.05, 0.09, None]),
-                [0.58, 0.58, 0.58, 0.58, 1 - 0.05 * 0.42 / 0.03, 0.02, 0.02]),
+    "kl-ctrl": (
+        {"calibration": 2},
+        steps(kl=[None, 0.02, 0.04, 0.03, 0.05, 0.09, None]),
+        [0.58, 0.58, 0.58, 0.58, 1 - 0.05 * 0.42 / 0.03, 0.02, 0.02],
+    ),
     # c = 0.58 mean(0.2, 0.3); then c / Var, at most 0.98
-    "rewvar-ctrl": ({"calibration": 2}, steps(reward_variance=[None, 0.2, 0.3, 0.5, 0.1]),
-                    [0.58, 0.58, 0.58, 0.58 * 0.250001 / 0.500001, 0.98]),
+    "rewvar-ctrl": (
+        {"calibration": 2},
+        steps(reward_variance=[None, 0.2, 0.3, 0.5, 0.1]),
+        [0.58, 0.58, 0.58, 0.58 * 0.250001 / 0.500001, 0.98],
+    ),
     "reward-threshold": ({}, steps(reward_mean=[None, 0.1, 0.49, 0.7]), [0.5, 0.4, 0.01, 0.0]),
     # s = log-variances: s += 0.025 (exp(-s) L - 1) / 2, for L = 2 and 1 - 0.5
-    "uncertainty": ({}, steps(demo_loss=[None, 2.0], reward_mean=[None, 0.5]),
-                    [0.5, math.exp(-0.0125) / (math.exp(-0.0125) + math.exp(0.00625))]),
+    "uncertainty": (
+        {},
+        steps(demo_loss=[None, 2.0], reward_mean=[None, 0.5]),
+        [0.5, math.exp(-0.0125) / (math.exp(-0.0125) + math.exp(0.00625))],
+    ),
     # ratios of window means 1 / 2 and 0.5 / 0.5 at temperature 2
-    "dwa": ({"window": 1}, steps(demo_loss=[None, 2.0, 1.0], reward_mean=[None, 0.5, 0.5]),
-            [0.5, 0.5, math.exp(0.25) / (math.exp(0.25) + math.exp(0.5))]),
+    "dwa": (
+        {"window": 1},
+        steps(demo_loss=[None, 2.0, 1.0], reward_mean=[None, 0.5, 0.5]),
+        [0.5, 0.5, math.exp(0.25) / (math.exp(0.25) + math.exp(0.5))],
+    ),
     "sft-then-rl": ({"sft_steps": 2}, steps(kl=[None] * 4), [1.0, 1.0, 0.0, 0.0]),
     "wcf": ({}, [Observation(t) for t in (0, 100, 200, 400, 600)], [0, 0.25, 0.5, 0.26, 0.02]),
     "hpcd": ({}, [Observation(t) for t in (0, 100, 200)], [0.9, 0.475, 0.05]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -320,7 +360,7 @@ def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
 
 def test_gates():
     method = METHODS["hpt"](table=(1.0, 0.75, 0.0))
-    nan = math.nan  # a dropped rollout is not right
+    nan = math.nan  # a dropped rollout does not count as correct
     rewards = torch.tensor([[0.0, nan, 0.0], [1.0, 0.0, nan], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     soft = method.credit(rewards.double(), None, "centered")
     assert soft.rollout_weight.tolist() == [0.0, 0.25, 1.0, 1.0]
@@ -333,7 +373,7 @@ def test_gates():
 
 
 def gac_mixes(name: str, fields: dict, steps: int = 30) -> list[float]:
-    """mu under noisy RL, quiet SFT and a KL on target."""
+    """mu of every step, with noisy RL, low-noise SFT and the KL on target."""
     method = METHODS[name](**fields)
     state, found = method.init(), []
     for t in range(steps):
@@ -347,7 +387,7 @@ def test_variants_differ_from_gac_where_they_say():
     star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
     base = gac_mixes("gac", {})
     assert max(abs(b - a) for a, b in itertools.pairwise(base)) <= 0.01 + 1e-12
-    assert gac_mixes("oracle", {})[0] == pytest.approx(star)  # nothing between mu* and mu
+    assert gac_mixes("oracle", {})[0] == pytest.approx(star)  # mu equals mu*
     assert gac_mixes("gac-no-ema", {"max_step": 1.0})[0] == pytest.approx(0.5 * 0.85 + 0.5 * star)
     m = 0.99 * 0.5 + 0.01 * star
     assert gac_mixes("gac-no-prior", {"max_step": 1.0})[0] == pytest.approx(m)

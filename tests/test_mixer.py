@@ -1,4 +1,4 @@
-"""The mixer that adapters share: sums, order, state, and what it refuses."""
+"""Mixer, which the adapters share: sums, data order, state, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ def moments(seed: int, *, demo: bool, ref: bool = True, rows: int = 6) -> TokenM
     draw = torch.Generator().manual_seed(seed)
     logps = -torch.rand(rows, 5, generator=draw)
     found = loss_from_logprobs(
-        logps, torch.ones(rows, 5, dtype=torch.int64), torch.randn(rows, generator=draw),
-        torch.full((rows,), demo), ref_logps=logps - 0.1 if ref and not demo else None,
-    ).moments  # fmt: skip
+        logps,
+        torch.ones(rows, 5, dtype=torch.int64),
+        torch.randn(rows, generator=draw),
+        torch.full((rows,), demo),
+        ref_logps=logps - 0.1 if ref and not demo else None,
+    ).moments
     assert found is not None
     return found
 
@@ -194,8 +197,10 @@ def test_ranks_close_a_step_together():
     found = ranks.run(_on_a_rank, 5, ranks=2)
     assert found[0] == found[1]
     log = found[0][0]
-    total = sum([moments(1, demo=False, rows=4), moments(7, demo=True, rows=4)],
-                moments(0, demo=False, rows=3))  # fmt: skip
+    total = sum(
+        [moments(1, demo=False, rows=4), moments(7, demo=True, rows=4)],
+        moments(0, demo=False, rows=3),
+    )
     expected = total.signals()._asdict()
     assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (1.5, 4, 20)

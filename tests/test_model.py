@@ -1,4 +1,6 @@
-"""The model adapter: the loss reaches hidden states and head on every family that we claim."""
+"""The model adapter: the loss can use the hidden states and the LM head of every supported model
+family.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ from gac.model import LoraConfig, _add_lora, attach_head
 from gac_kernels import reference
 
 SMALL = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-    "eos_token_id": 1, "bos_token_id": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def make(kind: str, **changes):
@@ -23,7 +33,9 @@ def make(kind: str, **changes):
 
 
 def check(model, tolerance: float = 1e-5):
-    """The loss and every gradient through `request` equal those of the model's own logits."""
+    """Assert that the loss and all gradients through `request` equal those from the model's own
+    logits.
+    """
     ids = torch.randint(3, 61, (3, 9))
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0

@@ -85,7 +85,7 @@ def test_signals_equal_a_direct_computation(trim: float, per_token: bool) -> Non
 SPLITS = {
     "one by one": [[i] for i in range(12)],
     "halves": [list(range(6)), list(range(6, 12))],
-    "rollouts and demonstrations apart": [[0, 2, 3, 5, 8, 11], [1, 4, 6, 7, 9, 10]],
+    "rollouts and demonstrations separate": [[0, 2, 3, 5, 8, 11], [1, 4, 6, 7, 9, 10]],
     "with an empty part": [[3], [0, 1, 2], [], [4, 5, 6, 7, 8, 9, 10, 11]],
 }
 
@@ -113,11 +113,15 @@ def test_a_large_mean_does_not_cancel() -> None:
     logits, targets, advantages, is_demo = batch()
     shifted = [
         fused_gac_loss(
-            logits[i : i + 1], targets[i : i + 1], advantages[i : i + 1] + shift,
-            is_demo[i : i + 1], backend="reference",
+            logits[i : i + 1],
+            targets[i : i + 1],
+            advantages[i : i + 1] + shift,
+            is_demo[i : i + 1],
+            backend="reference",
         ).moments
-        for shift in (0.0, 1e8) for i in range(12)
-    ]  # fmt: skip
+        for shift in (0.0, 1e8)
+        for i in range(12)
+    ]
     plain, moved = sum(shifted[1:12], shifted[0]), sum(shifted[13:], shifted[12])
     assert_same(moved.signals(), plain.signals(), rel=1e-6)
 
@@ -126,9 +130,13 @@ def test_constant_coefficients_have_no_z_score() -> None:
     logits, targets, advantages, is_demo = batch()
     same = torch.ones_like(advantages)
     out = fused_gac_loss(logits, targets, same, is_demo, backend="reference")
-    assert out.moments.signals().disagreement == 1.0  # the z-scores of s alone
+    assert (
+        out.moments.signals().disagreement == 1.0
+    )  # from the z-scores of s alone; those of A are 0
     flat = fused_gac_loss(torch.zeros_like(logits), targets, same, is_demo, backend="reference")
-    assert flat.moments.signals()[1:] == pytest.approx((0.0, 0.0), abs=1e-20)  # variance, rounded
+    assert flat.moments.signals()[1:] == pytest.approx(
+        (0.0, 0.0), abs=1e-20
+    )  # the variance is 0 up to rounding
 
 
 def test_without_one_kind_its_signals_are_nan() -> None:
@@ -141,7 +149,7 @@ def test_without_one_kind_its_signals_are_nan() -> None:
 
 
 def test_a_broken_row_makes_its_signals_nan() -> None:
-    """Never a finite number from the others, and not trimmed away as an outlier."""
+    """A NaN row is neither ignored nor trimmed as an outlier."""
     logits, targets, advantages, is_demo = batch()
     for row, signals in ((1, slice(0, 1)), (0, slice(2, 3))):
         broken = logits.clone()
@@ -175,12 +183,16 @@ def test_all_reduce_alone_is_the_identity() -> None:
 
 PARTS = {
     2: [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]],  # unequal counts
-    3: [[0, 2, 3, 5, 8, 11], [1, 4, 6, 7], [9, 10]],  # ranks without one kind, unequal counts
+    3: [
+        [0, 2, 3, 5, 8, 11],
+        [1, 4, 6, 7],
+        [9, 10],
+    ],  # some ranks hold only one kind of row; unequal counts
 }
 
 
 def merged(parts: list[list[int]]) -> tuple[Signals, list[float]]:
-    """What a rank knows after it has exchanged the statistics of its part."""
+    """Signals and token counts on a rank after the all-reduce."""
     torch.distributed.init_process_group("gloo")
     found = moments(parts[torch.distributed.get_rank()]).all_reduce()
     return found.signals(0.2), found.totals[:2].tolist()

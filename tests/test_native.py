@@ -1,4 +1,4 @@
-"""The native CPU backend's numbers: precision, dtypes, strides, extreme logits, threads, memory."""
+"""Numerics of the native CPU backend: precision, dtypes, strides, extreme logits, threads, memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_float32_is_as_good_as_pytorch(spec: LossSpec) -> None:
             1 + value.abs().max()
         ), name
     assert error(grad, true_grad) <= error(peer_grad, true_grad) + 1e-8
-    assert true_grad.abs().max() > 1e-3, "the bound above would hold for zeros"
+    assert true_grad.abs().max() > 1e-3, "the bound above would also hold for zero gradients"
 
 
 WIDTHS = {
     "one": 1,
     "under a vector": 11,
     "odd": 257,
-    "several vectors and a rest": 1003,
-    "a block and one": 2049,
-    "blocks and a rest": 32000,
+    "several vectors and a remainder": 1003,
+    "one more than a block": 2049,
+    "several blocks and a remainder": 32000,
     "wide and odd": 50257,
 }
 
@@ -46,7 +46,7 @@ def test_any_width(width: int) -> None:
     data = batch(width, rows=2, length=3)
     truth, true_grad = call(data | {"logits": data["logits"].double()}, backend="reference")
     ours, grad = call(data)
-    for name in ("logps", "entropy"):  # half a unit in the last place, and a little
+    for name in ("logps", "entropy"):  # half a ulp plus a small margin
         assert error(ours[name], truth[name]) <= 6e-8 * truth[name].abs().max() + 1.5e-7, name
     assert error(grad, true_grad) <= 1e-6 * true_grad.abs().max()
 
@@ -128,7 +128,7 @@ def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) ->
 
 
 def test_large_result_is_streamed_to_every_place() -> None:
-    data = batch(9001, rows=4, length=250)  # 34 MiB: past the caches, rows unaligned
+    data = batch(9001, rows=4, length=250)  # 34 MiB: larger than the caches; rows are unaligned
     _, grad = call(data)
     _, in_place = call(data, data["logits"].clone(), overwrite=True)
     assert torch.equal(grad, in_place)
@@ -176,7 +176,7 @@ def test_minus_infinity_is_a_masked_vocabulary(spec: LossSpec) -> None:
 @pytest.mark.parametrize(
     "bad", (math.nan, -math.nan, math.inf), ids=("nan", "negative nan", "infinity")
 )
-@pytest.mark.parametrize("place", (0, 2047, 4999), ids=("first", "block's end", "rest"))
+@pytest.mark.parametrize("place", (0, 2047, 4999), ids=("first", "end of block", "rest"))
 def test_a_bad_logit_is_nan_never_a_number(bad: float, place: int) -> None:
     data = batch(5000, rows=2, length=2)
     data["targets"].fill_(17)
@@ -226,13 +226,14 @@ def test_offset_peaked_and_falling_rows() -> None:
 
 
 def test_small_probabilities_keep_their_digits() -> None:
-    """p from 1 down to 1e-35: off by the rounding of the distance to the largest logit, of its
-    product with log2(e), of log2(e) itself, and of a power of two in [1, 2)."""
+    """p from 1 down to 1e-35. Errors come from rounding the distance to the largest logit, its
+    product with log2(e), log2(e) itself, and a power of two in [1, 2).
+    """
     leaf = (7 - torch.linspace(0, 80, 5001))[None, None].requires_grad_()
     logps, _ = token_logprobs(leaf, torch.tensor([[0]]), backend="native")
     logps.backward(torch.tensor([[-1.0]]))
     logits = leaf.detach()[0, 0].double()
-    exact = logits.softmax(-1)[1:]  # the gradient of every word but the target
+    exact = logits.softmax(-1)[1:]  # the gradient of every vocabulary entry except the target
     relative = (leaf.grad[0, 0, 1:].double() / exact - 1).abs()
     assert (relative <= 3e-7 + (2 * 2**-24 + 1.4e-8) * (7 - logits[1:])).all()
 

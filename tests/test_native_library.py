@@ -1,4 +1,6 @@
-"""The native CPU backend as a library: instruction sets, operators, reasons not to run."""
+"""The native CPU backend as a library: instruction sets, operators, and reported reasons for being
+unavailable.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_each_instruction_set(name: str) -> None:
     supported = torch.backends.cpu.get_cpu_capability().lower()
     order = ("default", "avx2", "avx512")
     if supported not in order or order.index(name) > order.index(supported):
-        pytest.skip(f"this processor has {supported} only")
+        pytest.skip(f"this processor supports only {supported}")
     result = capability(name)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [name]
@@ -95,8 +97,17 @@ def operator_samples() -> dict[str, tuple]:
     tokens = torch.ops.gac_native.plan(*planned, None, None, None, *weights, None, None)
     live, of_demo, advantages, _, _, weight, _, _, offsets, lengths = tokens
     summed = (
-        live, of_demo, advantages, weight, offsets, lengths, sides, 0.5, True, *[old] * 5,
-    )  # fmt: skip
+        live,
+        of_demo,
+        advantages,
+        weight,
+        offsets,
+        lengths,
+        sides,
+        0.5,
+        True,
+        *[old] * 5,
+    )
     return {
         "plan": (*planned, old.view(2, 3), old.view(2, 3), None, *weights, 2.0, 3.0),
         "plan without options": (*planned, None, None, None, *weights, None, None),
@@ -106,13 +117,32 @@ def operator_samples() -> dict[str, tuple]:
         "row_grads": (logits, targets, ones, ones, 0.7, out),
         "row_loss": (logits, targets, demo, ones, old, old, ones, *numbers, out, None, None),
         "row_loss with a sketch": (
-            logits, targets, demo, ones, old, old, ones, *numbers, out,
-            torch.ones(logits.shape[-1]), torch.zeros(len(ones), 8),
+            logits,
+            targets,
+            demo,
+            ones,
+            old,
+            old,
+            ones,
+            *numbers,
+            out,
+            torch.ones(logits.shape[-1]),
+            torch.zeros(len(ones), 8),
         ),
         "row_loss without options": (
-            logits.bfloat16(), targets, demo, ones, None, None, ones, *numbers, None, None, None,
+            logits.bfloat16(),
+            targets,
+            demo,
+            ones,
+            None,
+            None,
+            ones,
+            *numbers,
+            None,
+            None,
+            None,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", operator_samples())
@@ -133,9 +163,15 @@ def test_operators_refuse_what_they_cannot_read() -> None:
     for ends, message in (([0, 2, 1], "decreases at 2"), ([0, 2, 4], "must .* end at N = 3")):
         with pytest.raises(ValueError, match=message):
             torch.ops.gac_native.plan(
-                torch.zeros(3).long(), torch.zeros(2), sides, 0.5, None, None, torch.tensor(ends),
+                torch.zeros(3).long(),
+                torch.zeros(2),
+                sides,
+                0.5,
+                None,
+                None,
+                torch.tensor(ends),
                 *rest,
-            )  # fmt: skip
+            )
 
 
 def test_missing_or_foreign_library_is_a_reason(tmp_path, monkeypatch) -> None:

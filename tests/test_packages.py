@@ -1,4 +1,4 @@
-"""The sdist and the wheel: built, installed into a fresh environment, and trained with there."""
+"""Build the sdist and the wheel, install the wheel into a fresh environment, and train there."""
 
 from __future__ import annotations
 
@@ -29,23 +29,30 @@ print(cpu.capability() if sys.argv[1] == "1" else "none")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """stdout of a command that succeeds; nothing of the checkout is on its path."""
+    """Run a command that must succeed, without the checkout on its path; return its stdout."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GAC_EXT")}
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=clean | environment, capture_output=True, text=True,
+        list(map(str, command)),
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
         timeout=900,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
 def packages(folder: Path, mode: str) -> tuple[Path, Path]:
-    """The sdist of the tracked files, and the wheel that is built from the sdist alone."""
+    """Build an sdist from the files that git does not ignore, and a wheel from that sdist alone."""
     checkout = folder / "checkout"
     names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if names.returncode:
         pytest.skip("not a git checkout")
     for name in filter(lambda n: (ROOT / n).is_file(), names.stdout.splitlines()):
@@ -54,25 +61,48 @@ def packages(folder: Path, mode: str) -> tuple[Path, Path]:
     run(sys.executable, "-c", BUILD, folder, cwd=checkout, GAC_EXT=mode)
     (sdist,) = folder.glob("gac-*.tar.gz")
     run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-        "--no-index", "--wheel-dir", folder, sdist, cwd=folder, GAC_EXT=mode,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        folder,
+        sdist,
+        cwd=folder,
+        GAC_EXT=mode,
+    )
     (wheel,) = folder.glob("gac-*.whl")
     return sdist, wheel
 
 
 def fresh(folder: Path, wheel: Path) -> Path:
-    """A new environment with the wheel in it; its dependencies are those of this one, by path."""
+    """Create an environment with the wheel installed; a .pth file provides the current
+    environment's packages as dependencies.
+    """
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     purelib = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
-    # a path file within such a folder is not read, so the checkout that is installed there by one
-    # stays unseen
+    # .pth files inside that folder are not processed, so an editable install of the checkout stays
+    # invisible
     (Path(purelib) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
-        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
-        "--no-index", "--force-reinstall", wheel, cwd=folder.parent,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--force-reinstall",
+        wheel,
+        cwd=folder.parent,
+    )
     return python
 
 

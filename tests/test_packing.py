@@ -1,4 +1,4 @@
-"""Rows packed end to end: the same losses, gradients, log-probs and statistics as padded ones."""
+"""Packed rows give the same losses, gradients, log-probs and statistics as padded rows."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ from gac_kernels import LossSpec
 from .test_model import SMALL
 from .tiny import metrics, tiny_config
 
-# windows far below the rows' lengths
+# sliding windows much shorter than the longest rows
 MODELS = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "gemma": {},
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "gemma": {},
     "mistral": {"sliding_window": 4},
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
     "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window": 4},
-}  # fmt: skip
+}
 
 
 def make(kind: str, attention: str | None = None, **changes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for p in model.parameters():  # far from the near-uniform attention of fresh weights
+    for (
+        p
+    ) in model.parameters():  # scale up: freshly initialized weights give near-uniform attention
         p.data.mul_(4 if p.dim() > 1 else 1)
     attach_head(model)
     return model
@@ -61,12 +66,18 @@ def some_rows(number: int = 9, mixed: bool = False, seed: int = 0) -> list[Row]:
 
 
 def measure(model, rows: list[Row], micro: MicroBatches, loss: Loss):
-    """What one step makes of `rows`: losses, log-probs, statistics, gradients by name."""
+    """Run one step on `rows`; return its measurements, the old log-probs and the gradients by name."""
     gradients = Gradients(
-        Accelerator(cpu=True), model, None, loss, temperature=0.7, micro=micro, pad_token=0,
+        Accelerator(cpu=True),
+        model,
+        None,
+        loss,
+        temperature=0.7,
+        micro=micro,
+        pad_token=0,
         averages=False,
-    )  # fmt: skip
-    gradients.reference = model  # a KL of 0 would hide what is read from the wrong place
+    )
+    gradients.reference = model  # the model is its own reference: the KL is 0 unless a log-prob is read from the wrong place
     old = [x - 0.1 * torch.arange(len(x)) for x in gradients.row_logprobs(rows)]
     rewards = Rewards.of([r.advantage for r in rows])
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, Needs(kl=True), tuple(old), 1)
@@ -111,8 +122,10 @@ def test_packed_through_eager_attention():
 
 
 def each_row_by_itself(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Attention as flash attention's kernels compute it: from the rows' bounds alone."""
-    if cu_seq_lens_q is None:  # the look at the head, which is one row
+    """Attention as in flash attention's varlen kernels: row boundaries from `cu_seq_lens_q`, no
+    mask.
+    """
+    if cu_seq_lens_q is None:  # the probe of the LM head, which has a single row
         cu_seq_lens_q, max_length_q = torch.tensor([0, q.shape[2]]), q.shape[2]
     assert mask is None and max_length_q == int(cu_seq_lens_q.diff().max())
     groups = q.shape[1] // k.shape[1]
@@ -138,7 +151,7 @@ def test_packed_through_attention_that_takes_bounds():
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_row_by_row_equals_padded(kind, recomputed, monkeypatch):
-    """And no attention is over more than one row."""
+    """Also checks that no attention call spans more than one row."""
     seen, rows = [], some_rows(mixed=True)
     one = measure(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
     model = make(kind)
@@ -150,7 +163,9 @@ def test_packed_row_by_row_equals_padded(kind, recomputed, monkeypatch):
 
     monkeypatch.setattr(row_attention, "sdpa_attention_forward", watched)
     if not row_attention.enable(model):
-        assert kind == "gemma2"  # its scores are capped, which only eager attention does
+        assert (
+            kind == "gemma2"
+        )  # it soft-caps attention scores, which only eager attention supports
         return
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -177,11 +192,19 @@ def test_a_row_alone_comes_out_as_among_others():
 
 
 def test_a_model_whose_rows_touch_is_padded_with_a_warning(caplog):
-    """A recurrent model has no attention to confine: one row's state flows into the next."""
+    """A recurrent model has no attention mask to separate rows: its state carries over from one row
+    to the next.
+    """
     config = AutoConfig.for_model(
-        "mamba", vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4,
-        pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+        "mamba",
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=1,
+        state_size=4,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
     model = AutoModelForCausalLM.from_config(config)
     attach_head(model)
     assert not keeps_rows_apart(model)
@@ -212,7 +235,10 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
 
 
 def test_a_row_beyond_the_budget():
-    with pytest.raises(ValueError, match="micro_tokens=8: a row of this step need 17 tokens"):
+    with pytest.raises(
+        ValueError,
+        match="micro_tokens=8: a row of this step needs 17 tokens (grammar; fix the library's message too)",
+    ):
         MicroBatches(tokens=8, packed=True).split(some_rows())
 
 
@@ -224,7 +250,7 @@ def test_the_budget_is_checked_before_any_work(task, tmp_path):
 
 @pytest.mark.parametrize("method", ["gac", "luffy", "dpo", "asft"])
 def test_a_packed_run_is_the_padded_run(task, tmp_path, method):
-    """Two steps of training: every column of the metrics."""
+    """Compare every metric over two training steps."""
     changes = {"method": method, "steps": 2, "eval": {}, "demo_batch": 6}
     train(tiny_config(task, tmp_path / "padded", **changes))
     packed = Trainer(tiny_config(task, tmp_path / "packed", **changes, micro_tokens=80))
@@ -243,12 +269,17 @@ def test_a_packed_run_is_the_padded_run(task, tmp_path, method):
 
 @pytest.mark.parametrize("tokens", [None, 80])
 def test_kl_of_all_rows_as_a_sample_is_that_of_the_moments(task, tmp_path, tokens):
-    """And a smaller sample is a mean over its own rows, which change from step to step."""
+    """A smaller sample averages over its own rows, which change from step to step."""
     found = {}
     for kl_rows in (None, 16, 3):
         out = tmp_path / str(kl_rows)
-        changes = {"monitor_kl_every": 1, "kl_rows": kl_rows, "steps": 3, "eval": {},
-                   "optim": {"lr": 0.05, "warmup": 1, "clip": 0}}  # fmt: skip
+        changes = {
+            "monitor_kl_every": 1,
+            "kl_rows": kl_rows,
+            "steps": 3,
+            "eval": {},
+            "optim": {"lr": 0.05, "warmup": 1, "clip": 0},
+        }
         train(tiny_config(task, out, micro_tokens=tokens, **changes))
         found[kl_rows] = metrics(out)
     for row, whole, sample in zip(*found.values(), strict=True):

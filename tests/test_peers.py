@@ -1,6 +1,7 @@
-"""A second opinion: other people's losses on the same inputs give the same numbers.
+"""Cross-checks against other libraries: on the same inputs, their losses give the same results.
 
-Each peer is optional; where it is absent or does not import, its tests are skipped and say so.
+Each library is optional; if it is missing or cannot be imported, its tests are skipped with that
+reason.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ def peer(module: str) -> ModuleType:
 
 
 def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """Both are float32 computations of the same numbers: a few roundings apart."""
+    """Both results are computed in float32 and may differ by a few roundings."""
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture
 def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden [B, T, H], weight [V, H], bias [V] as leaves, and targets with masked tokens."""
+    """Leaf tensors hidden [B, T, H], weight [V, H] and bias [V], and targets with masked tokens."""
     hidden, weight, bias = torch.randn(B, T, H), torch.randn(V, H) / 4, torch.randn(V) / 4
     targets = torch.randint(0, V, (B, T))
     targets[0, 3:] = targets[2, 4:] = -100
@@ -48,7 +49,7 @@ def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def past(head) -> tuple[Tensor, Tensor]:
-    """old_logps and ref_logps around the current ones, so that both sides of the clip are met."""
+    """old_logps and ref_logps near the current ones, so that both clip bounds are hit."""
     hidden, weight, bias, targets = head
     with torch.no_grad():
         logps, _ = linear_token_logprobs(hidden, weight, targets, bias=bias)
@@ -56,15 +57,24 @@ def past(head) -> tuple[Tensor, Tensor]:
 
 
 GRPO = {
-    # Liger's name of the reduction, ours, and what else differs from the defaults
+    # Liger's name for the reduction, our LossSpec, and Liger's other non-default options
     "sequence means": ("grpo", LossSpec(kl_coef=0.04), {}),
-    "token mean, clip-higher": ("bnpo", LossSpec(
-        clip_high=0.28, kl_coef=0.04, rollout_reduction="token"), {"epsilon_high": 0.28}),
-    "constant": ("dr_grpo", LossSpec(
-        kl_coef=0.04, rollout_reduction="constant", max_tokens=9), {"max_completion_length": 9}),
-    "dual clip, temperature": ("grpo", LossSpec(
-        kl_coef=0.04, dual_clip=1.3, temperature=0.7), {"delta": 1.3, "temperature": 0.7}),
-}  # fmt: skip
+    "token mean, clip-higher": (
+        "bnpo",
+        LossSpec(clip_high=0.28, kl_coef=0.04, rollout_reduction="token"),
+        {"epsilon_high": 0.28},
+    ),
+    "constant": (
+        "dr_grpo",
+        LossSpec(kl_coef=0.04, rollout_reduction="constant", max_tokens=9),
+        {"max_completion_length": 9},
+    ),
+    "dual clip, temperature": (
+        "grpo",
+        LossSpec(kl_coef=0.04, dual_clip=1.3, temperature=0.7),
+        {"delta": 1.3, "temperature": 0.7},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GRPO)
@@ -77,16 +87,24 @@ def test_liger_fused_linear_grpo(name: str, head, past) -> None:
     mask = (targets != -100).float()
     loss, metrics = liger.LigerFusedLinearGRPOLoss(
         beta=0.04, compiled=False, use_ref_model=True, loss_type=kind, **options
-    )(hidden, weight, targets.clamp(min=0), mask, advantages, bias, ref, old)  # fmt: skip
+    )(hidden, weight, targets.clamp(min=0), mask, advantages, bias, ref, old)
     out = fused_linear_gac_loss(
-        hidden, weight, targets, advantages, torch.zeros(B, dtype=torch.bool), bias=bias, mu=0.0,
-        old_logps=old, ref_logps=ref, spec=spec,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        advantages,
+        torch.zeros(B, dtype=torch.bool),
+        bias=bias,
+        mu=0.0,
+        old_logps=old,
+        ref_logps=ref,
+        spec=spec,
+    )
     leaves = hidden, weight, bias
     same([out.loss], [loss])
     same(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(loss, leaves))
     same([out.kl], metrics[:1])
-    if spec.dual_clip is None:  # Liger does not count what delta clips
+    if spec.dual_clip is None:  # Liger's clip fraction does not count tokens clipped by delta
         same([out.clip_fraction], metrics[1:])
         assert 0 < out.clip_fraction < 1
 
@@ -97,34 +115,58 @@ def test_liger_grpo_on_logits(head, past) -> None:
     old, ref = past
     advantages = torch.tensor([1.5, -1.0, 0.5])
     logits = (hidden @ weight.T).detach()
-    longer = torch.nn.functional.pad(logits, (0, 0, 0, 1)).requires_grad_()  # theirs is unshifted
+    longer = torch.nn.functional.pad(
+        logits, (0, 0, 0, 1)
+    ).requires_grad_()  # Liger expects unshifted logits, one position longer
     loss, _ = liger.triton_grpo_loss(
-        longer, old, ref, targets.clamp(min=0), advantages,
-        completion_mask=(targets != -100).int(), temperature=0.9, beta=0.04, eps_low=0.2,
-        eps_high=0.4, inplace=False, loss_type="grpo", reduce=True,
-    )  # fmt: skip
+        longer,
+        old,
+        ref,
+        targets.clamp(min=0),
+        advantages,
+        completion_mask=(targets != -100).int(),
+        temperature=0.9,
+        beta=0.04,
+        eps_low=0.2,
+        eps_high=0.4,
+        inplace=False,
+        loss_type="grpo",
+        reduce=True,
+    )
     logits.requires_grad_()
     out = fused_gac_loss(
-        logits, targets, advantages, torch.zeros(B, dtype=torch.bool), mu=0.0, old_logps=old,
-        ref_logps=ref, spec=LossSpec(0.2, 0.4, kl_coef=0.04, temperature=0.9),
-    )  # fmt: skip
+        logits,
+        targets,
+        advantages,
+        torch.zeros(B, dtype=torch.bool),
+        mu=0.0,
+        old_logps=old,
+        ref_logps=ref,
+        spec=LossSpec(0.2, 0.4, kl_coef=0.04, temperature=0.9),
+    )
     (theirs,) = torch.autograd.grad(loss, longer)
     same([out.loss, torch.autograd.grad(out.loss, logits)[0]], [loss, theirs[:, :-1]])
 
 
 def demonstrations(head, weight: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Our loss and gradients on demonstrations alone, token mean."""
+    """Our loss (token mean) and its gradients for a batch of demonstrations only."""
     hidden, matrix, bias, targets = head
     out = fused_linear_gac_loss(
-        hidden, matrix, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), bias=bias, mu=1.0,
+        hidden,
+        matrix,
+        targets,
+        torch.ones(B),
+        torch.ones(B, dtype=torch.bool),
+        bias=bias,
+        mu=1.0,
         spec=LossSpec(demo_weight=weight),
-    )  # fmt: skip
+    )
     return out.loss, torch.autograd.grad(out.loss, (hidden, matrix, bias))
 
 
 @pytest.mark.parametrize("weight", ["one", "p"])
 def test_liger_fused_linear_cross_entropy(weight: str, head) -> None:
-    """Weight p is their `use_token_scaling` (DFT)."""
+    """Weight p corresponds to Liger's `use_token_scaling` (DFT)."""
     liger = peer("liger_kernel.transformers.fused_linear_cross_entropy")
     hidden, matrix, bias, targets = head
     call = liger.LigerFusedLinearCrossEntropyLoss(use_token_scaling=weight == "p")
@@ -138,9 +180,13 @@ def test_liger_cross_entropy(head) -> None:
     hidden, matrix, bias, targets = head
     logits = torch.nn.functional.linear(hidden, matrix, bias).detach().requires_grad_()
     out = fused_gac_loss(
-        logits, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), mu=1.0,
+        logits,
+        targets,
+        torch.ones(B),
+        torch.ones(B, dtype=torch.bool),
+        mu=1.0,
         spec=LossSpec(demo_weight="one"),
-    )  # fmt: skip
+    )
     (ours,) = torch.autograd.grad(out.loss, logits)
     copy = logits.detach().clone().requires_grad_()  # theirs overwrites its input
     loss = liger.LigerCrossEntropyLoss()((copy * 1).flatten(0, 1), targets.flatten())
@@ -161,13 +207,20 @@ def test_torch_linear_cross_entropy(head) -> None:
 def test_cut_cross_entropy(head) -> None:
     cce = peer("cut_cross_entropy")
     hidden, matrix, _, targets = head
-    with torch.compiler.set_stance("force_eager"):  # its only CPU path is compiled, in 40 s
+    with torch.compiler.set_stance(
+        "force_eager"
+    ):  # its only CPU path uses torch.compile, which takes 40 s
         loss = cce.linear_cross_entropy(hidden, matrix, targets, impl="torch_compile")
         theirs = torch.autograd.grad(loss, (hidden, matrix))
     out = fused_linear_gac_loss(
-        hidden, matrix, targets, torch.ones(B), torch.ones(B, dtype=torch.bool), mu=1.0,
+        hidden,
+        matrix,
+        targets,
+        torch.ones(B),
+        torch.ones(B, dtype=torch.bool),
+        mu=1.0,
         spec=LossSpec(demo_weight="one"),
-    )  # fmt: skip
+    )
     same([out.loss, *torch.autograd.grad(out.loss, (hidden, matrix))], [loss, *theirs])
 
 

@@ -1,4 +1,4 @@
-"""The head's GEMMs: rows at a time, memory, precision of what they write, order of launches."""
+"""The LM head's GEMMs: row chunking, memory, output precision, and launch order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def run(call, batch: Batch, **keywords):
 def test_half_operands(
     backend: str, dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 logits in blocks, their gradient rounded into a buffer of the whole chunk."""
+    """Logits are computed in float32 block by block; their gradient is rounded into a buffer for
+    the whole chunk.
+    """
     log = emulate(monkeypatch, dtype)
     batch = build(BY_NAME["k2"], dtype)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
     same, d_same = run(reference.fused_linear_gac_loss, batch)
-    # 2 rows of logits in float32 and 9 of gradients: several blocks in each of several chunks
+    # room for 2 rows of float32 logits and 9 rows of gradients: several chunks of several blocks
     out, d_ours = run(
         fused_linear_gac_loss, batch, backend=available(backend), chunk_bytes=(2 * 4 + 9 * 2) * V
     )
@@ -65,7 +67,7 @@ def test_half_operands_of_the_logprobs(dtype: torch.dtype, monkeypatch: pytest.M
 
 
 class HalfProducts(TorchDispatchMode):
-    """Counts products of half-precision matrices that PyTorch itself makes."""
+    """Counts the half-precision matrix products that PyTorch itself executes."""
 
     count = 0
 
@@ -76,7 +78,9 @@ class HalfProducts(TorchDispatchMode):
 
 
 def test_every_sum_of_several_parts_is_written_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of hidden has K = V: a GEMM into bfloat16 may keep its partial sums in that."""
+    """The gradient of hidden sums over the vocabulary; a GEMM with bfloat16 output may also keep
+    its partial sums in bfloat16.
+    """
     log = emulate(monkeypatch, torch.bfloat16)
     with HalfProducts() as made:
         run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
@@ -90,7 +94,9 @@ def weight_gemms(log: list[Gemm]) -> list[Gemm]:
 
 
 def test_one_sum_is_rounded_by_its_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk makes no float32 weight gradient; several, a small weight or float16 do."""
+    """A single chunk needs no float32 weight gradient. Several chunks, a small weight or float16
+    do.
+    """
     batch = build(BY_NAME["k2"], torch.bfloat16)
     log = emulate(monkeypatch, torch.bfloat16)
     apart, d_apart = run(fused_linear_gac_loss, batch)
@@ -110,7 +116,9 @@ def test_one_sum_is_rounded_by_its_gemm(monkeypatch: pytest.MonkeyPatch) -> None
         grads = run(fused_linear_gac_loss, batch.to(torch.float32))[1]
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
     assert grads[1].dtype == torch.float32
-    log = emulate(monkeypatch, torch.float16)  # lacks a factor that is multiplied in float32
+    log = emulate(
+        monkeypatch, torch.float16
+    )  # float16 gradients still need a factor, which is applied in float32
     run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.float16))
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
 
@@ -123,22 +131,28 @@ def head(
 
 
 def test_without_rounding_a_chunk_is_one_block() -> None:
-    assert head(1000, chunk_bytes=1_100_000).block == 256  # 275 fit: down to whole GEMM tiles
+    assert (
+        head(1000, chunk_bytes=1_100_000).block == 256
+    )  # 275 rows fit; rounded down to whole GEMM tiles
     assert head(1000, chunk_bytes=1_100_000).chunk == 256
     assert head(1000, chunk_bytes=1).chunk == 1
 
 
 @pytest.mark.parametrize(("words", "wide"), [(152064, 3584), (151936, 1536), (32000, 4096)])
 def test_rows_on_a_gpu(words: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For Qwen's heads 18 whole waves of 132 multiprocessors with the logits and 2304 rows for the
-    backward's GEMMs; less than 1 GiB for any, the rows of hidden and their gradient included."""
+    """For Qwen's heads, the logits GEMM fills exactly 18 waves on 132 multiprocessors, and the
+    backward's GEMMs get 2304 rows. Every head stays below 1 GiB, including the rows of hidden and
+    their gradient.
+    """
     emulate(monkeypatch, torch.bfloat16)
     large = head(words, wide, torch.bfloat16)
     if words > 150_000:
         assert (large.block, large.chunk) == (512, 2304)
     both = 4 * large.block * words + 2 * large.chunk * (words + 2 * wide)
     assert 0.95 * projection.CHUNK_BYTES["cuda"] < both <= projection.CHUNK_BYTES["cuda"] < 2**30
-    assert large.block * words > large.chunk * wide  # room for hidden's gradient in float32
+    assert (
+        large.block * words > large.chunk * wide
+    )  # the logits block has room for hidden's gradient in float32
     small = head(words, 8, torch.bfloat16, chunk_bytes=1)
     assert (small.block, small.chunk) == (1, 1)
 
@@ -163,8 +177,9 @@ def test_equal_pieces_of_whole_tiles() -> None:
 
 
 def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of logits beside one chunk's gradient, and the gradient of hidden in neither's way:
-    its float32 product lies where the logits were."""
+    """Peak memory is one block of logits plus one chunk of gradients. The float32 product for
+    hidden's gradient reuses the logits buffer.
+    """
     words, wide = 4001, 64
     hidden = torch.randn(1, 130, wide, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(words, wide, dtype=torch.bfloat16)
@@ -172,7 +187,7 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = 10 * 4 * words + 45 * 2 * (words + 2 * wide)
 
     def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        """A row at a time, so that the emulation itself takes no memory to speak of."""
+        """Multiply one row at a time, so that the emulation itself uses almost no memory."""
         for x, y in zip(a, out, strict=True):
             y.copy_((x[None] @ b)[0].float())
 
@@ -180,12 +195,14 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projection, "multiply", multiply)
     with Live() as live:
         fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=budget, backend="native")
-    least = (10 * 4 + 44 * 2) * words  # of three chunks the longest has 44 rows
-    assert least <= live.peak <= least + 110_000  # hidden's gradient and rows, vectors of tokens
+    least = (10 * 4 + 44 * 2) * words  # the longest of three chunks has 44 rows
+    assert (
+        least <= live.peak <= least + 110_000
+    )  # margin for hidden's rows and gradient, and per-token vectors
 
 
 class Launches(TorchDispatchMode):
-    """The operators in order, and where the host waited for a number."""
+    """Records the operators in order, and where the host waits for the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -203,7 +220,7 @@ class Launches(TorchDispatchMode):
 def test_nothing_but_the_rows_is_fetched_between_the_wait_and_the_first_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Small launches on a device that has run dry cost as much as a part of the GEMM."""
+    """After the sync the device is idle, so every small launch before the GEMM adds latency."""
     batch = build(BY_NAME["k2"])
     leaves = batch.hidden, batch.weight
     inputs = batch.targets, batch.advantages, batch.is_demo

@@ -1,4 +1,4 @@
-"""Properties that hold for every batch: hypothesis looks for one where they do not."""
+"""Properties that hold for every batch; Hypothesis searches for counterexamples."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ def batches(draw: st.DrawFn) -> dict:
         "old_logps": past + noise[0],
         "ref_logps": past + noise[1],
         "spec": LossSpec(
-            kl_coef=0.1, entropy_coef=0.05, demo_weight=draw(st.sampled_from(["phi", "shaped"])),
-            rollout_reduction=draw(reductions), demo_reduction=draw(reductions), max_tokens=6,
+            kl_coef=0.1,
+            entropy_coef=0.05,
+            demo_weight=draw(st.sampled_from(["phi", "shaped"])),
+            rollout_reduction=draw(reductions),
+            demo_reduction=draw(reductions),
+            max_tokens=6,
         ),
         "mu": draw(st.floats(0, 1)),
-    }  # fmt: skip
+    }
 
 
 ROWS = ("logits", "targets", "advantages", "is_demo", "old_logps", "ref_logps")

@@ -1,4 +1,6 @@
-"""The processes of the tests are fresh; those of a run end their threads before Python ends."""
+"""Test jobs run in fresh processes, and a run stops its process-group threads before the
+interpreter exits.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,22 @@ from .tiny import digit_reward, tiny_config
 
 
 def origin():
-    """Of this process: its parent, that one's threads, and whether tqdm's lock came with it."""
+    """Return this process's parent id, the parent's number of threads, and whether tqdm's lock was
+    inherited.
+    """
     parent = os.getppid()
     threads = list(Path(f"/proc/{parent}/task").iterdir())
     return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
 
 
 def test_children_are_forks_of_a_process_without_threads_and_locks():
-    list(tqdm(range(3), disable=False))  # from here on this process has tqdm's lock
+    list(tqdm(range(3), disable=False))  # creates tqdm's lock in this process
     assert TqdmDefaultWriteLock.mp_lock is not None
     ((parent, threads, locked),) = ranks.run(origin, ranks=1)
     assert parent != os.getpid() and threads == 1 and not locked
-    assert "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()  # it has imported before
+    assert (
+        "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()
+    )  # the server has already imported torch
 
 
 def test_a_wait_says_what_it_waited_for_and_leaves_no_process():
@@ -43,13 +49,15 @@ def test_a_wait_says_what_it_waited_for_and_leaves_no_process():
 
 
 def gloo_threads():
-    """Names of the threads here that belong to a process group."""
+    """Names of this process's threads that belong to a process group."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]
 
 
 def in_use_and_at_exit(config):
-    """Those threads while the run goes on, and when Python has done what it does before it ends."""
+    """Return how the run ended, and the process-group threads during the run and after the atexit
+    handlers.
+    """
     in_use = []
 
     def attempt():
@@ -60,7 +68,7 @@ def in_use_and_at_exit(config):
     try:
         attempt()
     except (RuntimeError, KeyboardInterrupt) as error:
-        sys.last_value = error  # as Python does with an error that nobody caught
+        sys.last_value = error  # as Python does with an uncaught exception
         ended_by = type(error).__name__
     else:
         ended_by = None
@@ -80,20 +88,31 @@ def interrupted(completion, example):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("reward", "end"),
-    [("tests.tiny:digit_reward", None), ("tests.test_ranks:infinite", "RunError"),
-     ("tests.test_ranks:interrupted", "KeyboardInterrupt")],
+    [
+        ("tests.tiny:digit_reward", None),
+        ("tests.test_ranks:infinite", "RunError"),
+        ("tests.test_ranks:interrupted", "KeyboardInterrupt"),
+    ],
     ids=["done", "error", "interrupt"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "parallel", [{}, {"mode": "fsdp"}, {"mode": "fsdp", "replicas": 2}], ids=["ddp", "fsdp", "hsdp"]
 )
 def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel, reward, end):
-    """One that does may free the last collective's tensors while Python ends, which aborts it."""
+    """Such a thread may free the last collective's tensors during interpreter shutdown, which
+    aborts the process.
+    """
     rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
     config = tiny_config(
-        task, tmp_path, steps=2, parallel=parallel, reward=reward, rollouts=rollouts,
-        guards={"patience": 2}, eval={},
-    )  # fmt: skip
+        task,
+        tmp_path,
+        steps=2,
+        parallel=parallel,
+        reward=reward,
+        rollouts=rollouts,
+        guards={"patience": 2},
+        eval={},
+    )
     for ended_by, in_use, at_exit in ranks.run(in_use_and_at_exit, config, ranks=2):
         assert ended_by == end
         assert "pt_gloo_runloop" in in_use and at_exit == []

@@ -1,4 +1,6 @@
-"""What the README shows runs as written, and what it and CONTRIBUTING.md list exists."""
+"""The code in the README runs as written, and everything that README and CONTRIBUTING.md list
+exists.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_diff_runs_as_written():
-    """The added lines of the diff and the controller's lines, around a real model."""
+    """Run the diff's added lines and the controller example with a real model."""
     from tests.test_model import make
 
     diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
@@ -58,7 +60,9 @@ def test_every_link_leads_somewhere():
 
 
 def test_it_can_be_read_at_a_sitting():
-    written = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.DOTALL)  # by programs
+    written = re.sub(
+        r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.DOTALL
+    )  # generated sections
     assert sum(not line.startswith("|") for line in written.splitlines()) < 120
 
 

@@ -1,4 +1,6 @@
-"""The reference itself: against hand-computed numbers, hand-written formulas and gradcheck."""
+"""The reference implementation, checked against hand-computed values, closed-form gradients and
+gradcheck.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,23 @@ E = math.e
 
 
 def one_token(p: float, spec: LossSpec, **keywords) -> tuple[float, float]:
-    """Loss of a batch of one token with probability p, and its derivative by log p.
+    """Loss of a one-token batch with probability p, and its derivative with respect to log p.
 
-    Over two words, logits (x, 0): d loss / dx = (d loss / d log p) (1 - p).
+    With a vocabulary of two and logits (x, 0): d loss / dx = (d loss / d log p) (1 - p).
     """
     x = torch.tensor(math.log(p / (1 - p)), dtype=torch.float64, requires_grad=True)
     logits = torch.stack([x, torch.zeros_like(x)])[None, None]
     demo, advantage = keywords.pop("demo", False), keywords.pop("advantage", 1.0)
     past = {k: torch.tensor([[v]], dtype=torch.float64) for k, v in keywords.items()}
     out = reference.fused_gac_loss(
-        logits, torch.tensor([[0]]), torch.tensor([advantage], dtype=torch.float64),
-        torch.tensor([demo]), mu=1.0 if demo else 0.0, spec=spec, **past,
-    )  # fmt: skip
+        logits,
+        torch.tensor([[0]]),
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([demo]),
+        mu=1.0 if demo else 0.0,
+        spec=spec,
+        **past,
+    )
     (slope,) = torch.autograd.grad(out.loss, x)
     return out.loss.item(), slope.item() / (1 - p)
 
@@ -51,8 +58,8 @@ def test_demonstration_token(weight, c, advantage, p, loss, slope) -> None:
 
 
 ROLLOUTS = {
-    # name: (p / p_old, advantage, spec, loss, d loss / d log p), p = 1/4, clip 0.2 unless told
-    "on the old policy": (1.0, 2.0, LossSpec(), -2.0, -2.0),
+    # name: (p / p_old, advantage, spec, loss, d loss / d log p), p = 1/4, clip 0.2 unless stated
+    "ratio 1": (1.0, 2.0, LossSpec(), -2.0, -2.0),
     "inside the clip": (1.1, 2.0, LossSpec(), -2.2, -2.2),
     "A > 0 above the clip: no gradient": (1.5, 2.0, LossSpec(), -2.4, 0.0),
     "A > 0 below the clip: kept": (0.5, 2.0, LossSpec(), -1.0, -1.0),
@@ -63,7 +70,7 @@ ROLLOUTS = {
     "no lower clip": (0.5, -2.0, LossSpec(clip_low=None), 1.0, 1.0),
     "dual clip, beyond": (4.0, -2.0, LossSpec(dual_clip=3.0), 6.0, 0.0),
     "dual clip, within": (2.0, -2.0, LossSpec(dual_clip=3.0), 4.0, 4.0),
-    "dual clip leaves A > 0": (0.5, 2.0, LossSpec(dual_clip=3.0), -1.0, -1.0),
+    "dual clip does not affect A > 0": (0.5, 2.0, LossSpec(dual_clip=3.0), -1.0, -1.0),
 }
 
 
@@ -96,7 +103,7 @@ def test_kl_estimator(name: str) -> None:
 
 
 def test_entropy_bonus() -> None:
-    """H = log 4 - 3/4 log 3 for (1/4, 3/4); dH/dx = -p (1 - p) x, so by log p: -p x."""
+    """H = log 4 - 3/4 log 3 for (1/4, 3/4); dH/dx = -p (1 - p) x, so dH / d log p = -p x."""
     loss, slope = one_token(0.25, LossSpec(entropy_coef=0.5), advantage=0.0)
     entropy = math.log(4) - 0.75 * math.log(3)
     assert loss == pytest.approx(-0.5 * entropy, rel=1e-12)
@@ -106,9 +113,13 @@ def test_entropy_bonus() -> None:
 def test_temperature_divides_the_logits_and_the_gradient() -> None:
     logits = torch.tensor([[[2.0, 0.0]]], dtype=torch.float64, requires_grad=True)
     out = reference.fused_gac_loss(
-        logits, torch.tensor([[0]]), torch.ones(1), torch.tensor([True]), mu=1.0,
+        logits,
+        torch.tensor([[0]]),
+        torch.ones(1),
+        torch.tensor([True]),
+        mu=1.0,
         spec=LossSpec(demo_weight="one", temperature=2.0),
-    )  # fmt: skip
+    )
     (grad,) = torch.autograd.grad(out.loss, logits)
     p = 1 / (1 + math.exp(-1))
     assert out.loss.item() == pytest.approx(-math.log(p), rel=1e-12)
@@ -122,9 +133,8 @@ REDUCTIONS = {
     "constant": (LossSpec(rollout_reduction="constant", max_tokens=4), None, -4 / 12),
     "sequence, global norm": (LossSpec(), 5.0, -2 / 5),
     "token, global norm": (LossSpec(rollout_reduction="token"), torch.tensor(8), -4 / 8),
-    "constant, global norm": (
-        LossSpec(rollout_reduction="constant", max_tokens=4), 10, -4 / 40),
-}  # fmt: skip
+    "constant, global norm": (LossSpec(rollout_reduction="constant", max_tokens=4), 10, -4 / 40),
+}
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -132,15 +142,19 @@ def test_reduction(name: str) -> None:
     spec, norm, loss = REDUCTIONS[name]
     targets = torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]])
     out = reference.fused_gac_loss(
-        torch.randn(3, 3, 2), targets, torch.ones(3), torch.zeros(3, dtype=torch.bool),
-        spec=spec, rollout_norm=norm,
-    )  # fmt: skip
+        torch.randn(3, 3, 2),
+        targets,
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.bool),
+        spec=spec,
+        rollout_norm=norm,
+    )
     assert out.rollout_loss.item() == pytest.approx(loss, rel=1e-6)
     assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6) and out.demo_loss == 0
 
 
 def small(**keywords) -> tuple[Tensor, dict]:
-    """Logits of three rollouts and two demonstrations, with everything else."""
+    """Logits and all other arguments for three rollouts and two demonstrations."""
     g = torch.Generator().manual_seed(7)
     logits = torch.randn(5, 4, 6, generator=g, dtype=torch.float64)
     targets = torch.randint(0, 6, (5, 4), generator=g)
@@ -160,13 +174,21 @@ def small(**keywords) -> tuple[Tensor, dict]:
 
 DIFFERENTIABLE = {
     "clip and k3": LossSpec(kl_coef=0.1, demo_weight="one"),
-    "k1 and entropy": LossSpec(kl_coef=0.1, kl_estimator="k1", entropy_coef=0.1,
-                               demo_weight="shaped"),
-    "k2, dual clip, temperature": LossSpec(kl_coef=0.1, kl_estimator="k2", dual_clip=1.2,
-                                           temperature=0.7, demo_weight="one"),
-    "no clip, constant": LossSpec(None, None, demo_weight="shaped", rollout_reduction="constant",
-                                  demo_reduction="sequence", max_tokens=5),
-}  # fmt: skip
+    "k1 and entropy": LossSpec(
+        kl_coef=0.1, kl_estimator="k1", entropy_coef=0.1, demo_weight="shaped"
+    ),
+    "k2, dual clip, temperature": LossSpec(
+        kl_coef=0.1, kl_estimator="k2", dual_clip=1.2, temperature=0.7, demo_weight="one"
+    ),
+    "no clip, constant": LossSpec(
+        None,
+        None,
+        demo_weight="shaped",
+        rollout_reduction="constant",
+        demo_reduction="sequence",
+        max_tokens=5,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -218,11 +240,17 @@ def test_nothing_but_the_loss_is_attached() -> None:
 
 
 def test_an_unlikely_demonstration_with_a_reference_has_a_finite_gradient() -> None:
-    """exp(ref - logp) overflows there; it belongs to rollouts and must not reach the gradient."""
+    """exp(ref - logp) overflows here. The KL applies only to rollouts, so it must not affect the
+    gradient.
+    """
     logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)
     out = reference.fused_gac_loss(
-        logits, torch.tensor([[0]]), torch.ones(1), torch.tensor([True]),
-        ref_logps=torch.zeros(1, 1), spec=LossSpec(kl_coef=0.1, demo_weight="one"),
-    )  # fmt: skip
+        logits,
+        torch.tensor([[0]]),
+        torch.ones(1),
+        torch.tensor([True]),
+        ref_logps=torch.zeros(1, 1),
+        spec=LossSpec(kl_coef=0.1, demo_weight="one"),
+    )
     (grad,) = torch.autograd.grad(out.loss, logits)
     assert grad.flatten().tolist() == [-0.5, 0.5]

@@ -1,4 +1,6 @@
-"""The report: every statistic on values computed by hand, reading after a kill, the whole page."""
+"""The report: statistics against hand-computed values, reading the files of killed runs, and the
+full page.
+"""
 
 import json
 import math
@@ -37,12 +39,24 @@ def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **se
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             row = {
-                "step": step, "mu": 0.01 * step, "mu_star": None, "prior": 0.5, "alpha": None,
-                "kl": 0.1 * step, "sft_variance": math.nan, "rl_variance": 0.5,
-                "disagreement": 2.0, "rollout_loss": 0.1 * (-1) ** step, "demo_loss": 1.0,
-                "reward_mean": step / 100, "entropy": 1.0, "response_length": 9 + step % 2,
-                "grad_norm": 1.0, "tokens": 1000, "seconds": 0.6,
-            }  # fmt: skip
+                "step": step,
+                "mu": 0.01 * step,
+                "mu_star": None,
+                "prior": 0.5,
+                "alpha": None,
+                "kl": 0.1 * step,
+                "sft_variance": math.nan,
+                "rl_variance": 0.5,
+                "disagreement": 2.0,
+                "rollout_loss": 0.1 * (-1) ** step,
+                "demo_loss": 1.0,
+                "reward_mean": step / 100,
+                "entropy": 1.0,
+                "response_length": 9 + step % 2,
+                "grad_norm": 1.0,
+                "tokens": 1000,
+                "seconds": 0.6,
+            }
             file.write(json.dumps(row) + "\n")
     with (path / "eval.jsonl").open("w") as file:
         for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10)):
@@ -69,7 +83,7 @@ def test_kl_area_bridges_steps_without_a_kl():
 
 def test_kl_area_above_a_floor_takes_crossings_exactly():
     # from 0 to 2 over 10 steps the line is above 1 for 5 steps: a triangle of 5 * 1 / 2;
-    # then 10 steps a height of 1 above the floor
+    # then 10 steps at 1 above the floor
     assert kl_area(*arrays([0, 10, 20], [0, 2, 2]), floor=1) == pytest.approx(2.5 + 10)
     assert kl_area(*arrays([0, 10], [0, 0.5]), floor=1) == 0
     assert kl_area(*arrays([0, 10], [1, 1]), floor=1) == 0
@@ -245,7 +259,7 @@ def test_summary_of_a_run_by_hand(tmp_path):
     assert found["kl_area"] == pytest.approx(39 * 4.1 / 2)
     assert math.isnan(found["kl_excess"])  # no target is configured
     assert found["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
-    assert found["length_variance"] == pytest.approx(0.25)  # 9 and 10 in turn
+    assert found["length_variance"] == pytest.approx(0.25)  # alternating 9 and 10
     assert found["tokens"] == 40_000
     assert found["minutes"] == pytest.approx(0.4)
 
@@ -253,7 +267,9 @@ def test_summary_of_a_run_by_hand(tmp_path):
 def test_settings_count_for_the_page_only_if_the_runs_agree(tmp_path):
     same = [read_run(write_run(tmp_path / "a", method="sft"))]
     same.append(read_run(write_run(tmp_path / "b", controller={"kl_target": 0.02})))
-    assert shared_setting(same, "kl_target") == 0.02  # the run without one is measured alike
+    assert (
+        shared_setting(same, "kl_target") == 0.02
+    )  # the run without the setting is measured the same way
     other = read_run(write_run(tmp_path / "c", controller={"kl_target": 0.5}))
     assert shared_setting([*same, other], "kl_target") is None
     assert context_of([*same, other]).kl_target is None
@@ -273,7 +289,7 @@ def test_headline_names_who_is_ahead_and_whether_seeds_bear_it_out(tmp_path):
 
 
 def with_start(path, accuracy):
-    """An evaluation of the start model before those that the run has."""
+    """Prepend an evaluation of the start model to the run's evaluations."""
     first = json.dumps({"step": 0, "accuracy": accuracy, "accuracy/+": 0.3})
     (path / "eval.jsonl").write_text(first + "\n" + (path / "eval.jsonl").read_text())
     return path
@@ -318,7 +334,7 @@ def test_a_term_that_was_never_measured_is_named_not_drawn_as_zero(tmp_path):
 
 
 class Page(HTMLParser):
-    """Collects what the tests ask about."""
+    """Collects a page's images, links and unclosed tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -346,7 +362,7 @@ def report(tmp_path_factory):
         write_run(root / f"gac-{seed}", seed=seed, controller={"kl_target": 0.5})
     sft = write_run(root / "sft", method="sft", steps=25, note="<script>alert(1)</script>")
     with (sft / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 26, "mu"')  # as a kill leaves it
+        file.write('{"step": 26, "mu"')  # a line cut off by a kill
     return write_report([root], root / "out")
 
 
@@ -354,10 +370,17 @@ def test_the_page_is_one_file_with_every_panel_inside(report):
     page = Page(report.read_text())
     assert page.open == []  # every tag is closed
     assert [image["alt"].partition(" over")[0] for image in page.images] == [
-        "Held-out accuracy", "Held-out accuracy: +", "Held-out accuracy: -",
-        "(a) Rollout accuracy", "(b) Response length", "(c) Entropy", "(d) Policy loss",
-        "(e) Mixing weight μ", "(g) RL variance σᵣ²", "(h) Disagreement Δg̃²",
-    ]  # fmt: skip
+        "Held-out accuracy",
+        "Held-out accuracy: +",
+        "Held-out accuracy: -",
+        "(a) Rollout accuracy",
+        "(b) Response length",
+        "(c) Entropy",
+        "(d) Policy loss",
+        "(e) Mixing weight μ",
+        "(g) RL variance σᵣ²",
+        "(h) Disagreement Δg̃²",
+    ]
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     assert not re.search(r"https?://|@import|url\(", report.read_text())
 

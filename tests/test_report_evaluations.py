@@ -1,4 +1,4 @@
-"""The report's view of evaluations: further tasks beside training, and results of `gac eval`."""
+"""Evaluations in the report: extra tasks evaluated during training, and results of `gac eval`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,16 @@ def write_run(path: Path, evaluations: list[dict], tasks: list[str]) -> Path:
 
 
 ROWS = [
-    {"step": step, "accuracy": main, "accuracy/easy": main, "accuracy/logic": logic,
-     "accuracy/logic/three_objects": logic, "accuracy/facts": 0.5}
+    {
+        "step": step,
+        "accuracy": main,
+        "accuracy/easy": main,
+        "accuracy/logic": logic,
+        "accuracy/logic/three_objects": logic,
+        "accuracy/facts": 0.5,
+    }
     for step, main, logic in ((0, 0.2, 0.8), (10, 0.6, 0.4))
-]  # fmt: skip
+]
 
 
 def test_each_further_task_is_a_panel_with_words_of_its_own(tmp_path):
@@ -59,8 +65,11 @@ def test_the_table_says_what_a_run_forgot(tmp_path):
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
     cells = {c.key: cell[0] for c, cell in zip(further.columns, further.cells[0], strict=True)}
     assert cells == {
-        "start/logic": 0.8, "accuracy/logic": 0.4, "start/facts": 0.5, "accuracy/facts": 0.5,
-    }  # fmt: skip
+        "start/logic": 0.8,
+        "accuracy/logic": 0.4,
+        "start/facts": 0.5,
+        "accuracy/facts": 0.5,
+    }
 
 
 def test_a_run_with_further_tasks_alone(tmp_path):
@@ -76,10 +85,18 @@ def test_a_run_with_further_tasks_alone(tmp_path):
 
 def test_training_records_them_and_the_report_shows_them(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
-    found = {"data": data, "max_new_tokens": 5, "tasks": {
-        "other": {"data": data, "max_new_tokens": 3, "split_field": "op",
-                  "reward": "tests.tiny:digit_reward"},
-    }}  # fmt: skip
+    found = {
+        "data": data,
+        "max_new_tokens": 5,
+        "tasks": {
+            "other": {
+                "data": data,
+                "max_new_tokens": 3,
+                "split_field": "op",
+                "reward": "tests.tiny:digit_reward",
+            },
+        },
+    }
     run = train(tiny_config(task, tmp_path / "run", steps=1, eval=found))
     assert read_run(run).splits == ["other", "other/+", "other/-"]
     page = write_report([run], tmp_path).read_text()
@@ -98,10 +115,16 @@ def results(task, tmp_path_factory) -> Path:
         "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_new_tokens": 3},
     }
     for name, seed, against in (("base", 0, None), ("mine", 3, out / "base")):
-        config = load(EvalConfig, {
-            "model": {"path": str(task / "init"), "random_init": True}, "out": str(out / name),
-            "reward": "tests.tiny:digit_reward", "seed": seed, "tasks": tasks,
-        })  # fmt: skip
+        config = load(
+            EvalConfig,
+            {
+                "model": {"path": str(task / "init"), "random_init": True},
+                "out": str(out / name),
+                "reward": "tests.tiny:digit_reward",
+                "seed": seed,
+                "tasks": tasks,
+            },
+        )
         run_suite(config, against)
     return out
 

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run writes what an uninterrupted one does."""
+"""A run that is killed at any moment and resumed writes the same metrics as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
 
 def alone(work, *args):
-    """In a process of one thread, as all of them: sums over threads round differently."""
+    """Run in a single-threaded process, like every run here: sums over several threads round
+    differently.
+    """
     return ranks.run(work, *args, ranks=1)[0]
 
 
 @pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
-    """The metrics of a run that nothing interrupts, and the number of calls in it."""
+    """Metrics of an uninterrupted run, and its number of function calls and returns."""
     out = tmp_path_factory.mktemp("whole")
     calls = alone(kills.count_calls, tiny_config(task, out, **RUN))
     return metrics(out), calls
@@ -32,7 +34,8 @@ def whole(task, tmp_path_factory):
 def test_twenty_kills_at_random_moments_change_nothing(task, tmp_path, whole):
     rng, config, kills_left = random.Random(0), tiny_config(task, tmp_path, **RUN), 20
     while kills_left:
-        # early kills hit the set-up; finished runs start over, so that every kill hits something
+        # early kills hit the setup; a finished run is deleted and started over, so that every kill
+        # interrupts something
         if alone(kills.at_call, config, rng.randrange(whole[1])) is None:
             kills_left -= 1
         else:
@@ -55,25 +58,27 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, whole):
     size = (aside / "__0_0.distcp").stat().st_size // 2
     assert alone(kills.at_byte, config, size) is None
     assert (aside / "__0_0.distcp").stat().st_size == size and not final.exists()
-    alone(train, config)  # the half-written one is in nobody's way
+    alone(train, config)  # the partial checkpoint does not get in the way
     assert metrics(tmp_path) == whole[0]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5,
-                                   "reuse": 3}}, id="reused-rollouts"),
+        pytest.param(
+            {"rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}},
+            id="reused-rollouts",
+        ),
         pytest.param({"dropout": True}, id="dropout"),
         pytest.param({"method": {"name": "sft"}}, id="no-rollouts"),
     ],
-)  # fmt: skip
+)
 def test_a_kill_changes_nothing_with(task, tmp_path, whole, changes):
-    """What else could carry state across steps: old log-probs, dropout masks, the data position."""
+    """Other state that must survive across steps: old log-probs, dropout masks, the data position."""
     changes = {**RUN, **changes}
     folder = with_dropout(task, tmp_path / "task") if changes.pop("dropout", None) else task
     straight = alone(train, tiny_config(folder, tmp_path / "a", **changes))
-    assert metrics(straight)[1]["grad_norm"] != whole[0][1]["grad_norm"]  # it is another run
+    assert metrics(straight)[1]["grad_norm"] != whole[0][1]["grad_norm"]  # the option has an effect
     config = tiny_config(folder, tmp_path / "b", **changes)
     assert alone(kills.at_event, config, "os.rename", "step-00000006") is None
     assert len(metrics(tmp_path / "b")) == 6
@@ -82,7 +87,7 @@ def test_a_kill_changes_nothing_with(task, tmp_path, whole, changes):
 
 
 def with_dropout(task, folder):
-    """The same task with attention dropout, so that masks are drawn."""
+    """A copy of the task with attention dropout, so that dropout masks are sampled."""
     shutil.copytree(task, folder)
     path = folder / "init" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.2}))

@@ -1,4 +1,6 @@
-"""What a reward drops, counts and holds reaches the metrics, the log and the end of the run."""
+"""A reward's dropped rows and counters appear in the metrics and the log, and the reward is closed
+when the run ends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ class Flaky(Reward):
     """Cannot score every fifth row; counts its calls."""
 
     name = "flaky"
-    made: list[Flaky] = []  # noqa: RUF012 - the run makes it, the test looks at it
+    made: list[Flaky] = []  # noqa: RUF012 - the run creates the instance, the test inspects it
 
     def __init__(self) -> None:
         self.rows = self.calls = self.closed = 0
@@ -48,7 +50,12 @@ def test_counts_are_told_per_step_and_in_the_end(task, tmp_path, caplog):
     (reward,) = Flaky.made
     rows = metrics(tmp_path / "run")
     assert [row["reward_calls"] for row in rows] == [1, 1, 1, 1]
-    assert [row["reward_dropped"] for row in rows] == [3, 3, 3, 3]  # of 16 rows a step: 15/5, ...
+    assert [row["reward_dropped"] for row in rows] == [
+        3,
+        3,
+        3,
+        3,
+    ]  # every fifth of 16 rows per step
     assert reward.dropped == 12 and reward.closed == 1
     assert "reward flaky, in this process: 12 dropped, 4 calls" in caplog.text
 

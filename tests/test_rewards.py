@@ -1,4 +1,4 @@
-"""Rewards: what scores, what does not, and what is an error."""
+"""Rewards: which completions score, which do not, and which raise an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gac.rewards import Reward, RewardError, RowReward, build_reward
 from gac.rewards.text import chosen_letter
 
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
-HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # one integer power in C
+HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # a single integer power in C, which holds the GIL
 
 
 def example(answer="7", i=0, **extra):
@@ -28,7 +28,8 @@ def score(reward, completion, answer="7", **extra):
     return value
 
 
-# Rewards that the tests below name as "tests.test_rewards:...", as pytest imports this file.
+# Rewards that the tests below refer to as "tests.test_rewards:...", the module name that pytest
+# gives this file.
 
 
 def length(completion, example, scale=1.0):
@@ -66,7 +67,7 @@ EQUAL = {
     "after ####": ("72", "Altogether 48+24 = <<48+24=72>>72 clips.\n#### 72"),
     "#### beats an earlier 'answered'": ("40", "She answered 200/5 = 40 a day.\n#### 40"),
     "#### before more talk": ("40", "a day.\n#### 40\nSo 5 workers are paid."),
-    "a heading is no mark": (
+    "a heading is not an answer mark": (
         "5",
         "#### Step 3: add\n$2+3$ gives \\boxed{5}.\n#### Done in 2 steps\nBye",
     ),
@@ -141,14 +142,14 @@ def test_hanging_checks_are_cut_off_counted_and_score_zero():
     start = time.monotonic()
     assert reward(completions, [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
     assert reward.counts() == {"timeouts": 2, "crashes": 0}
-    assert time.monotonic() - start < 30  # against forever; a busy machine needs room
+    assert time.monotonic() - start < 30  # guards against hanging; generous for a busy machine
     reward.close()
 
 
 def test_equal_checks_are_done_once():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
     assert reward([HANGS] * 50, [example()] * 50) == [0.0] * 50
-    assert reward.counts()["timeouts"] == 50  # rows, not checks
+    assert reward.counts()["timeouts"] == 50  # counts rows, not checks
     reward.close()
 
 
@@ -180,8 +181,8 @@ LETTERS = {
     "a lone capital": ("C.", "C"),
     "the last bracketed letter": ("not (A), not (B) but (D), I am sure", "D"),
     "at the end": ("therefore B.", "B"),
-    "an article is no choice": ("the answer is a lamp", None),
-    "a word is no choice": ("Answer: Because", None),
+    "an article is not a choice": ("the answer is a lamp", None),
+    "a word is not a choice": ("Answer: Because", None),
     "nothing": ("", None),
 }
 
@@ -287,7 +288,7 @@ def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
     with caplog.at_level(logging.WARNING, logger="gac.rewards.base"):
         assert reward(["a", "boom", "ccc", "boom"], rows) == [1.0, None, 3.0, None]
     assert reward.dropped == 2
-    [record] = caplog.records  # the first is shown, the rest counted
+    [record] = caplog.records  # the first is logged, the rest are only counted
     assert "row1" in record.message
     mapping = {"sum": [{"reward": spec}], "on_error": "drop"}
     assert build_reward(mapping)(["boom", "a"], rows[:2]) == [None, 1.0]
@@ -309,12 +310,15 @@ def test_lengths_must_agree():
 
 BAD_SPECS = {
     "an unknown name": ("maths", "unknown reward 'maths'; did you mean 'math'? Known: math,"),
-    "a name like none": ("qqq", "unknown reward 'qqq'. Known: math,"),
+    "a name unlike any known name": ("qqq", "unknown reward 'qqq'. Known: math,"),
     "an unknown option": ({"name": "math", "time": 1}, "no option 'time'; did you mean 'timeout'?"),
-    "an option like none": ({"name": "math", "qqq": 1}, "has no option 'qqq'. Known: "),
+    "an option unlike any known option": (
+        {"name": "math", "qqq": 1},
+        "has no option 'qqq'. Known: ",
+    ),
     "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
     "no name": ({"weight": 1}, "a reward is a name"),
-    "neither": (3, "a reward is a name"),
+    "neither a name nor a mapping": (3, "a reward is a name"),
     "an empty sum": ({"sum": []}, "sum needs at least one term"),
     "a bare term": ({"sum": ["math"]}, "a term of a sum is"),
     "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "a term of a sum is"),
@@ -323,8 +327,8 @@ BAD_SPECS = {
         "on_error belongs to the outermost",
     ),
     "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
-    "a module that is not there": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
-    "a name that is not there": ("tests.test_rewards:nothing", "test_rewards has no 'nothing'"),
+    "a missing module": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
+    "a missing name": ("tests.test_rewards:nothing", "test_rewards has no 'nothing'"),
     "not callable": ("tests.test_rewards:HANGS", "HANGS is not callable"),
     "a broken pattern": ({"name": "format", "pattern": "("}, "is no regular expression"),
     "a pattern without group": ({"name": "math", "answer_pattern": "x"}, "needs one group"),

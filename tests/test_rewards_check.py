@@ -1,4 +1,4 @@
-"""`gac rewards check`: rows whose own solution does not earn the reward are named."""
+"""`gac rewards check` lists the rows whose own solution does not earn the reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rollouts are drawn: which prompts together, by which engine, with the same answers."""
+"""Rollout engines: how prompts are batched, and that every engine gives the same responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7, (8, 9, 10, 11), (6,) * 9]
 @pytest.fixture(scope="module")
 def policy(task, tmp_path_factory):
     trainer = Trainer(tiny_config(task, tmp_path_factory.mktemp("run") / "run"))
-    for p in trainer.model.parameters():  # sharp enough for a greedy choice without ties
+    for p in trainer.model.parameters():  # sharpen the logits, so that greedy decoding has no ties
         p.data.mul_(3 if p.dim() > 1 else 1)
     return trainer.model, trainer.tokenizer
 
@@ -48,12 +48,15 @@ def test_parts_hold_like_lengths_within_the_budget():
     assert _parts(PROMPTS, draws, None, None) == [list(range(6))]
 
 
-@pytest.mark.parametrize("how", [{"batch": 4}, {"batch_tokens": 40},
-                                 {"engine": "paged", "paged": PAGES}])  # fmt: skip
+@pytest.mark.parametrize(
+    "how", [{"batch": 4}, {"batch_tokens": 40}, {"engine": "paged", "paged": PAGES}]
+)
 def test_greedy_answers_do_not_depend_on_the_engine(policy, how):
-    stop = [policy[1].decode([15])]  # which some of these answers hold
+    stop = [policy[1].decode([15])]  # a token that occurs in some of the responses
     config = rollouts(**how, stop=stop)
-    object.__setattr__(config, "temperature", 0.0)  # no rollout is greedy, but it can be compared
+    object.__setattr__(
+        config, "temperature", 0.0
+    )  # bypass validation: rollouts are never greedy, but greedy decoding can be compared
     settings = {"max_new_tokens": 8, "temperature": 0, "stop": stop}
     alone = [generate(*policy, [p], **settings)[0] for p in PROMPTS]
     assert sample(config, *policy, PROMPTS, 1) == alone
@@ -77,11 +80,11 @@ def test_sampling_is_repeatable_and_follows_the_seed(policy, how):
 
 
 def test_paged_samples_from_the_policys_own_distribution(policy):
-    """First tokens against the model's softmax: total variation of 1500 draws."""
+    """Total variation distance between 1500 sampled first tokens and the model's softmax."""
     model, tokenizer = policy
     torch.manual_seed(0)
     config = rollouts(engine="paged", paged=PAGES, max_new_tokens=1, temperature=0.7)
-    model.generation_config.top_k = 1  # the checkpoint's own defaults must not count
+    model.generation_config.top_k = 1  # the checkpoint's generation defaults must be ignored
     drawn = sample(config, model, tokenizer, [PROMPTS[0]], 1500)
     model.generation_config.top_k = None
     with torch.no_grad():
@@ -92,8 +95,13 @@ def test_paged_samples_from_the_policys_own_distribution(policy):
 
 
 def test_a_run_with_pages_is_repeatable_and_says_what_it_sampled(task, tmp_path):
-    rollouts = {"prompts": 2, "completions": 3, "max_new_tokens": 5, "engine": "paged",
-                "paged": PAGES}  # fmt: skip
+    rollouts = {
+        "prompts": 2,
+        "completions": 3,
+        "max_new_tokens": 5,
+        "engine": "paged",
+        "paged": PAGES,
+    }
     for name in "ab":
         train(tiny_config(task, tmp_path / name, steps=2, eval={}, rollouts=rollouts))
     one, two = metrics(tmp_path / "a"), metrics(tmp_path / "b")
@@ -110,13 +118,18 @@ def test_responses_that_do_not_arrive_end_the_run(policy, monkeypatch):
         paged.generate_paged(model, tokenizer, PROMPTS[:2], Draws(4, 1.0), rollouts().paged)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged, vllm"),
-    ({"rollouts": {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}},
-     "batch_tokens=9: the 2 rollouts"),
-    ({"rollouts": {"paged": {"page_size": 2}}}, "page_size=2: use a number >= 4"),
-    ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "whole model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged, vllm"),
+        (
+            {"rollouts": {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}},
+            "batch_tokens=9: the 2 rollouts",
+        ),
+        ({"rollouts": {"paged": {"page_size": 2}}}, "page_size=2: use a number >= 4"),
+        ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "whole model"),
+    ],
+)
 def test_bad_settings(changes, message):
     with pytest.raises(ConfigError, match=message):
         load(TrainConfig, changes)

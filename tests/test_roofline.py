@@ -1,4 +1,4 @@
-"""docs/roofline.md is what its program writes, and the program writes what was measured."""
+"""docs/roofline.md is up to date, and its tables show the measured values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def counts() -> dict:
 
 
 def test_the_page_is_the_programs() -> None:
-    """Changed counts or results: python -m bench.roofline."""
+    """After changing counts or results, run `python -m bench.roofline`."""
     assert roofline.PAGE.read_text() == roofline.page(counts(), table.newest("cuda"))
 
 
@@ -37,7 +37,9 @@ def test_a_share_is_the_bound_over_the_time() -> None:
     ]
     text = roofline.page(counts(), {"device": "Some GPU", "date": "2026-01-02", "rows": rows})
     lines = {tuple(line.split("|")[1:3]): line for line in text.splitlines() if "| Qwen" in line}
-    assert lines[" Qwen2.5-7B ", " csrc loss "].count("not measured") == 1  # of the linear form
+    assert (
+        lines[" Qwen2.5-7B ", " csrc loss "].count("not measured") == 1
+    )  # the linear form has no measurement
     assert "| 50% |" in text
     products = 1e3 * 6 * 8192 * 3584 * 152064 / 989e12
     share = (products + 1e3 * 8192 * 152064 * 10 / 4.8e12) / 40

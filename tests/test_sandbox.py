@@ -1,4 +1,6 @@
-"""The sandbox's processes: what is refused, what is logged, what dies with whom, who may ask."""
+"""The sandbox: its protection layers and how they are reported, what a program can see, and
+resource limits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def pool():
     pool.close()
 
 
-# --- what protects, and what is said about it -----------------------------------------------------
+# --- protection layers and how they are reported
+# -----------------------------------------------------
 
 
 def test_one_line_names_the_layers(caplog, pool):
@@ -59,19 +62,37 @@ confine.landlock_rules = absent
 @pytest.mark.parametrize(
     ("patch", "words"),
     [
-        ("from sandbox import confine; confine.LIBSECCOMP = 'libnone.so'",
-         "libnone.so: cannot open shared object file.*apt install libseccomp2"),
-        ("from sandbox import confine; confine.filter_calls = lambda program: None",
-         "the seccomp filter does not hold: stat, pipe, fork"),
-        ("from sandbox import confine; confine._ALLOWED.append('pipe2')",
-         "the seccomp filter does not hold: pipe$"),
-        ("from sandbox import confine\ndef refuse(*a): raise OSError(1, 'prctl: no')\n"
-         "confine.no_new_privileges = refuse", "prctl: no"),
-        ("import os; os.stat = os.pipe = os.fork = os.memfd_create = os.uname = None\n"
-         "raise SystemExit('out of order')", "out of order"),
+        (
+            "from sandbox import confine; confine.LIBSECCOMP = 'libnone.so'",
+            "libnone.so: cannot open shared object file.*apt install libseccomp2",
+        ),
+        (
+            "from sandbox import confine; confine.filter_calls = lambda program: None",
+            "the seccomp filter does not hold: stat, pipe, fork",
+        ),
+        (
+            "from sandbox import confine; confine._ALLOWED.append('pipe2')",
+            "the seccomp filter does not hold: pipe$",
+        ),
+        (
+            "from sandbox import confine\ndef refuse(*a): raise OSError(1, 'prctl: no')\n"
+            "confine.no_new_privileges = refuse",
+            "prctl: no",
+        ),
+        (
+            "import os; os.stat = os.pipe = os.fork = os.memfd_create = os.uname = None\n"
+            "raise SystemExit('out of order')",
+            "out of order",
+        ),
     ],
-    ids=["no libseccomp", "no filter", "a hole in the filter", "no permission", "no start"],
-)  # fmt: skip
+    ids=[
+        "no libseccomp",
+        "no filter",
+        "a hole in the filter",
+        "no permission",
+        "the server cannot start",
+    ],
+)
 def test_without_the_minimum_nothing_runs(monkeypatch, patch, words):
     patch_server(monkeypatch, patch)
     before = set(processes_below(os.getpid()))
@@ -122,7 +143,7 @@ from gac.sandbox import confine
 from gac.sandbox.pool import Pool, Program, Suite
 if sys.argv[1] == "pod":
     for capability in range(64):
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # the bounding set too
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # drop the bounding set too
 confine.drop_capabilities()
 confine.no_new_privileges()
 if __name__ == "__main__":
@@ -145,7 +166,8 @@ def test_it_works_without_capabilities(kind):
     assert outcome == "(True,) 1"
 
 
-# --- what a program finds -------------------------------------------------------------------------
+# --- what a program can see
+# -------------------------------------------------------------------------
 
 
 def test_a_program_finds_nothing_of_the_trainer(monkeypatch, pool):
@@ -159,7 +181,7 @@ def test_a_program_finds_nothing_of_the_trainer(monkeypatch, pool):
 
 
 def test_neither_the_solver_nor_the_server_has_the_tests(pool):
-    """The solver looks for the tests' text in all objects that it can reach."""
+    """The solver searches every object that it can reach for the text of the tests."""
     program = Program(
         "import gc\n"
         "def found():\n"
@@ -175,7 +197,10 @@ def test_neither_the_solver_nor_the_server_has_the_tests(pool):
         "    return len(seen) > 10000\n"
     )
     suite = Suite(("secret = 'needle-in-the-tests'\nresult = found()", "assert result is True"))
-    assert pool.check(program, suite, 20, 512).passed == (True, True)  # looked, and found nothing
+    assert pool.check(program, suite, 20, 512).passed == (
+        True,
+        True,
+    )  # it searched and found nothing
     leaky = Suite(("assert found() is True",))
     assert passes(pool, program, leaky)
 
@@ -210,7 +235,7 @@ def test_two_runs_of_a_program_agree(pool):
         ("try: bytearray(300 << 20)\nexcept MemoryError: print(1)", "ended", b"1\n"),
         ("bytearray(200 << 20)\nprint(1)", "ended", b"1\n"),
     ],
-    ids=["CPU time", "wall time", "signal", "too much memory", "memory enough"],
+    ids=["CPU time", "wall time", "signal", "memory over the limit", "memory within the limit"],
 )
 def test_limits(pool, text, ending, printed):
     outcome = pool.run(Program(text), b"", 1, 256, 100)
@@ -219,7 +244,9 @@ def test_limits(pool, text, ending, printed):
 
 
 def test_nothing_is_written_to_disk(tmp_path):
-    """A full disk is nobody's problem: audit hooks see every file that the trainer's side opens."""
+    """The sandbox must work on a full disk. An audit hook records every file that the trainer's
+    process opens.
+    """
     script = (
         "import os, sys\n"
         "from gac.sandbox.pool import Pool, Program, Suite\n"
@@ -233,9 +260,13 @@ def test_nothing_is_written_to_disk(tmp_path):
         "print(len(opened) > 0, [a for a in named if (a[2] or 0) & writing])\n"
     )
     run = subprocess.run(
-        [sys.executable, "-B", "-c", script], capture_output=True, text=True, timeout=60,
-        check=True, env={**os.environ, "TMPDIR": str(tmp_path / "absent")},
-    )  # fmt: skip
+        [sys.executable, "-B", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "absent")},
+    )
     assert run.stdout == "True []\n"
 
 

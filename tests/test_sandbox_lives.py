@@ -1,4 +1,4 @@
-"""The sandbox's processes: who dies with whom, and who may ask."""
+"""The sandbox's processes: their lifetimes, and use from several threads, forks and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 
-NO_THREADS = ("-W", "error:This process")  # that forks: Python 3.12 warns where it has threads
+NO_THREADS = (
+    "-W",
+    "error:This process",
+)  # Python 3.12 warns when a process with threads forks; make that an error
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def pool():
     pool.close()
 
 
-# --- who dies with whom ---------------------------------------------------------------------------
+# --- process lifetimes ---------------------------------------------------------------------------
 
 
 def test_a_server_that_dies_is_started_again(monkeypatch, caplog):
@@ -58,7 +61,7 @@ def test_a_server_that_dies_is_started_again(monkeypatch, caplog):
         children = processes_below(zygote)
         os.kill(zygote, signal.SIGKILL)
         assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
-        assert running.result(60).passed == (True,)  # it was run again
+        assert running.result(60).passed == (True,)  # it was retried
     assert passes(pool)
     assert "ended unexpectedly; it is started again" in caplog.text
     pool.close()
@@ -104,12 +107,12 @@ ORPHAN = """
 import os, sys, threading
 from gac.sandbox.pool import Pool, Program, Suite
 pool = Pool(workers=2)
-starter = threading.Thread(target=pool.start)  # the thread that starts the server may end
+starter = threading.Thread(target=pool.start)  # the thread that starts the server may exit first
 starter.start()
 starter.join()
 forked = os.fork() if sys.argv[1] == "fork" else 0
 if sys.argv[1] == "fork" and not forked:
-    sys.stdin.read()  # until the test ends; it holds everything open that the parent had
+    sys.stdin.read()  # until the test ends; it keeps all of the parent's file descriptors open
     os._exit(0)
 endless = Program(sys.argv[2])
 threading.Thread(target=pool.check, args=(endless, Suite(("f()",)), 60, 256), daemon=True).start()
@@ -123,8 +126,10 @@ sys.stdin.read()
 def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
     trainer = subprocess.Popen(
         [sys.executable, *NO_THREADS, "-c", ORPHAN, mode, program],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     forked = 0
     try:
         forked = int(trainer.stdout.readline())
@@ -150,7 +155,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
 ABORTING = """
 import os
 from gac.sandbox.pool import Pool, Program, Suite
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # a judge runs before its solver is gone
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # on one core, a judge can run before its solver has exited
 pool = Pool(workers=1)
 for _ in range(20):
     print(pool.check(Program("import os; os.abort()"), Suite(("f()",)), 5, 256).ending)
@@ -166,14 +171,16 @@ pool = Pool(workers=5)
 run = lambda text: pool.run(Program(text), b"", 1, 256, 100).ending
 start = time.monotonic()
 endings = pool.map(run, ["while True: pass"] * 5)
-# on a machine so busy that ten times the patience was not enough, nothing can be said
+# if even ten times the allowed time was not enough, the machine is too busy to tell
 print(*endings if time.monotonic() - start < 40 else ["timeout"] * 5)
 pool.close()
 """
 
 
 def test_programs_that_wait_for_a_core_are_not_stalled():
-    """Five seconds of work for one core, where one second of the clock is allowed four times."""
+    """Five programs need 5 s of a single core, more than the 4 s of wall-clock time allowed per CPU
+    second.
+    """
     run = subprocess.run(
         [sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=200, check=True
     )
@@ -205,7 +212,8 @@ def test_descriptors_do_not_leak(pool):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# --- who may ask ----------------------------------------------------------------------------------
+# --- threads, forks and ranks
+# ----------------------------------------------------------------------------------
 
 
 def test_threads_share_a_pool(pool):
@@ -251,9 +259,12 @@ if child:
 
 def test_a_fork_of_the_process_gets_a_server_of_its_own():
     run = subprocess.run(
-        [sys.executable, *NO_THREADS, "-c", FORKED], capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, *NO_THREADS, "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert run.stdout.split("\n")[:-1] == ["(True,)"] * 4
 
 
@@ -295,7 +306,10 @@ def test_the_sandbox_imports_the_standard_library_only():
     )
     package = str(Path(server.__file__).parent.parent)
     run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, package], capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-I", "-S", "-c", script, package],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert run.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""The formulas of the scaling page against real models and real runs."""
+"""Checks the formulas of docs/scaling.md against real models and real runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ TINY = Shape(vocabulary=18, hidden=32, layers=2, intermediate=48, heads=4, kv_he
 def test_parameters_are_those_of_the_real_model(name):
     shape = MODELS[name]
     made = Qwen2Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-        intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
+    )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(made)
     assert shape.total == sum(p.numel() for p in model.parameters())
@@ -40,11 +44,18 @@ def test_parameters_are_those_of_the_real_model(name):
 @pytest.mark.dist
 @pytest.mark.parametrize("defer", [False, True])
 def test_traffic_of_a_real_run(tmp_path, defer):
-    """Two micro-batches of a rank; FSDP pads each parameter to whole rows per rank."""
+    """Two micro-batches per rank; FSDP pads each parameter so that every rank holds whole rows."""
     (tmp_path / "task").mkdir()
     task = write_tiny(tmp_path / "task")
-    made = config(task, tmp_path / "run", loss={}, method={"name": "sft"}, demo_batch=12,
-                  micro_batch=3, parallel={**FSDP, "defer_reduce": defer})  # fmt: skip
+    made = config(
+        task,
+        tmp_path / "run",
+        loss={},
+        method={"name": "sft"},
+        demo_batch=12,
+        micro_batch=3,
+        parallel={**FSDP, "defer_reduce": defer},
+    )
     elements, layers, root = ranks.run(traffic, made, ranks=2)[0]
     assert (layers, root) == ([TINY.layer] * 2, TINY.root)
     large = sum(n for n in elements["allgather"] if n > 100)
@@ -55,7 +66,7 @@ def test_traffic_of_a_real_run(tmp_path, defer):
 
 
 def held_bytes(made):
-    """What a rank holds of weights, moments and reference after a step."""
+    """Bytes of weights, optimizer moments and reference that a rank holds after a step."""
     from gac.training.trainer import Trainer
 
     trainer = Trainer(made)
@@ -73,16 +84,19 @@ def test_bytes_that_a_real_rank_holds(tmp_path):
     (tmp_path / "task").mkdir()
     made = config(write_tiny(tmp_path / "task"), tmp_path / "run", parallel=FSDP)
     held = ranks.run(held_bytes, made, ranks=2)
-    assert sum(held) == 2 * scaling.states(TINY, 2)  # exact over the ranks; one may have a row more
+    assert sum(held) == 2 * scaling.states(
+        TINY, 2
+    )  # exact when summed over ranks; a single rank may hold an extra row
     assert max(held) == pytest.approx(scaling.states(TINY, 2), rel=0.1)
 
 
 def signal_bytes(count):
     torch.distributed.init_process_group("gloo")
     moments = TokenMoments.zeros() + TokenMoments(
-        torch.zeros(7, dtype=torch.float64), torch.ones(count, dtype=torch.float64),
+        torch.zeros(7, dtype=torch.float64),
+        torch.ones(count, dtype=torch.float64),
         torch.zeros(6, dtype=torch.float64),
-    )  # fmt: skip
+    )
     with Traffic() as found:
         moments.all_reduce()
     return sum(map(sum, found.elements.values()))
@@ -90,7 +104,7 @@ def signal_bytes(count):
 
 @pytest.mark.dist
 def test_signals_cost_a_few_hundred_bytes():
-    """One exchange of the size, one of the numbers."""
+    """One collective exchanges the sizes, one the values."""
     elements = ranks.run(signal_bytes, 32, ranks=2)[0]
     assert 8 * elements <= scaling.controller_bytes(32) + 8 * 2 * 2
     assert scaling.controller_bytes(32) == 360

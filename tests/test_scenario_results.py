@@ -1,4 +1,6 @@
-"""The study's tables from known numbers: hindsight, collapse, what is missing, going on."""
+"""The study's tables for known inputs: comparison with the best constant in hindsight, collapsed
+runs, missing runs, and resuming.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SEEDS = len(GATE.seeds)
 
 
 def finals_of(tmp_path, **arms):
-    """Nothing but `arms` in the main scenarios: label -> accuracies of the first seeds."""
+    """Results with only `arms` filled in for the main scenarios; each arm maps to the accuracies of
+    its first seeds.
+    """
     finals = known_finals(GATE, tmp_path / "none")
     for scenario in MAIN:
         for arm, values in arms.items():
@@ -27,8 +31,9 @@ def finals_of(tmp_path, **arms):
 @pytest.fixture
 def finals(tmp_path):
     constants = {f"mu-{mu}": [0.3, 0.4, 0.5] for mu in (0.1, 0.3, 0.7, 0.9)}
-    return finals_of(tmp_path, **constants, **{"mu-0.5": [0.5, 0.5, 0.8, 0.9]},
-                     gate_z=[0.6, 0.6, 0.2])  # fmt: skip
+    return finals_of(
+        tmp_path, **constants, **{"mu-0.5": [0.5, 0.5, 0.8, 0.9]}, gate_z=[0.6, 0.6, 0.2]
+    )
 
 
 def test_an_arm_is_compared_on_common_seeds_with_the_best_constant(finals):
@@ -87,7 +92,7 @@ def test_the_study_goes_on_from_the_file_without_folders(finals, tmp_path, monke
     assert page.read_text().startswith(f"# Protocol\n\n{results.MARK}\n76 of ")
     assert "No seed has run" in choice.read_text()
     assert (tmp_path / "study.png").stat().st_size > 1000
-    # only what the file lacks is run
+    # only runs that are missing from the file are started
     ran = []
     grid = [(c, a, s, (c, a, s)) for c in GATE.scenarios for a in FIRST for s in range(SEEDS)]
     monkeypatch.setattr(study, "known_finals", lambda given: known_finals(given, tmp_path))
@@ -108,8 +113,10 @@ def test_no_study_shares_a_seed_and_each_keeps_its_scenarios():
     seeds = [seed for held in STUDIES.values() for seed in held.seeds]
     assert len(seeds) == len(set(seeds))
     assert {name: len(held.scenarios) for name, held in STUDIES.items()} == {
-        "gate": 7, "confirmation": 7, "alarm": 9,
-    }  # fmt: skip
+        "gate": 7,
+        "confirmation": 7,
+        "alarm": 9,
+    }
     alarm = STUDIES["alarm"]
     found = results.groups(alarm, known_finals(alarm, results.DOCS / "none"))
     assert found == {"the first seven scenarios": alarm.phases[0][0]}

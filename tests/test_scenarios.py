@@ -1,4 +1,4 @@
-"""Data that changes in the middle of a run, and the demo's scenarios that are made of it."""
+"""Data that changes during a run, and the demo scenarios that use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tiny import metrics, tiny_config, write_tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The tiny task with a second set of demonstrations, five of them."""
+    """The tiny task with a second set of five demonstrations."""
     folder = write_tiny(tmp_path_factory.mktemp("tiny"))
     demos = [json.loads(line) for line in (folder / "demos.jsonl").read_text().splitlines()]
     task.write_rows(folder / "wrong.jsonl", task.wrong(demos, seed=0)[:5])
@@ -33,9 +33,10 @@ def tiny(tmp_path_factory):
 
 def shifted(tiny, out, **changes):
     data = {
-        "prompts": str(tiny / "prompts.jsonl"), "demos": str(tiny / "demos.jsonl"),
+        "prompts": str(tiny / "prompts.jsonl"),
+        "demos": str(tiny / "demos.jsonl"),
         "demo_shifts": [{"step": 3, "demos": str(tiny / "wrong.jsonl")}],
-    }  # fmt: skip
+    }
     return tiny_config(tiny, out, **{"data": data, "steps": 6, "checkpoint_every": 1, **changes})
 
 
@@ -43,8 +44,12 @@ def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_pa
     config = shifted(tiny, tmp_path)
     words = load_tokenizer(config.model)
     whole, ranks = Feed(config, words, 0, 1), [Feed(config, words, i, 2) for i in (0, 1)]
-    plain = Feed(dataclasses.replace(config, data=dataclasses.replace(config.data,
-                 demo_shifts=None)), words, 0, 1)  # fmt: skip
+    plain = Feed(
+        dataclasses.replace(config, data=dataclasses.replace(config.data, demo_shifts=None)),
+        words,
+        0,
+        1,
+    )
     seen = []
     for step in range(6):
         rows = whole.demo_rows(step)
@@ -54,14 +59,16 @@ def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_pa
         if step < 3:
             assert rows == plain.demo_rows(step)
         seen.append(rows)
-        if step in (1, 3):  # before the change and after it
+        if step in (1, 3):  # before and after the change
             saved = json.loads(json.dumps(whole.state_dict()))
             whole = Feed(config, words, 0, 1)
             whole.load_state_dict(saved)
     wrong = {e.prompt + (e.demo or ()) for e in whole.demos[1]}
     right = {e.prompt + (e.demo or ()) for e in whole.demos[0]}
     assert all(row.ids in right - wrong for rows in seen[:3] for row in rows)
-    assert {row.ids for rows in seen[3:] for row in rows} == wrong  # 12 draws of 5 rows: all
+    assert {
+        row.ids for rows in seen[3:] for row in rows
+    } == wrong  # 12 draws from 5 rows include every row
     with pytest.raises(ValueError, match="2 sets of demonstrations here and 1 in the saved"):
         whole.load_state_dict(plain.state_dict())
 
@@ -76,12 +83,14 @@ def test_one_set_keeps_the_state_of_earlier_versions():
     ("changes", "message"),
     [
         ({"data": {"demo_shifts": [{"step": 0, "demos": "x"}]}}, "step=0: use a number >= 1"),
-        ({"data": {"demo_shifts": [{"step": 5, "demos": "x"}, {"step": 5, "demos": "y"}]}},
-         "steps [5, 5] must rise"),
+        (
+            {"data": {"demo_shifts": [{"step": 5, "demos": "x"}, {"step": 5, "demos": "y"}]}},
+            "steps [5, 5] must rise",
+        ),
         ({"reward_noise": {"rate": 1.5}}, "rate=1.5: use a number in [0, 1]"),
         ({"reward_noise": {"rate": 0.5, "start": -1}}, "start=-1: use a number >= 0"),
     ],
-)  # fmt: skip
+)
 def test_impossible_changes_are_refused(changes, message):
     with pytest.raises(ConfigError) as error:
         load(TrainConfig, changes)
@@ -123,11 +132,13 @@ def test_a_run_with_both_resumes_and_is_evaluated_without_noise(tiny, tmp_path):
     Trainer(plain).run()
     before = metrics(tmp_path / "plain")
     assert rows[:2] == before[:2]
-    # the same responses in step 2, for the weights are the same, and every reward is flipped
+    # step 2 has the same weights and so the same responses, but every reward is flipped
     assert rows[2]["reward_mean"] == pytest.approx(1 - before[2]["reward_mean"])
     assert rows[2]["demo_loss"] == before[2]["demo_loss"]
-    first = (json.loads((tmp_path / name / "eval.jsonl").read_text().splitlines()[0])["accuracy"]
-             for name in ("whole", "plain"))  # fmt: skip
+    first = (
+        json.loads((tmp_path / name / "eval.jsonl").read_text().splitlines()[0])["accuracy"]
+        for name in ("whole", "plain")
+    )
     assert len(set(first)) == 1
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -147,7 +158,9 @@ def test_wrong_demonstrations_keep_their_form():
 
 
 def random_base(out, steps, seeds, gate, data):
-    """In place of training, which the demo's own tests cover; its size is the demo's."""
+    """Stands in for training the base model, which the demo's own tests cover; the model has the
+    demo's size.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = out / f"{data}-{seeds[0]}"

@@ -1,4 +1,4 @@
-"""Schedules against values worked out by hand, and their errors."""
+"""Schedules: values worked out by hand, and error messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from gac.control.schedules import MixSchedule, Prior, RandomPrior, uniform
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [(0, 0.85), (199, 0.85), (200, 0.85), (350, 0.15 + 0.7 * 0.5 * (1 + math.sqrt(0.5))),
-     (500, 0.5), (800, 0.15), (10**6, 0.15)],
-)  # fmt: skip
+    [
+        (0, 0.85),
+        (199, 0.85),
+        (200, 0.85),
+        (350, 0.15 + 0.7 * 0.5 * (1 + math.sqrt(0.5))),
+        (500, 0.5),
+        (800, 0.15),
+        (10**6, 0.15),
+    ],
+)
 def test_prior_holds_then_follows_half_a_cosine(step: int, expected: float) -> None:
     assert Prior()(step) == pytest.approx(expected, abs=1e-15)
 
@@ -40,7 +47,11 @@ def test_constant_prior_is_exact_at_every_step() -> None:
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 8, 0.5),
         (MixSchedule(0.8, 0.2, decay=4, decay_shape="linear"), 1, 0.65),
         (MixSchedule(0.8, 0.2, warmup=4, warmup_shape="cosine"), 2, 0.4),
-        (MixSchedule(0.8, 0.2, warmup=2), 2, 0.2),  # no decay steps: the valley at once, as CHORD
+        (
+            MixSchedule(0.8, 0.2, warmup=2),
+            2,
+            0.2,
+        ),  # no decay steps: drops to the valley at once, as in CHORD
     ],
 )
 def test_mix_schedule_values(schedule: MixSchedule, step: int, expected: float) -> None:
@@ -58,7 +69,8 @@ def test_our_readings_of_undefined_names() -> None:
 
 
 def test_random_draws_depend_on_name_seed_and_index_alone() -> None:
-    # the literal holds on every machine and process: resumed runs and ranks must agree
+    # the value must be the same on every machine and in every process, so that resumed runs and
+    # ranks agree
     assert uniform("prior", 0, 0) == 0.9881898122568942
     assert uniform("prior", 0, 1) != uniform("prior", 1, 0) != uniform("shuffle", 1, 0)
 

@@ -1,6 +1,7 @@
-"""The allow-list as libseccomp compiles it for aarch64, interpreted: no such machine is needed.
+"""Interprets the allow-list filter that libseccomp compiles for aarch64, so that no aarch64 machine
+is needed.
 
-It says which calls the filter lets pass there, not that Python runs under it.
+This shows which system calls the filter allows on aarch64, not that Python runs under it.
 """
 
 from __future__ import annotations
@@ -24,22 +25,63 @@ ALLOWED, KILLED, EPERM = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 ENOSYS = 0x00050000 | errno.ENOSYS
 # include/uapi/asm-generic/unistd.h
 PASSING = {
-    "read": 63, "write": 64, "close": 57, "lseek": 62, "fstat": 80, "ppoll": 73, "pselect6": 72,
-    "brk": 214, "munmap": 215, "futex": 98, "exit": 93, "exit_group": 94, "rt_sigaction": 134,
-    "rt_sigreturn": 139, "clock_gettime": 113, "clock_nanosleep": 115, "getrandom": 278,
-    "rseq": 293, "getpid": 172, "gettid": 178, "dup3": 24,
-}  # fmt: skip
+    "read": 63,
+    "write": 64,
+    "close": 57,
+    "lseek": 62,
+    "fstat": 80,
+    "ppoll": 73,
+    "pselect6": 72,
+    "brk": 214,
+    "munmap": 215,
+    "futex": 98,
+    "exit": 93,
+    "exit_group": 94,
+    "rt_sigaction": 134,
+    "rt_sigreturn": 139,
+    "clock_gettime": 113,
+    "clock_nanosleep": 115,
+    "getrandom": 278,
+    "rseq": 293,
+    "getpid": 172,
+    "gettid": 178,
+    "dup3": 24,
+}
 REFUSED = {
-    "openat": 56, "openat2": 437, "newfstatat": 79, "statx": 291, "execve": 221, "execveat": 281,
-    "kill": 129, "tgkill": 131, "tkill": 130, "socket": 198, "socketpair": 199, "pipe2": 59,
-    "ptrace": 117, "process_vm_readv": 270, "memfd_create": 279, "io_uring_setup": 425,
-    "prctl": 167, "seccomp": 277, "bpf": 280, "unshare": 97, "setns": 268, "mount": 40,
-    "pidfd_open": 434, "pidfd_getfd": 438, "ioctl": 29, "shmget": 194, "pkey_mprotect": 288,
-}  # fmt: skip
+    "openat": 56,
+    "openat2": 437,
+    "newfstatat": 79,
+    "statx": 291,
+    "execve": 221,
+    "execveat": 281,
+    "kill": 129,
+    "tgkill": 131,
+    "tkill": 130,
+    "socket": 198,
+    "socketpair": 199,
+    "pipe2": 59,
+    "ptrace": 117,
+    "process_vm_readv": 270,
+    "memfd_create": 279,
+    "io_uring_setup": 425,
+    "prctl": 167,
+    "seccomp": 277,
+    "bpf": 280,
+    "unshare": 97,
+    "setns": 268,
+    "mount": 40,
+    "pidfd_open": 434,
+    "pidfd_getfd": 438,
+    "ioctl": 29,
+    "shmget": 194,
+    "pkey_mprotect": 288,
+}
 
 
 class ForAarch64:
-    """libseccomp, whose new filters are for aarch64; it translates the numbers of calls."""
+    """Wraps libseccomp so that new filters target aarch64; libseccomp translates the system call
+    numbers.
+    """
 
     def __init__(self, library):
         self._library = library
@@ -73,7 +115,9 @@ def _eights(program):
 
 
 def verdict(program, call, *arguments, architecture=AARCH64):
-    """What classic BPF (the kernel's seccomp subset of it) returns for one call."""
+    """Run the filter (the kernel's seccomp subset of classic BPF) on one system call and return its
+    verdict.
+    """
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=IIQ6Q", call, architecture, 0, *padded)
     accumulator = place = 0
@@ -89,8 +133,12 @@ def verdict(program, call, *arguments, architecture=AARCH64):
         elif code == 0x05:  # jump
             place += constant
         else:
-            holds = {0x15: accumulator == constant, 0x25: accumulator > constant,
-                     0x35: accumulator >= constant, 0x45: bool(accumulator & constant)}  # fmt: skip
+            holds = {
+                0x15: accumulator == constant,
+                0x25: accumulator > constant,
+                0x35: accumulator >= constant,
+                0x45: bool(accumulator & constant),
+            }
             place += if_true if holds[code] else if_false
 
 
@@ -110,15 +158,23 @@ def test_calls_that_depend_on_their_arguments(filter_):
     threads = [verdict(filter_, clone, flags) for flags in confine._THREAD_FLAGS]
     assert threads == [ALLOWED, ALLOWED]
     assert verdict(filter_, clone, 17) == EPERM  # SIGCHLD: a fork
-    assert verdict(filter_, clone, confine._THREAD_FLAGS[0] | 0x10000000) == EPERM  # a user space
+    assert (
+        verdict(filter_, clone, confine._THREAD_FLAGS[0] | 0x10000000) == EPERM
+    )  # CLONE_NEWUSER: a user namespace
     assert verdict(filter_, clone3, 0) == ENOSYS
     for call in (mmap, mprotect):
         assert [verdict(filter_, call, 0, 0, mode) for mode in (1, 3, 4, 7)] == [
-            ALLOWED, ALLOWED, EPERM, EPERM,
-        ]  # fmt: skip
+            ALLOWED,
+            ALLOWED,
+            EPERM,
+            EPERM,
+        ]
     assert [verdict(filter_, fcntl, 0, command) for command in (1, 3, 8, 10)] == [
-        ALLOWED, ALLOWED, EPERM, EPERM,
-    ]  # fmt: skip
+        ALLOWED,
+        ALLOWED,
+        EPERM,
+        EPERM,
+    ]
     assert verdict(filter_, prlimit64, 0, 7, 0, 5) == ALLOWED
     assert verdict(filter_, prlimit64, 0, 7, 5, 0) == EPERM
     assert verdict(filter_, prlimit64, 1, 7, 0, 5) == EPERM

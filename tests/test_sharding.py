@@ -1,4 +1,6 @@
-"""What FSDP2 must do under the loss: gather the head once, never use old weights, sample alike."""
+"""FSDP2 under the fused loss: the head is gathered once, stale weights are never used, and sampling
+matches one process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.dist
 
 
 class Traffic(TorchDispatchMode):
-    """Elements that each kind of collective handled: its whole, unsharded side."""
+    """Counts the elements of each kind of collective, measured on its unsharded tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +42,12 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic(made):
-    """Collectives of the gradients of some demonstrations, and the sizes of the model's units."""
+    """Collectives issued while computing the gradient of a batch of demonstrations, and the sizes
+    of the model's FSDP units.
+    """
     trainer = Trainer(made)
     step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
-    trainer.gradients(step)  # the first call sets hooks up
+    trainer.gradients(step)  # the first call installs hooks
     trainer.optimizer.zero_grad()
     setup.reshard(trainer.model)
     with Traffic() as found:
@@ -55,12 +59,19 @@ def traffic(made):
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
-    made = config(task, tmp_path, loss={}, method={"name": "sft"}, demo_batch=12, micro_batch=3,
-                  parallel={**FSDP, "defer_reduce": defer})  # fmt: skip
+    made = config(
+        task,
+        tmp_path,
+        loss={},
+        method={"name": "sft"},
+        demo_batch=12,
+        micro_batch=3,
+        parallel={**FSDP, "defer_reduce": defer},
+    )
     (elements, layers, root), _ = ranks.run(traffic, made, ranks=2)
     padded = lambda n: n == pytest.approx(root, rel=0.02)  # noqa: E731 - to whole rows per rank
     gathers, reductions = elements["allgather"], elements["reduce_scatter"]
-    large = [n for n in gathers if n > 100]  # the others agree on the number of micro-batches
+    large = [n for n in gathers if n > 100]  # the small ones agree on the number of micro-batches
     assert sum(map(padded, large)) == 2  # embedding, norm and head: one gather per micro-batch
     # each layer: gathered for the forward and again for the backward
     assert sum(large) == pytest.approx(2 * (root + 2 * sum(layers)), rel=0.02)
@@ -68,7 +79,9 @@ def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
 
 
 def losses(made, reshard):
-    """Before and after two updates, with a forward between each backward and its update."""
+    """Demonstration losses before and after two updates, with a forward pass between each backward
+    and its update.
+    """
     engines.generate = fixed_responses
     trainer = Trainer(made)
     if not reshard:
@@ -79,7 +92,9 @@ def losses(made, reshard):
         step = trainer._assemble(rows, Mix(1.0))
         measured = trainer.gradients(step)
         found.append(measured.losses.demo)
-        trainer.gradients.row_logprobs(rows)  # would leave the root gathered
+        trainer.gradients.row_logprobs(
+            rows
+        )  # without resharding, this would leave the root unit gathered
         trainer._apply(step, measured)
         trainer.step += 1
     return found
@@ -93,24 +108,28 @@ def test_no_forward_uses_weights_from_before_the_update(task, tmp_path):
         assert found == pytest.approx(alone, rel=1e-5)
     stale = ranks.run(losses, sharded, False, ranks=2)[0]
     assert stale[0] == pytest.approx(alone[0], rel=1e-5)
-    assert stale[1] != pytest.approx(alone[1], rel=1e-3)  # what the guard is there for
+    assert stale[1] != pytest.approx(alone[1], rel=1e-3)  # the error that resharding prevents
 
 
 def greedy(made, prompts):
-    """Greedy answers to this rank's share of the prompts, and those of one call to all."""
+    """Greedy responses to this rank's share of the prompts."""
     trainer = Trainer(made)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     mine = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
     with setup.gathered(trainer.model, made.parallel):
         return generate(
-            trainer.accelerator.unwrap_model(trainer.model), trainer.tokenizer, mine,
-            max_new_tokens=4 if rank else 12, temperature=0, batch=1,
-        )  # fmt: skip
+            trainer.accelerator.unwrap_model(trainer.model),
+            trainer.tokenizer,
+            mine,
+            max_new_tokens=4 if rank else 12,
+            temperature=0,
+            batch=1,
+        )
 
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_ranks_sample_what_one_process_samples(task, tmp_path, gather):
-    """Of unequal length, and with 3 prompts here and 2 there: nobody waits for ever."""
+    """Responses differ in length, and the ranks have 3 and 2 prompts; no rank may hang."""
     alone = ranks.run(greedy, config(task, tmp_path), 5, ranks=1)[0]
     made = config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather})
     first, second = ranks.run(greedy, made, 5, ranks=2)
@@ -120,12 +139,17 @@ def test_ranks_sample_what_one_process_samples(task, tmp_path, gather):
 
 
 def test_sharded_run_goes_through_the_whole_life_of_a_run(task, tmp_path):
-    """Rollouts, evaluation of a number of prompts that 3 does not divide, checkpoint, export."""
+    """Rollouts, evaluation with a prompt count that is not divisible by 3, checkpoints and export."""
     made = tiny_config(
-        task, tmp_path, steps=3, export=True, demo_batch=6, parallel={**FSDP, "resize": True},
+        task,
+        tmp_path,
+        steps=3,
+        export=True,
+        demo_batch=6,
+        parallel={**FSDP, "resize": True},
         rollouts={"prompts": 3, "completions": 4, "max_new_tokens": 5},
         eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 2},
-    )  # fmt: skip
+    )
     ranks.run(train, made, ranks=3)
     trained = ranks.run(weights, made, ranks=1)[0]
     from transformers import AutoModelForCausalLM
@@ -139,7 +163,7 @@ def weights(made):
 
 
 def test_accelerates_own_flag_is_refused(monkeypatch):
-    """It would be ignored on CPUs without a word."""
+    """Otherwise it would be silently ignored on CPUs."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="parallel.mode=fsdp shards the model"):
         make_accelerator(ParallelConfig(), "no", (), ".")

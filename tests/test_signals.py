@@ -86,9 +86,12 @@ def test_shuffling_resumes_from_its_saved_state() -> None:
 
 def test_an_unknown_disagreement_enters_no_past() -> None:
     demos_only = fused_gac_loss(
-        torch.randn(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), torch.zeros(2),
-        torch.tensor([True, True]), backend="reference",
-    ).moments  # fmt: skip
+        torch.randn(2, 3, 5),
+        torch.ones(2, 3, dtype=torch.int64),
+        torch.zeros(2),
+        torch.tensor([True, True]),
+        backend="reference",
+    ).moments
     reading, state = ShuffledDisagreement().read(
         Evidence(0, demos_only), ShuffledDisagreement().init()
     )
@@ -131,10 +134,14 @@ def test_gradient_moments_are_unbiased() -> None:
         reading = gradient_moments(both @ both.T, 4, paired=True)
         rows.append([*reading.signals, reading.corrections.covariance])
     found = torch.tensor(rows, dtype=torch.float64)
-    expected = found.new_tensor([
-        dims * (spread_s**2 + shared**2) / 4, dims * (spread_r**2 + shared**2) / 4,
-        dims * d**2, dims * shared**2 / 4,
-    ])  # fmt: skip
+    expected = found.new_tensor(
+        [
+            dims * (spread_s**2 + shared**2) / 4,
+            dims * (spread_r**2 + shared**2) / 4,
+            dims * d**2,
+            dims * shared**2 / 4,
+        ]
+    )
     error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
     assert error.max() < 5, error
 
@@ -160,7 +167,8 @@ def test_bias_moments_give_the_exact_optimum() -> None:
     d, gap, rl = true_s - true_r, (used_s - true_s) - (used_r - true_r), used_r - true_r
     pairs = ((gap, gap), (gap, d), (rl, d), (rl, gap))
     assert found == pytest.approx((0.1, *(x.dot(y).item() for x, y in pairs)), rel=1e-10)
-    # without noise the optimum projects the target on the line through the used gradients
+    # without noise, the optimum is the projection of the target onto the line through the used
+    # gradients
     target, line = 0.4 * true_s + 0.6 * true_r, used_s - used_r
     mu = ((target - used_r).dot(line) / line.dot(line)).clamp(0, 1).item()
     noiseless = found._replace(covariance=0.0)

@@ -1,4 +1,6 @@
-"""The documentation site: built without a warning, no broken link, no error in a browser."""
+"""The documentation site: builds without warnings, has no broken links, and logs no errors in a
+browser.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PHONE = 390  # pixels: what is wider scrolls inside its own box
+PHONE = 390  # width in pixels; wider content must scroll inside its own box
 MEASURE = """onload = () => document.querySelectorAll("iframe").forEach(frame => {
     frame.title = frame.contentDocument.documentElement.scrollWidth })"""
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -66,9 +68,9 @@ def test_links_and_anchors_lead_somewhere(site):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 def test_every_page_fits_a_phone_and_logs_no_error(site, tmp_path):
-    """One start of the browser for all pages: they are loaded in frames of one."""
+    """Starts the browser once: all pages are loaded as iframes of a single page."""
     pages = sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html"))
     frames = "".join(
         f'<iframe width="{PHONE}" src="{site.as_uri()}/{page}"></iframe>' for page in pages
@@ -76,13 +78,26 @@ def test_every_page_fits_a_phone_and_logs_no_error(site, tmp_path):
     index = tmp_path / "all.html"
     index.write_text(f"<!doctype html><title>all</title>{frames}<script>{MEASURE}</script>")
     done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--allow-file-access-from-files", "--enable-logging=stderr",
-         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-         "--virtual-time-budget=20000", index.as_uri()],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--allow-file-access-from-files",
+            "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            "--virtual-time-budget=20000",
+            index.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and done.stdout.count("<iframe") == len(pages)
     logged = re.findall(r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', done.stderr)
     assert not logged

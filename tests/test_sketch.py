@@ -22,16 +22,24 @@ WIDE = Case("wide", "more than one tile of every backend", vocabulary=1531, old=
 
 def call(batch: Batch, function=fused_linear_gac_loss, **keywords):
     return function(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo,
-        bias=batch.bias, **{**batch.keywords, **keywords},
-    )  # fmt: skip
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        bias=batch.bias,
+        **{**batch.keywords, **keywords},
+    )
 
 
 def norms(batch: Batch, spec: LossSpec) -> dict[str, float]:
-    """The batch's own denominators, for batches that are parts of it."""
-    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **{
-        k: v for k, v in batch.keywords.items() if k != "spec"
-    })  # fmt: skip
+    """The full batch's denominators, to be used for parts of it."""
+    inputs = BatchInputs(
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        **{k: v for k, v in batch.keywords.items() if k != "spec"},
+    )
     tokens = plan(inputs, spec, torch.float64)
     found = {}
     for side, reduction, name in (
@@ -45,7 +53,7 @@ def norms(batch: Batch, spec: LossSpec) -> dict[str, float]:
 
 
 def only(batch: Batch, sequence: int) -> Tensor:
-    """The targets with every other sequence's masked."""
+    """The targets, with every other sequence masked."""
     cu_seqlens = batch.keywords.get("cu_seqlens")
     kept = torch.full_like(batch.targets, -100)
     part = sequence if cu_seqlens is None else slice(*cu_seqlens[sequence : sequence + 2].tolist())
@@ -61,8 +69,15 @@ def test_definition_projects_the_gradient_of_autograd(case):
     hidden = SKETCH.hidden(batch.hidden.shape[-1]).double()
     share = norms(batch, case.spec)
     for s, is_demo in enumerate(batch.is_demo.tolist()):
-        part = Batch(batch.hidden, batch.weight, batch.bias, only(batch, s), batch.advantages,
-                     batch.is_demo, batch.keywords)  # fmt: skip
+        part = Batch(
+            batch.hidden,
+            batch.weight,
+            batch.bias,
+            only(batch, s),
+            batch.advantages,
+            batch.is_demo,
+            batch.keywords,
+        )
         out = call(part, reference.fused_linear_gac_loss, mu=float(is_demo), **share)
         (grad,) = torch.autograd.grad(out.loss, batch.weight)
         expected = words @ grad @ hidden.T
@@ -70,7 +85,7 @@ def test_definition_projects_the_gradient_of_autograd(case):
 
 
 def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
-    """No further from float64 than twice the reference of the same dtype."""
+    """Assert that the error against float64 is at most twice that of the same-dtype reference."""
     batch = build(case, dtype)
     truth = call(batch.to(torch.float64), reference.fused_linear_gac_loss, sketch=SKETCH).sketch
     plain = call(batch, reference.fused_linear_gac_loss, sketch=SKETCH).sketch
@@ -98,7 +113,7 @@ def test_half_precision(backend, dtype):
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [4, 16, 64])
 def test_triton_sums_what_it_writes(size, narrow):
-    """In float32, also where the gradient is stored in bfloat16."""
+    """Sums are in float32 even if the gradient is stored in bfloat16."""
     torch.manual_seed(1)
     rows, vocabulary = 5, 1531
     logits = torch.randn(1, rows, vocabulary) * 2
@@ -107,8 +122,9 @@ def test_triton_sums_what_it_writes(size, narrow):
     inputs = BatchInputs(targets, torch.tensor([1.0]), torch.tensor([False]), 0.3)
     tokens, spec = plan(inputs, LossSpec(entropy_coef=0.1)), LossSpec(entropy_coef=0.1)
     exact = torch.empty_like(logits)
-    reference_rows = RowSketch(HeadSketch(size).signs(vocabulary, torch.device("cpu")),
-                               torch.zeros(rows, size))  # fmt: skip
+    reference_rows = RowSketch(
+        HeadSketch(size).signs(vocabulary, torch.device("cpu")), torch.zeros(rows, size)
+    )
     row_functions.row_loss(logits, tokens, spec, exact)
     row_buckets(exact, reference_rows)
     out = torch.empty_like(logits, dtype=torch.bfloat16 if narrow else None)
@@ -146,7 +162,9 @@ def test_frozen_inputs_are_sketched_all_the_same(wants):
 
 @pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
 def test_a_silent_side_is_unknown(mu):
-    """Its rows were skipped; a sequence that has nothing to learn is known to give 0."""
+    """Rows of a term with weight 0 are skipped, so their sketches are NaN; a sequence with zero
+    gradient gives exactly 0.
+    """
     batch = build(CASES[0])
     batch.advantages[3] = 0.0  # a rollout without a gradient
     known = call(batch, sketch=SKETCH, mu=0.5).sketch
@@ -168,18 +186,27 @@ def test_inner_products_are_right_on_average():
     batch = build(CASES[0])
     grads = []
     for s, is_demo in enumerate(batch.is_demo.tolist()):
-        part = Batch(batch.hidden, batch.weight, batch.bias, only(batch, s), batch.advantages,
-                     batch.is_demo, batch.keywords)  # fmt: skip
+        part = Batch(
+            batch.hidden,
+            batch.weight,
+            batch.bias,
+            only(batch, s),
+            batch.advantages,
+            batch.is_demo,
+            batch.keywords,
+        )
         out = call(part, mu=float(is_demo), **norms(batch, CASES[0].spec))
         grads.append(torch.autograd.grad(out.loss, batch.weight)[0].flatten())
     truth = torch.stack(grads) @ torch.stack(grads).T
-    draws = torch.stack([
-        (s := call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1)) @ s.T
-        for seed in range(400)
-    ])  # fmt: skip
+    draws = torch.stack(
+        [
+            (s := call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1)) @ s.T
+            for seed in range(400)
+        ]
+    )
     error = draws.mean(0) - truth
-    assert (error.abs() <= 4.5 * draws.std(0) / 20 + 1e-9).all()  # 36 values, four sigma each
-    # the variance that the design promises: (1/k + 1/k') |G_u|^2 |G_v|^2, up to a factor
+    assert (error.abs() <= 4.5 * draws.std(0) / 20 + 1e-9).all()  # 36 values, 4.5 sigma each
+    # the predicted variance: (1/k + 1/k') |G_u|^2 |G_v|^2, up to a factor
     norm = truth.diagonal().sqrt()
     assert (draws.std(0) <= 1.5 * (2 / 16) ** 0.5 * norm[:, None] * norm + 1e-9).all()
 
@@ -192,7 +219,7 @@ def test_projections_are_signs():
         words.nonzero()[:, 0] == words.nonzero()[:, 1] % 16
     ).all()
     assert torch.equal(hidden.abs(), torch.full((16, 64), 0.25))
-    assert abs(words.sum()) < 150 and abs(hidden.sum()) < 35  # five sigma
+    assert abs(words.sum()) < 150 and abs(hidden.sum()) < 35  # about 4.5 sigma
     assert not torch.equal(words, HeadSketch(16, seed=8).vocabulary(1000))
     assert torch.equal(words, HeadSketch(16, seed=7).vocabulary(1000))
 

@@ -1,4 +1,6 @@
-"""The source `sketch`: units against autograd, one process against two, mu = 0, who is refused."""
+"""The `sketch` signal source: units against autograd, one process against two, mu = 0, and
+unsupported configurations.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from gac_kernels import HeadSketch
 from . import ranks
 from .published import TEMPERATURE
 from .test_distributed import fixed_responses
-from .test_gate import likeness  # noqa: F401 - the runs below name it
+from .test_gate import likeness  # noqa: F401 - used as a reward below, by name
 from .tiny import metrics, tiny_config, write_tiny
 
 SIZE = 8
@@ -34,15 +36,15 @@ def config(task, out, **changes):
 
 
 def measure(config, mu):
-    """What the passes of a first step at `mu` find, and the trainer and the step."""
-    engines.generate = fixed_responses  # in a process of its own, or put back by its caller
+    """Run the passes of the first step at `mu`; return the trainer, the step and the measurements."""
+    engines.generate = fixed_responses  # runs in its own process, or the caller restores it
     trainer = Trainer(config)
     step = trainer._assemble(trainer._sample(), Mix(mu))
     return trainer, step, trainer.gradients(step)
 
 
 def units_found(config, mu):
-    """Sketches, sorted by their sums because ranks have the rows in another order."""
+    """Unit sketches, sorted because ranks hold the rows in a different order."""
     found = measure(config, mu)[2].sketches
     return [sorted(side.tolist()) for side in found]
 
@@ -56,7 +58,7 @@ def fixed(monkeypatch):
 def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed, mu):
     trainer, step, found = measure(config(task, tmp_path, micro_batch=3), mu)
     model = copy.deepcopy(trainer.model).double()
-    del model.forward  # the patch still calls the model that it was made for
+    del model.forward  # the patched forward still calls the original model
     weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
     demos = [r for r in step.rows if r.is_demo]
     tokens = sum(r.response_tokens for r in demos)
@@ -75,8 +77,13 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed, mu):
     sketch = HeadSketch(SIZE, step.sketch_seed)
     left, right = sketch.vocabulary(weight.shape[0]), sketch.hidden(weight.shape[1])
     for side, demo in zip(found.sketches, (True, False), strict=True):
-        wanted = torch.stack([(left.double() @ g @ right.double().T).flatten()
-                              for key, g in truth.items() if key[0] == demo])  # fmt: skip
+        wanted = torch.stack(
+            [
+                (left.double() @ g @ right.double().T).flatten()
+                for key, g in truth.items()
+                if key[0] == demo
+            ]
+        )
         assert len(wanted) == 4 and wanted.abs().max() > 1e-3
         torch.testing.assert_close(side, wanted, rtol=1e-4, atol=2e-6)
 
@@ -91,8 +98,9 @@ def test_any_split_of_the_batch_gives_the_same_units(task, tmp_path, fixed, mu):
         splits += ranks.run(units_found, made, mu, ranks=2)
     for split in splits:
         for ours, theirs in zip(split, one, strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs),
-                                       rtol=1e-4, atol=2e-6)  # fmt: skip
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=2e-6
+            )
 
 
 def test_the_sketch_changes_no_gradient_and_draws_anew(task, tmp_path, fixed):
@@ -133,9 +141,12 @@ def test_moments_of_units_are_unbiased_and_know_what_they_do_not_know():
 
 
 def test_a_closed_gate_goes_on_looking_and_opens_again(tmp_path):
-    """At mu = 0 the demonstrations move no weight, and are sketched all the same."""
-    common = {"steps": 6, "reward": "tests.test_gate:likeness",
-              "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5}}  # fmt: skip
+    """At mu = 0 the demonstrations do not affect the update but are still sketched."""
+    common = {
+        "steps": 6,
+        "reward": "tests.test_gate:likeness",
+        "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5},
+    }
     folder = write_tiny(tmp_path)
     method = {"name": "gac-gated-sketch", "max_step": 1.0, "gate": {"decay": 0.1}}
     run = Trainer(tiny_config(folder, tmp_path / "gated", method=method, **common))

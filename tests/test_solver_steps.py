@@ -1,4 +1,4 @@
-"""Solvers that learn their weights: fixed points, hand-worked steps, a library as oracle."""
+"""Solvers with learned weights: fixed points, steps worked out by hand, and TorchJD as an oracle."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from gac.control.solvers import (
 
 
 def losses(count: int) -> list[tuple[float, float]]:
-    """Positive and slowly falling, at different speeds."""
+    """Positive losses that fall slowly, at different speeds."""
     noise = torch.rand(count, 2, dtype=torch.float64).tolist()
     return [(2 * 0.97**t + 0.1 * a, 0.5 * 0.995**t + 0.1 * b) for t, (a, b) in enumerate(noise)]
 
 
 def restored(state):
-    """The same state after a checkpoint."""
+    """Round-trip the state through JSON, as a checkpoint does."""
     return type(state)(*json.loads(json.dumps(state)))
 
 
@@ -81,7 +81,7 @@ def test_moco_first_step_by_hand() -> None:
     # G / trace = [[0.8, -0.2], [-0.2, 0.2]] at (1/2, 1/2): v = (0.5 - 0.03, 0.5)
     weights, state = moco_step((0.5, 0.5), Gram(8.0, -2.0, 2.0), lr=0.1)
     assert weights == state == pytest.approx((0.485, 0.515), abs=1e-15)
-    # rho = 1 adds (0.1 * 0.9, 0.1 * 0.1) to what each loses
+    # regularization=1 subtracts a further (0.1 * 0.9, 0.1 * 0.1)
     weights, _ = moco_step((0.9, 0.1), Gram(8.0, -2.0, 2.0), lr=0.1, regularization=1.0)
     v_s, v_r = 0.9 - 0.1 * (1.62 - 0.02), 0.1 - 0.1 * (-0.18 + 0.12)
     assert weights[0] == pytest.approx((v_s - v_r + 1) / 2, abs=1e-15)

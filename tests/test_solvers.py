@@ -1,4 +1,4 @@
-"""Gradient solvers: golden values, properties on random Gram matrices, a library as oracle."""
+"""Gradient solvers: golden values, properties on random Gram matrices, and TorchJD as an oracle."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_a_common_scale_changes_the_size_of_the_update_only(solve) -> None:
     for gram in random_grams(100):
         weights = solve(gram)
         scaled = solve(Gram(*(x * 2.0**40 for x in gram)))  # gradients times 2^20
-        factor = 2.0**-20 if solve is nash_mtl else 1.0  # Nash: a unit update whatever the size
+        factor = (
+            2.0**-20 if solve is nash_mtl else 1.0
+        )  # Nash: the update has unit norm at any scale
         assert scaled == pytest.approx([w * factor for w in weights], rel=1e-12)
 
 
@@ -184,7 +186,7 @@ def test_sdmgrad_without_regularisation_is_mgda() -> None:
 
 
 def test_sdmgrad_is_where_its_inner_loop_ends() -> None:
-    """The published loop w <- Proj(w - lr A (w + lambda p)), run to the end from (1/2, 1/2)."""
+    """The published loop w <- Proj(w - lr A (w + lambda p)), run to convergence from (1/2, 1/2)."""
     saddles = 0
     for rows in torch.randn(60, 2, 2, dtype=torch.float64).tolist():
         (ss, sr), (rs, rr) = rows
@@ -220,7 +222,11 @@ def test_gram_of_micro_batches_and_their_halves() -> None:
         (pcgrad, Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
         (pcgrad, Gram(1.0, -1.0, 1.0), (2.0, 2.0)),
         (cagrad, Gram(4.0, 0.0, 0.0), (0.5, 0.5)),
-        (cagrad, Gram(1.0, -1.0, 1.0), (0.5, 0.5)),  # the mean is zero, and so is its ball
+        (
+            cagrad,
+            Gram(1.0, -1.0, 1.0),
+            (0.5, 0.5),
+        ),  # the mean is zero, so the ball around it has radius zero
         (cagrad, Gram(1.0, 1.0, 1.0), (0.75, 0.75)),
         (partial(cagrad, radius=2.0), Gram(4.0, -2.0, 1.0), (0.0, 0.0)),
         (nash_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
@@ -316,7 +322,7 @@ def test_sdmgrad_agrees_with_torchjd_where_its_loop_converges() -> None:
 
 
 def test_cagrad_agrees_with_torchjd() -> None:
-    pytest.importorskip("cvxpy", reason="torchjd's CAGrad needs cvxpy, of the extra `oracle`")
+    pytest.importorskip("cvxpy", reason="torchjd's CAGrad needs cvxpy, from the extra `oracle`")
     from torchjd.aggregation import CAGradWeighting
 
     for gram in random_grams(30):

@@ -1,4 +1,6 @@
-"""A sharded start: weights are cut as they arrive, are the same, and fail on all ranks at once."""
+"""Sharded loading: weights are sharded while loading and equal those of a full load, and an error
+on one rank reaches all ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ FILE = "model-00002-of-00004.safetensors"
 
 
 def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:
-    """The task with weights, of small files with an index; no dimension of them is even."""
+    """Copy the task and add weights in several small files with an index. The vocabulary and
+    intermediate sizes are odd.
+    """
     shutil.copytree(task, folder)
     start = folder / "init"
     made = AutoConfig.from_pretrained(start)
     made.update({"intermediate_size": 47, "vocab_size": made.vocab_size + 1, **changes})
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(made, dtype=dtype)
-    with torch.no_grad():  # norms and biases too are numbers of their own
+    with (
+        torch.no_grad()
+    ):  # perturb every parameter, so that norms and biases differ from their defaults
         for p in model.parameters():
             p.add_(torch.randn_like(p) / 50)
     model.generation_config.update(do_sample=True, temperature=0.7)
@@ -56,9 +62,10 @@ def given(folder: Path, **model):
 
 
 def started(made, at_once: bool):
-    """Weights, buffers and first step of a run whose weights are cut at once or when all are read.
+    """Weights, buffers and metrics of a run's first step. The weights are sharded while loading
+    (`at_once`) or after all have been read.
 
-    The latter is what FSDP2 does with a whole model.
+    The latter is how FSDP2 treats a fully loaded model.
     """
     engines.generate = fixed_responses
     if not at_once:
@@ -111,8 +118,10 @@ def test_weights_cut_as_they_arrive_are_those_of_a_whole_model(
     parallel = {**FSDP, "replicas": changes.pop("replicas", 1)}
     folder = write_base(task, tmp_path / "task", **changes) if changes else base
     made = {**given(folder, **model), "parallel": parallel}
-    rows = {"demo_batch": 2 * count, "rollouts": {"prompts": count, "completions": 2,
-                                                   "max_new_tokens": 4}}  # fmt: skip
+    rows = {
+        "demo_batch": 2 * count,
+        "rollouts": {"prompts": count, "completions": 2, "max_new_tokens": 4},
+    }
     found = [
         ranks.run(started, config(folder, tmp_path / str(cut), **made, **rows), cut, ranks=count)[0]
         for cut in (True, False)
@@ -122,17 +131,22 @@ def test_weights_cut_as_they_arrive_are_those_of_a_whole_model(
     assert len(tied) == (1 if "tie_word_embeddings" in changes else 2)
     assert about == (str(folder / "init"), 0.7, True)
     assert any(name.endswith("inv_freq") for name in before)
-    name = next(n for n in after if n.endswith("lora_B.default.weight" if model.get("lora") else
-                                               "q_proj.weight"))  # fmt: skip
-    assert not torch.equal(before[name], after[name])  # it learns
+    name = next(
+        n
+        for n in after
+        if n.endswith("lora_B.default.weight" if model.get("lora") else "q_proj.weight")
+    )
+    assert not torch.equal(before[name], after[name])  # the step updates the weights
 
 
 def held(made):
-    """Bytes of the rows that this rank keeps of a model, and of storage left in the model."""
+    """Bytes of the model's rows that this rank keeps, of storage left in the model, of its shards
+    and of the full model; and the rows left after `prepare`.
+    """
     accelerator = setup.make_accelerator(made.parallel, "no", (), made.out)
     arrival = setup.arriving(accelerator, made.parallel)
     model = make_model(made.model, 0, arrival)
-    assert ONE_BY_ONE not in os.environ  # the environment, and torch's hooks, are as before
+    assert ONE_BY_ONE not in os.environ  # the environment and torch's hooks have been restored
     assert torch.nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
     rows = sum(x.untyped_storage().nbytes() for x in arrival._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
@@ -146,7 +160,9 @@ def test_no_rank_holds_the_whole_model_at_any_time(base, tmp_path):
     found = ranks.run(held, config(base, tmp_path, **given(base)), ranks=2)
     total = found[0][3]
     assert sum(rows for rows, *_ in found) == total
-    assert total <= sum(shards for _, _, shards, *_ in found) < 1.02 * total  # equally many rows
+    assert (
+        total <= sum(shards for _, _, shards, *_ in found) < 1.02 * total
+    )  # shards are padded to the same number of rows
     assert all(rows < 0.51 * total and left == kept == 0 for rows, left, _, _, kept in found)
 
 
@@ -164,9 +180,12 @@ def forget(start: Path) -> None:
 
 
 def widen(start: Path) -> None:
-    rewrite(start, lambda tensors: tensors.update(
-        {n: torch.zeros(5, 7) for n in tensors if n == "model.layers.1.mlp.up_proj.weight"}
-    ))  # fmt: skip
+    rewrite(
+        start,
+        lambda tensors: tensors.update(
+            {n: torch.zeros(5, 7) for n in tensors if n == "model.layers.1.mlp.up_proj.weight"}
+        ),
+    )
 
 
 def rewrite(start: Path, change) -> None:
@@ -184,7 +203,7 @@ def rewrite(start: Path, change) -> None:
         (widen, "up_proj.weight is [5, 7] in the weights, and the model that config.json"),
         (truncate, "the weights are damaged"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_weights_that_do_not_arrive_are_one_line(base, tmp_path, damage, says, one_by_one):
     shutil.copytree(base / "init", tmp_path / "init")
@@ -207,7 +226,7 @@ def test_a_missing_file_ends_the_start_on_every_rank(base, tmp_path):
 
 
 def only_on_rank_1(made):
-    """A disk that fails under one rank."""
+    """Start a run whose weights cannot be read on rank 1."""
     accelerator = setup.make_accelerator(made.parallel, "no", (), made.out)
     if accelerator.process_index == 1:
 

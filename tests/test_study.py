@@ -24,9 +24,23 @@ def test_study_runs_once_and_summarises_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "GATE", (0.0, 1.0))
     monkeypatch.setattr(study, "GRID", (0.3,))
     arguments = [
-        "--out", str(tmp_path / "runs"), "--methods", "constant", "dft", "luffy", "--seeds", "2",
-        "--steps", "2", "--base-steps", "3", "--jobs", "2", "--results", str(tmp_path / "r.json"),
-    ]  # fmt: skip
+        "--out",
+        str(tmp_path / "runs"),
+        "--methods",
+        "constant",
+        "dft",
+        "luffy",
+        "--seeds",
+        "2",
+        "--steps",
+        "2",
+        "--base-steps",
+        "3",
+        "--jobs",
+        "2",
+        "--results",
+        str(tmp_path / "r.json"),
+    ]
     assert study.main(arguments) == 0
     first = json.loads((tmp_path / "r.json").read_text())
     rows = {row["name"]: row for row in first["rows"]}
@@ -80,7 +94,9 @@ def test_a_run_of_a_study_is_the_configuration_with_method_seed_and_folder(tmp_p
 
 
 def test_intervals_cover_the_mean_about_as_often_as_they_say():
-    """Of 400 samples of 30 normal numbers; a percentile bootstrap falls a little short of 95 %."""
+    """Coverage over 400 samples of 30 normal values; a percentile bootstrap falls slightly short of
+    95 %.
+    """
     draws = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
     ends = [interval(row) for row in draws]
     assert 0.90 < np.mean([low < 0.3 < high for low, high in ends]) < 0.97
@@ -97,9 +113,11 @@ def test_differences_are_paired_by_seed():
     assert rows["b"]["mean"] == pytest.approx(0.525) and rows["b"]["ci95"][0] < 0.525
     assert rows["a"]["against_baseline"]["difference"] == 0
     assert rows["none"] == {
-        "final": [None] * 4, "mean": None, "ci95": None,
+        "final": [None] * 4,
+        "mean": None,
+        "ci95": None,
         "against_baseline": {"difference": None, "ci95": None},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.slow
@@ -109,11 +127,24 @@ def test_gac_study_names_what_fails_and_goes_on_from_what_is_done(tmp_path, caps
     )
     path = tmp_path / "run.yaml"
     save(config, path)
-    broken = {"broken": {"name": "luffy"}}  # its demonstrations are not there
+    broken = {"broken": {"name": "luffy"}}  # it needs demonstrations, which are missing
     path.write_text(path.read_text() + to_yaml({"methods": {**broken, "low": "constant:mu=0.1"}}))
     fields = ["data.demo_field=null", "data.demos=null"]
-    arguments = ["study", str(path), "--methods", "grpo", "broken", "dr@dr-grpo", "--seeds", "2",
-                 "--baseline", "dr", "--discard", "--set", *fields]  # fmt: skip
+    arguments = [
+        "study",
+        str(path),
+        "--methods",
+        "grpo",
+        "broken",
+        "dr@dr-grpo",
+        "--seeds",
+        "2",
+        "--baseline",
+        "dr",
+        "--discard",
+        "--set",
+        *fields,
+    ]
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ValueError: data.prompts" in printed

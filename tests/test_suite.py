@@ -25,15 +25,19 @@ from .tiny import tiny_config
 def suite(task, out, **changes) -> EvalConfig:
     data = {"prompts": str(task / "eval.jsonl")}
     sampled = {"data": data, "samples": 4, "temperature": 1.0, "batch": 8, "max_new_tokens": 5}
-    return load(EvalConfig, {
-        "model": {"path": str(task / "init"), "random_init": True},
-        "reward": "tests.tiny:digit_reward",
-        "tasks": {
-            "greedy": {"data": data, "max_new_tokens": 5, "split_field": "op"},
-            "sampled": {**sampled, "pass_at": [1, 4]},
+    return load(
+        EvalConfig,
+        {
+            "model": {"path": str(task / "init"), "random_init": True},
+            "reward": "tests.tiny:digit_reward",
+            "tasks": {
+                "greedy": {"data": data, "max_new_tokens": 5, "split_field": "op"},
+                "sampled": {**sampled, "pass_at": [1, 4]},
+            },
+            "out": str(out),
+            **changes,
         },
-        "out": str(out), **changes,
-    })  # fmt: skip
+    )
 
 
 def test_results_have_what_the_contract_says(task, tmp_path):
@@ -57,7 +61,7 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     first = run_suite(config)
     path = tmp_path / "e" / "results.json"
     kept = json.loads(path.read_text())
-    del kept["tasks"]["sampled"]  # as if it had been stopped before
+    del kept["tasks"]["sampled"]  # as if the run had been interrupted before this task
     path.write_text(json.dumps(kept))
     again = run_suite(config)
     seconds = {n: r.pop("seconds") for n, r in first["tasks"].items()}
@@ -88,8 +92,9 @@ def test_two_processes_answer_as_one(task, tmp_path):
 
 def test_against_pairs_by_prompt(task, tmp_path):
     run_suite(suite(task, tmp_path / "e"))
-    other = suite(task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True},
-                  seed=3)  # fmt: skip
+    other = suite(
+        task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
+    )
     found = run_suite(other, tmp_path / "e")["tasks"]["greedy"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["greedy"] for n in "fe")
     gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
@@ -105,8 +110,14 @@ def answer(index: int, score: float | None, split: str | None = None) -> Answer:
 
 def test_summary_by_hand():
     task = EvalTask(samples=2, temperature=1.0, pass_at=(1, 2))
-    rows = [answer(0, 1.0), answer(0, 0.0), answer(1, 0.0), answer(1, 0.0), answer(2, 1.0),
-            answer(2, None)]  # fmt: skip
+    rows = [
+        answer(0, 1.0),
+        answer(0, 0.0),
+        answer(1, 0.0),
+        answer(1, 0.0),
+        answer(2, 1.0),
+        answer(2, None),
+    ]
     found = summary(rows, task)
     assert found["accuracy"] == pytest.approx((0.5 + 0 + 1) / 3)
     # the third prompt has one scored answer: it counts for pass@1 only
@@ -136,14 +147,18 @@ def test_mistakes_name_the_key(task, tmp_path, changes, message):
 def test_a_name_that_no_column_can_show_is_refused(task, tmp_path, name):
     tasks = {name: {"data": {"prompts": str(task / "eval.jsonl")}}}
     words = f"tasks.{name!r} is no name for a task: use visible characters"
-    for load_it in (lambda: suite(task, tmp_path, tasks=tasks),
-                    lambda: tiny_config(task, tmp_path, eval={"tasks": tasks})):  # fmt: skip
+    for load_it in (
+        lambda: suite(task, tmp_path, tasks=tasks),
+        lambda: tiny_config(task, tmp_path, eval={"tasks": tasks}),
+    ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             load_it()
 
 
 def test_a_further_task_named_like_a_split_of_the_first_is_refused(task, tmp_path):
-    """Both would be accuracy/NAME; a split may have a slash, as the splits of a task do."""
+    """Both would be logged as accuracy/NAME. Split names may contain a slash, as those of extra
+    tasks do.
+    """
     data = {"prompts": str(task / "eval.jsonl")}
     for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
         found = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}

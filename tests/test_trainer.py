@@ -1,4 +1,4 @@
-"""The training loop: what it records, what it repeats, what it refuses."""
+"""The training loop: recorded metrics, exact resumption, and rejected settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,30 @@ from gac_kernels import LossSpec
 from .tiny import metrics, tiny_config
 
 CONTRACT = {
-    "step", "mu", "mu_star", "prior", "alpha", "kl", "sft_variance", "rl_variance", "disagreement",
-    "rollout_loss", "demo_loss", "reward_mean", "entropy", "clip_fraction", "response_length",
-    "grad_norm", "tokens", "seconds", "sampled_tokens", "sampling_seconds",
-    "sampled_responses", "sampling_share", "responses_per_second",
-}  # fmt: skip
+    "step",
+    "mu",
+    "mu_star",
+    "prior",
+    "alpha",
+    "kl",
+    "sft_variance",
+    "rl_variance",
+    "disagreement",
+    "rollout_loss",
+    "demo_loss",
+    "reward_mean",
+    "entropy",
+    "clip_fraction",
+    "response_length",
+    "grad_norm",
+    "tokens",
+    "seconds",
+    "sampled_tokens",
+    "sampling_seconds",
+    "sampled_responses",
+    "sampling_share",
+    "responses_per_second",
+}
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
@@ -33,7 +52,7 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def capture(trainer: Trainer) -> list[torch.Tensor]:
-    """The gradients of the trainer's next step."""
+    """Run the trainer's next step and return its gradients."""
     found: list[torch.Tensor] = []
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda *a, **k: (found.extend(gradients(trainer)), step(*a, **k))
@@ -48,13 +67,21 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
     assert set(rows[0]) >= CONTRACT
     assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
     evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in evaluations] == [0, 4]  # the start model, and what came of it
-    names = {"step", "accuracy", "accuracy/+", "accuracy/-", "response_length", "truncated",
-             "seconds"}  # fmt: skip
+    assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
+    names = {
+        "step",
+        "accuracy",
+        "accuracy/+",
+        "accuracy/-",
+        "response_length",
+        "truncated",
+        "seconds",
+    }
     assert all(set(e) == names for e in evaluations)
     assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
-        "step-00000002", "step-00000004",
-    ]  # fmt: skip
+        "step-00000002",
+        "step-00000004",
+    ]
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
     assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
     for r in rows:
@@ -64,9 +91,15 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
 
 
 def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
-    """Before the first step, not on resume; training draws the same numbers with and without."""
-    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5,
-                  "temperature": 1.0, "every": 2}  # fmt: skip
+    """It is evaluated before the first step and not on resume; training uses the same random
+    numbers with and without the evaluation.
+    """
+    evaluation = {
+        "data": {"prompts": str(task / "eval.jsonl")},
+        "max_new_tokens": 5,
+        "temperature": 1.0,
+        "every": 2,
+    }
     config = tiny_config(task, tmp_path / "run", eval=evaluation)
     start = Trainer(config)
     alone = start.evaluator(start.model)
@@ -108,9 +141,13 @@ def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
 
 
 def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
-    """A reward that is the same for everyone leaves only the demonstrations' gradient."""
-    flat = tiny_config(task, tmp_path / "a", reward="tests.test_trainer:no_reward",
-                       method={"name": "constant", "mu": 0.5})  # fmt: skip
+    """If every rollout has the same reward, only the demonstrations have a gradient."""
+    flat = tiny_config(
+        task,
+        tmp_path / "a",
+        reward="tests.test_trainer:no_reward",
+        method={"name": "constant", "mu": 0.5},
+    )
     trainer = Trainer(flat)
     seen = []
     backward = trainer.accelerator.backward
@@ -230,7 +267,7 @@ def test_group_advantages():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
     centred = group_advantages(rewards.double(), "centered")
     assert centred[0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert centred[1].tolist() == [0.0] * 4  # exactly: these rows must cost nothing
+    assert centred[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
     assert centred[2, 0] == 0 and centred[2, 1:].sum().abs() < 1e-12
     std = group_advantages(rewards.double(), "std")
     assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))

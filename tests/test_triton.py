@@ -1,4 +1,4 @@
-"""The Triton kernels against the definition in float64, interpreted on the CPU or on a GPU."""
+"""The Triton kernels against the float64 reference, on a GPU or interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from .triton_cases import DEVICE, FIELDS, PER_TOKEN, check, error, evaluate, mak
 pytestmark = [
     pytest.mark.skipif(
         backend.unavailable(torch.device(DEVICE), torch.float32) is not None,
-        reason="Triton can run here neither on a GPU nor interpreted",
+        reason="Triton is unavailable here: no GPU and no interpreter",
     ),
-    # Arithmetic on inf and nan, which some cases are about, warns in the interpreter's numpy.
+    # Some cases test arithmetic on inf and nan, which triggers warnings in the interpreter's NumPy.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few hundred words meet several tiles, as real vocabularies do."""
+    """Shrink the tiles, so that a vocabulary of a few hundred entries spans several, as real ones
+    do.
+    """
     tile = launch.Tiling(lanes=32, width=4, warps=1, stages=3)
     monkeypatch.setattr(launch, "tiling", lambda vocab, dtype: tile)
 
@@ -59,7 +61,8 @@ def test_each_option_of_the_loss(name: str, small_tiles: None, poison: None) -> 
     check(make_batch(), spec=LOSSES[name])
 
 
-# One reason each: vocabularies that fill no tile, exactly one, one and a word, and a real tile.
+# Vocabularies smaller than a tile, of exactly one tile, of one tile plus one entry, and of a single
+# entry.
 @pytest.mark.parametrize("vocab", [11, 128, 129, 1])
 def test_vocabulary_of_any_size(vocab: int, small_tiles: None, poison: None) -> None:
     check(make_batch(vocab=vocab), spec=LossSpec(entropy_coef=0.1))
@@ -103,7 +106,7 @@ def test_rows_of_any_stride(small_tiles: None, poison: None) -> None:
 
 
 def test_packed_vectors_that_are_slices(small_tiles: None) -> None:
-    """Every second element of a longer vector: the kernels count in elements of the batch."""
+    """The vectors have stride 2, but the kernels index by batch element."""
     batch = make_batch()
     for name in PER_TOKEN:
         batch[name] = batch[name].flatten(0, 1)
@@ -127,7 +130,7 @@ def test_overwrite_takes_the_storage_and_nothing_beside_it(small_tiles: None) ->
 
 @pytest.mark.parametrize("vocab", [7, 128, 256, 301], ids=["no tile", "one", "two", "and a tail"])
 def test_gradient_of_a_narrower_type(vocab: int, small_tiles: None, poison: None) -> None:
-    """The linear form keeps float32 logits and wants a gradient in the dtype of its GEMMs."""
+    """The fused linear loss keeps float32 logits but needs the gradient in the dtype of its GEMMs."""
     batch = make_batch(vocab=vocab)
     logits, targets = batch["logits"], batch["targets"].flatten()
     wide = torch.full((3, 2, vocab + 5), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -157,7 +160,9 @@ def test_one_token(small_tiles: None) -> None:
 
 
 def test_no_gradient_is_written_where_none_is_due(small_tiles: None) -> None:
-    """Advantage 0 without KL, and a term of weight 0: the gradient is zero, the statistics not."""
+    """With advantage 0, no KL and a term of weight 0, the gradient is zero, but the statistics are
+    still computed.
+    """
     batch = make_batch()
     batch["advantages"] = torch.zeros(3, device=DEVICE)
     out, grad = evaluate(batch, backend="triton", mu=0.0)
@@ -165,7 +170,9 @@ def test_no_gradient_is_written_where_none_is_due(small_tiles: None) -> None:
 
 
 def test_masked_vocabulary(small_tiles: None) -> None:
-    """Whole tiles of -inf before, between and after the numbers; the entropy's 0 log 0 is 0."""
+    """Full tiles of -inf before, between and after the finite logits; 0 log 0 counts as 0 in the
+    entropy.
+    """
     batch = make_batch()
     words = torch.arange(301, device=DEVICE)
     masked = (words < 140) | ((words >= 150) & (words < 290)) | (words == 300)
@@ -247,8 +254,9 @@ def test_results_repeat_bit_for_bit() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="maps host memory")
 def test_addresses_are_64_bit(small_tiles: None) -> None:
-    """Rows 2^30 words apart in memory that exists only where it is touched: 2 x 2^30 words from
-    the start, a 32-bit product of row and stride is negative."""
+    """Rows are 2^30 elements apart in lazily allocated memory. At 2 x 2^30 elements from the start,
+    a 32-bit product of row and stride overflows.
+    """
     stride, vocab = 2**30, 40
     memory = mmap.mmap(-1, 2 * (2 * stride + vocab), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     far = torch.frombuffer(memory, dtype=torch.bfloat16)
@@ -283,7 +291,9 @@ def test_scaling_in_place(dtype: torch.dtype) -> None:
 
 
 def test_scaling_by_one_does_not_touch_the_tensor() -> None:
-    """Read-only memory: a store would be a crash, so it runs in a process of its own."""
+    """The tensor is in read-only memory, where a store would crash, so the test runs in its own
+    process.
+    """
     code = """
 import mmap, torch
 from gac_kernels.backends import triton
@@ -300,7 +310,7 @@ print(tensor.sum().item())
 
 
 def test_no_copy_of_a_cpu_input_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each blocking copy would stop the host until the device has caught up."""
+    """A blocking copy would stall the host until the device catches up."""
     copies: list[tuple[tuple, dict]] = []
     to = Tensor.to
 
@@ -321,7 +331,7 @@ def test_no_copy_of_a_cpu_input_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     for plan in (backend.plan, definition):
         copies.clear()
         plan(inputs, LossSpec())
-        assert len(copies) >= 6, "of every input, wherever it is"
+        assert len(copies) >= 6, "expected a copy of every input, on whichever device it is"
         assert all(keywords.get("non_blocking") for _, keywords in copies)
 
 

@@ -1,4 +1,6 @@
-"""The Triton kernels at real sizes: vocabularies, addresses, streams and graphs of a GPU."""
+"""The Triton kernels at real sizes on a GPU: vocabularies, 64-bit addresses, streams and CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ pytestmark = pytest.mark.gpu
 
 
 def test_large_logits_lose_nothing() -> None:
-    """Shifted by 1000 nothing changes but the rounding of the inputs. The interpreter does not
-    fuse multiply-adds, so this holds on a GPU only."""
+    """A shift by 1000 changes only the rounding of the inputs. This holds only on a GPU, because
+    the interpreter does not fuse multiply-adds.
+    """
     batch = make_batch(vocab=32000, dtype=torch.float16)
     batch["logits"] += 1000
     check(batch)
@@ -29,7 +32,9 @@ def test_real_vocabularies(vocab: int, poison: None) -> None:
 
 
 def test_more_than_two_to_the_31_logits() -> None:
-    """The last rows lie beyond what 32 bits address; each is held against its own small batch."""
+    """The last rows are beyond 32-bit addressing; they are compared with a small batch that
+    contains only them.
+    """
     vocab = 151936
     rows = 2**31 // vocab + 8
     logits = torch.empty(1, rows, vocab, dtype=torch.bfloat16, device=DEVICE)
@@ -72,7 +77,9 @@ def test_large_results_repeat_bit_for_bit() -> None:
 
 
 def test_gradient_over_the_logits_is_the_same() -> None:
-    """Targets in the last, incomplete tile, which is overwritten first: none is read too late."""
+    """The targets are in the last, partial tile, which is overwritten first; the kernel must read
+    them before that.
+    """
     batch = make_batch(rows=32, width=16, vocab=152064, dtype=torch.bfloat16)
     batch["targets"] = torch.randint(147456, 152064, (32, 16), device=DEVICE)
     out, apart = evaluate(batch, backend="triton")
@@ -83,7 +90,9 @@ def test_gradient_over_the_logits_is_the_same() -> None:
 
 
 def test_row_kernels_record_in_a_cuda_graph() -> None:
-    """No kernel asks the host for anything: replaying on new logits gives their results."""
+    """No kernel synchronizes with the host, so a replay on new logits gives the results for those
+    logits.
+    """
     batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
     logits, targets = batch["logits"], batch["targets"].flatten()
     ones, zeros = torch.ones(32, device=DEVICE), torch.zeros(32, device=DEVICE)
@@ -99,7 +108,7 @@ def test_row_kernels_record_in_a_cuda_graph() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()  # compiles, which a recording may not
+        work()  # compile first: compilation is not allowed during capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Each mistake that a user can make ends in one line that names the key and says what to do."""
+"""Every user error gives one line that names the key and says what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def task(tmp_path_factory) -> Path:
 
 
 def line(capsys, *arguments: str, code: int = cli.USAGE) -> str:
-    """The one line on stderr."""
+    """Run a command that fails, and return its single line on stderr."""
     assert cli.main(arguments) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -52,12 +52,16 @@ def line(capsys, *arguments: str, code: int = cli.USAGE) -> str:
 
 
 def train(task: Path, tmp_path: Path, *changes: str) -> list[str]:
-    """A command that would train, but for `changes`."""
+    """A valid `train` command, followed by `changes`."""
     plain = {
-        "out": tmp_path / "run", "model.path": task / "init", "model.random_init": "true",
-        "data.prompts": task / "prompts.jsonl", "data.demos": task / "demos.jsonl",
-        "reward": "tests.tiny:digit_reward", "steps": 1,
-    }  # fmt: skip
+        "out": tmp_path / "run",
+        "model.path": task / "init",
+        "model.random_init": "true",
+        "data.prompts": task / "prompts.jsonl",
+        "data.demos": task / "demos.jsonl",
+        "reward": "tests.tiny:digit_reward",
+        "steps": 1,
+    }
     config = tmp_path / "run.yaml"
     config.write_text("")
     return ["train", str(config), "--set", *(f"{k}={v}" for k, v in plain.items()), *changes]
@@ -136,7 +140,7 @@ def test_other_commands(task, tmp_path, capsys):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for a gated model, and for one that is not there."""
+    """Answers as the Hub does for a gated model and for a missing one."""
 
     def do_GET(self) -> None:
         answers = {"gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound")}
@@ -150,7 +154,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress request logging."""
 
 
 def test_names_of_the_hub(task, tmp_path, capsys, monkeypatch):
@@ -165,11 +169,11 @@ def test_names_of_the_hub(task, tmp_path, capsys, monkeypatch):
         assert "model.path='firm/gated' is a gated model: accept its terms" in text
         text = line(capsys, *train(task, tmp_path, "model.path=firm/absent"))
         assert "no model of that name on the hub" in text
-        check_source("model.path", "firm/mirrored")  # its answer forbids nothing
+        check_source("model.path", "firm/mirrored")  # any other answer is not an error
     finally:
         server.shutdown()
         server.server_close()
-    # the port is closed now: a machine without a network
+    # the server is down now, as on a machine without a network
     text = line(capsys, *train(task, tmp_path, "model.path=firm/model"))
     assert "cannot be reached" in text and "give the folder of a model" in text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -181,12 +185,14 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         [sys.executable, "-m", "gac.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_the_first_command_for_ones_own_model(tmp_path):
-    """As a shell sees it: one line, exit code 2; --debug shows where it comes from."""
+    """From the shell: one line and exit code 2; --debug adds the traceback."""
     done = shell("train", GSM8K, "--set", f"out={tmp_path}", "--debug")
     assert done.returncode == 2 and done.stdout == ""
     *trace, last = done.stderr.splitlines()
@@ -218,8 +224,9 @@ def test_verdicts():
     assert verdict(ConfigError("x")) == ("x", 2)
     assert verdict(OSError(28, "No space left on device")) is not None
     assert verdict(PermissionError(13, "Permission denied", "a/b")) == (
-        "a/b: Permission denied", 2,
-    )  # fmt: skip
+        "a/b: Permission denied",
+        2,
+    )
     assert verdict(ValueError("x")) is None and verdict(ConnectionError("x")) is None
 
 
@@ -231,7 +238,7 @@ def test_refusals_of_set_up_become_the_users(capsys):
 
 
 def test_help_is_fast_once_it_was_made(tmp_path):
-    """The text is kept per state of the sources; afterwards no large package is imported."""
+    """The text is cached per state of the sources; a cached call imports no large package."""
     code = "import json, sys; from gac.cli import main\ntry: main(sys.argv[1:])\n"
     code += "except SystemExit: pass\nprint(json.dumps([*sys.modules]), file=sys.stderr)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
@@ -239,9 +246,13 @@ def test_help_is_fast_once_it_was_made(tmp_path):
         texts, modules = [], []
         for _ in range(2):
             done = subprocess.run(
-                [sys.executable, "-c", code, *command], env=environment, capture_output=True,
-                text=True, timeout=120, check=True,
-            )  # fmt: skip
+                [sys.executable, "-c", code, *command],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
             texts.append(done.stdout)
             modules.append(set(json.loads(done.stderr.splitlines()[-1])))
         assert texts[0] == texts[1] and texts[0]

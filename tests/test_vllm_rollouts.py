@@ -1,4 +1,4 @@
-"""Rollouts from a server that speaks vLLM's requests: a real one, around a tiny model."""
+"""Rollouts from a server with vLLM's HTTP API: a real server process with a tiny model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def engine(task, url, tokenizer, folder, **changes):
 
 
 def test_its_answers_are_those_of_the_weights_that_it_got(task, server, policy, tmp_path):
-    """Greedy, before and after a change of weights; in the end only others' are in the folder."""
+    """Greedy responses before and after a weight update. Afterwards only the weight folders of
+    other runs remain.
+    """
     model, tokenizer = policy
     stop = [tokenizer.decode([15])]
     ask = engine(task, server.url, tokenizer, tmp_path, temperature=1e-6, stop=stop)
@@ -78,7 +80,7 @@ def test_its_answers_are_those_of_the_weights_that_it_got(task, server, policy, 
 
 
 def test_draws_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
-    """First tokens against the model's softmax: total variation of 600 draws."""
+    """Total variation distance between 600 sampled first tokens and the model's softmax."""
     model, tokenizer = policy
     ask = engine(task, server.url, tokenizer, tmp_path, max_new_tokens=1, temperature=0.7)(model)
 
@@ -88,7 +90,9 @@ def test_draws_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
 
     assert drawn(0, PROMPTS, 3) == drawn(0, PROMPTS, 3) != drawn(1, PROMPTS, 3)
     draws = drawn(0, [PROMPTS[0]] * 2, 300)
-    assert draws[:300] != draws[300:]  # each prompt has a seed of its own, also where it is equal
+    assert (
+        draws[:300] != draws[300:]
+    )  # every prompt has its own seed, even if two prompts are equal
     with torch.no_grad():
         p = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7).softmax(-1)
     counts = torch.bincount(torch.tensor([r[0] for r in draws]), minlength=len(p)) / len(draws)
@@ -96,12 +100,20 @@ def test_draws_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
 
 
 def test_adapters_are_added_to_the_weights(task, server, tmp_path):
-    """The server gets what peft merges, and the policy keeps its own weights bit for bit."""
+    """The server receives the weights that peft would merge; the policy's own weights stay bitwise
+    unchanged.
+    """
     pytest.importorskip("peft")
-    made = config(task, tmp_path / "run", server.url, model={
-        "path": str(task / "init"), "random_init": True,
-        "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
-    })  # fmt: skip
+    made = config(
+        task,
+        tmp_path / "run",
+        server.url,
+        model={
+            "path": str(task / "init"),
+            "random_init": True,
+            "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
+        },
+    )
     trainer = Trainer(made)
     model = trainer.model
     for name, p in model.named_parameters():
@@ -113,7 +125,7 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
     with model.disable_adapter():
         bare = dict(vllm.Weights(model))
     adapted = dict(vllm.Weights(model))
-    del model.base_model.model.forward  # the patch does not survive a copy
+    del model.base_model.model.forward  # the patched forward does not survive a copy
     merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
     assert adapted.keys() == bare.keys() == merged.keys()
     for name, x in merged.items():
@@ -132,7 +144,9 @@ def test_large_weights_come_in_several_files(policy, monkeypatch):
 
 
 def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
-    """The same seed gives the same run, each step with fresh weights; ratios are 1."""
+    """Two runs with the same seed are identical. Every step sends fresh weights, so the ratios are
+    1.
+    """
     asked = len(server.asked())
     for name in "ab":
         train(config(task, tmp_path / name, server.url, steps=3))
@@ -147,9 +161,9 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
 
 
 def test_a_server_that_dies_and_another_in_its_place(task, tmp_path):
-    """The run ends with one line, and goes on as if nothing had happened."""
+    """The run ends with a one-line error, and resuming it matches an uninterrupted run."""
     changes = {"steps": 3, "checkpoint_every": 1}
-    # a look at its vocabulary, then each step one at its weights and 4 prompts
+    # one vocabulary check, then per step one weight check and 4 prompts
     died = pytest.raises(RunError, match="there is no answer.*goes on from its last checkpoint")
     with serving(task / "init", dies_after=1 + 5 * 2 + 2) as found, died:
         train(config(task, tmp_path / "run", found.url, **changes))
@@ -160,11 +174,18 @@ def test_a_server_that_dies_and_another_in_its_place(task, tmp_path):
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("how", "error", "message"), [
-    ({"folder": "elsewhere"}, ConfigError, "the server has the model '.*elsewhere', and the run"),
-    ({"most": 12}, ConfigError, "the server takes 12 tokens, .* --max-model-len 1[3-9]"),
-    ({"vocabulary": 12}, RunError, "Token id .. is out of vocabulary"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (
+            {"folder": "elsewhere"},
+            ConfigError,
+            "the server has the model '.*elsewhere', and the run",
+        ),
+        ({"most": 12}, ConfigError, "the server takes 12 tokens, .* --max-model-len 1[3-9]"),
+        ({"vocabulary": 12}, RunError, "Token id .. is out of vocabulary"),
+    ],
+)
 def test_another_server_is_refused_before_any_work(task, tmp_path, how, error, message):
     folder = tmp_path / how.pop("folder", "init")
     shutil.copytree(task / "init", folder)
@@ -181,10 +202,13 @@ def test_a_server_under_another_name(task, tmp_path, policy):
         assert ask(PROMPTS, 1) == expected
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ({"deaf": True}, r"log-probs differ from the trainer's by \d.* per token"),
-    ({"vocabulary": 60}, "/collective_rpc is refused, 500 .*must match the size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"deaf": True}, r"log-probs differ from the trainer's by \d.* per token"),
+        ({"vocabulary": 60}, "/collective_rpc is refused, 500 .*must match the size"),
+    ],
+)
 def test_weights_that_do_not_arrive(task, tmp_path, policy, how, message):
     with serving(task / "init", **how) as found, pytest.raises(RunError, match=message):
         engine(task, found.url, policy[1], tmp_path)(policy[0])
@@ -197,11 +221,13 @@ def test_nobody_there(task, tmp_path):
     with pytest.raises(RunError, match=f"vllm.url='{url}': there is no answer: see that") as said:
         Trainer(config(task, tmp_path / "run", url))
     assert "\n" not in str(said.value)
-    Trainer(config(task, tmp_path / "sft", url, method="sft"))  # which samples nothing
+    Trainer(
+        config(task, tmp_path / "sft", url, method="sft")
+    )  # SFT samples nothing, so it needs no server
 
 
 def test_a_server_that_does_not_answer_in_time(task, tmp_path):
-    """Somebody listens and says nothing: two tries, and the error."""
+    """The port is open but nothing answers: two attempts, then the error."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunError, match="there is no answer"):
@@ -209,7 +235,9 @@ def test_a_server_that_does_not_answer_in_time(task, tmp_path):
 
 
 def two_steps(made):
-    """What a sharded policy sends, the metrics of a step, and the error of the next."""
+    """Run two steps; return the weights that a sharded policy sends, the first step's metrics and
+    the second step's error.
+    """
     trainer = Trainer(made)
     sent = {name: x.clone() for name, x in vllm.Weights(trainer.model)}
     row = trainer._train_step()
@@ -220,12 +248,19 @@ def two_steps(made):
 
 @pytest.mark.dist
 def test_two_processes_with_sharded_weights(task, tmp_path):
-    """Both send and draw, and both hear of a server that dies while one of them waits for it."""
+    """Both ranks send weights and sample, and both report a server that dies while one of them
+    waits for it.
+    """
     alone = dict(vllm.Weights(Trainer(tiny_config(task, tmp_path / "one")).model))
-    # each rank looks at its vocabulary, rank 0 at its weights, 4 prompts; 2 of the next 4 arrive
+    # 2 vocabulary checks (one per rank), 1 weight check (rank 0) and 4 prompts; then 1 weight check
+    # and 2 of the next 4 prompts
     with serving(task / "init", dies_after=2 + 5 + 1 + 2) as found:
-        made = config(task, tmp_path / "two", found.url,
-                      parallel={"mode": "fsdp", "gather_for_rollouts": False})  # fmt: skip
+        made = config(
+            task,
+            tmp_path / "two",
+            found.url,
+            parallel={"mode": "fsdp", "gather_for_rollouts": False},
+        )
         (sent, row, said), (other, same, heard) = ranks.run(two_steps, made, ranks=2)
     for weights in (sent, other):
         assert weights.keys() == alone.keys()
@@ -235,7 +270,7 @@ def test_two_processes_with_sharded_weights(task, tmp_path):
 
 
 def test_weights_through_the_clients_own_transfer(task, tmp_path, policy, monkeypatch):
-    """TRL's requests, their order and what they announce; gloo carries the values, not NCCL."""
+    """Checks TRL's requests and their order; gloo carries the values instead of NCCL."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     class Gloo:
@@ -258,16 +293,21 @@ def test_weights_through_the_clients_own_transfer(task, tmp_path, policy, monkey
         ask = engine(task, found.url, policy[1], tmp_path, temperature=1e-6, vllm=how)(policy[0])
         assert ask(PROMPTS, 1) == generate(*policy, PROMPTS, max_new_tokens=5, temperature=0)
         assert [path for path in found.asked() if "weight" in path or "cache" in path] == [
-            "/start_weight_update", "/update_weights", "/finish_weight_update",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
             "/reset_prefix_cache",
-        ]  # fmt: skip
+        ]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"url": "localhost:8000"}, "url='localhost:8000': begin with http"),
-    ({"weights": "post"}, "weights='post': use one of disk, nccl"),
-    ({"timeout": 0}, "timeout=0.*: use seconds > 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"url": "localhost:8000"}, "url='localhost:8000': begin with http"),
+        ({"weights": "post"}, "weights='post': use one of disk, nccl"),
+        ({"timeout": 0}, "timeout=0.*: use seconds > 0"),
+    ],
+)
 def test_bad_settings(changes, message):
     with pytest.raises(ConfigError, match=message):
         load(TrainConfig, {"rollouts": {"engine": "vllm", "vllm": changes}})

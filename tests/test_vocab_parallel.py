@@ -1,4 +1,4 @@
-"""The head spread over ranks gives what the whole head gives."""
+"""A vocabulary-parallel LM head gives the same results as an unsharded one."""
 
 from __future__ import annotations
 
@@ -22,27 +22,35 @@ def batch(dtype=torch.float32, bias=True):
     for b, length in enumerate((7, 3, 0, 5, 1, 7)):
         targets[b, length:] = -100
     return {
-        "hidden": (draw(B, T, H) / 4).to(dtype), "weight": draw(V, H).to(dtype),
-        "bias": draw(V).to(dtype) if bias else None, "targets": targets,
+        "hidden": (draw(B, T, H) / 4).to(dtype),
+        "weight": draw(V, H).to(dtype),
+        "bias": draw(V).to(dtype) if bias else None,
+        "targets": targets,
         "advantages": torch.tensor([1.0, -0.5, 1.0, 0.0, 1.0, 1.0]),
         "is_demo": torch.tensor([False, False, False, False, True, True]),
-        "old_logps": -draw(B, T).abs() - 3, "ref_logps": -draw(B, T).abs() - 3,
-    }  # fmt: skip
+        "old_logps": -draw(B, T).abs() - 3,
+        "ref_logps": -draw(B, T).abs() - 3,
+    }
 
 
 def gradients(loss, hidden, weight, bias, **rest):
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
     out = loss(
-        leaves[0], leaves[1], rest.pop("targets"), rest.pop("advantages"), rest.pop("is_demo"),
-        bias=leaves[2] if bias is not None else None, **rest,
-    )  # fmt: skip
+        leaves[0],
+        leaves[1],
+        rest.pop("targets"),
+        rest.pop("advantages"),
+        rest.pop("is_demo"),
+        bias=leaves[2] if bias is not None else None,
+        **rest,
+    )
     (2 * out.loss).backward()
     numbers = [getattr(out, n).detach() for n in out._fields if n not in ("moments", "sketch")]
     return numbers, out.moments.signals(), [x.grad for x in leaves]
 
 
 def spread(data, settings):
-    """What this rank gets of the head, and what it computes."""
+    """Run the loss on this rank's shard of the head; return outputs, signals and gradients."""
     torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     start, stop = shard_bounds(V, count, rank)
@@ -52,9 +60,12 @@ def spread(data, settings):
 
 
 def whole(data, **settings):
-    """What one head gives in float64: in float32 it is no more exact than the spread one."""
-    exact = {k: x.double() if x is not None and x.is_floating_point() else x
-             for k, x in data.items()}  # fmt: skip
+    """Results of the unsharded head in float64; in float32 it would be no more accurate than the
+    sharded one.
+    """
+    exact = {
+        k: x.double() if x is not None and x.is_floating_point() else x for k, x in data.items()
+    }
     numbers, signals, grads = gradients(fused_linear_gac_loss, **exact, **settings)
     return [x.float() for x in numbers], signals, [g.float() for g in grads]
 
@@ -99,9 +110,11 @@ def test_bfloat16_head():
 
 
 def test_masked_words_and_broken_rows():
-    """-inf bias is a masked vocabulary; an infinite hidden state must not pass for a number."""
+    """A bias of -inf masks vocabulary entries; an infinite hidden state must give a NaN loss."""
     data = batch()
-    data["bias"][V - 20 :] = -torch.inf  # all of one rank's words, and some of its neighbour's
+    data["bias"][
+        V - 20 :
+    ] = -torch.inf  # all of one rank's vocabulary entries and some of its neighbor's
     data["targets"].clamp_(max=V - 21)
     numbers, _, grads = whole(data)
     for rank in ranks.run(spread, data, {}, ranks=3):

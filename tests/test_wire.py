@@ -1,4 +1,4 @@
-"""The wire: plain values come back as they went, and no bytes do anything but that."""
+"""The wire format: plain values survive a round trip, and hostile bytes are rejected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_plain_values_come_back_the_same(value):
 def test_what_equality_does_not_show():
     assert math.isnan(there_and_back(float("nan")))
     assert math.copysign(1, there_and_back(-0.0)) == -1
-    assert same(there_and_back(10**5000), 10**5000)  # beyond what decimal text may have
+    assert same(
+        there_and_back(10**5000), 10**5000
+    )  # beyond the digit limit for converting text to int
     assert same(there_and_back([True, 1, 1.0]), [True, 1, 1.0])
 
 
@@ -147,7 +149,7 @@ def test_any_json_is_a_value_or_refused(message):
         value = decode(message)
     except WireError:
         return
-    json.dumps(encode(value))  # plain: it can travel again
+    json.dumps(encode(value))  # plain, so it can be encoded again
 
 
 @given(st.binary())
@@ -238,16 +240,24 @@ NAMES = framed(json.dumps(["value", None]).encode()) + framed(
 )
 SPEC = {
     "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"],
-    "setup": "", "entry_point": "", "reference": "", "all": True,
-}  # fmt: skip
+    "setup": "",
+    "entry_point": "",
+    "reference": "",
+    "all": True,
+}
 
 
-@given(st.binary(max_size=60) | JSON.map(lambda m: framed(json.dumps(m).encode())) | JSON.map(
-    lambda m: framed(json.dumps(["value", m]).encode())) | st.tuples(JSON, JSON, JSON).map(
-    lambda m: framed(json.dumps(["error", *m]).encode())))  # fmt: skip
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda m: framed(json.dumps(m).encode()))
+    | JSON.map(lambda m: framed(json.dumps(["value", m]).encode()))
+    | st.tuples(JSON, JSON, JSON).map(lambda m: framed(json.dumps(["error", *m]).encode()))
+)
 @settings(max_examples=100, deadline=None)
 def test_whatever_a_solver_writes_the_judge_gives_a_verdict(answer):
-    """The solver's side is written beforehand: it loads, has `f`, gives one answer, and is gone."""
+    """The solver's messages are written in advance: it loads, defines `f`, gives one answer and
+    exits.
+    """
     reader, answers = os.pipe()
     questions, writer = os.pipe()
     os.write(answers, NAMES + answer)

@@ -1,4 +1,4 @@
-"""A training run of milliseconds: a random Qwen2 with the demo's tokenizer and data."""
+"""Helpers for training runs of milliseconds: a random Qwen2 with the demo's tokenizer and data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOCKS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second
 
 
 def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
-    """Model, tokenizer and data under `folder`; returns it."""
+    """Write a model configuration, tokenizer and data to `folder`, and return it."""
     import random
 
     rng = random.Random(0)
@@ -36,22 +36,34 @@ def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
 
 def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     """A run of a few steps; keywords replace top-level keys of the configuration."""
-    return load(TrainConfig, {
-        "out": str(out),
-        "model": {"path": str(folder / "init"), "random_init": True},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "demos": str(folder / "demos.jsonl")},
-        "reward": "tests.tiny:digit_reward",
-        "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5},
-        "eval": {"data": {"prompts": str(folder / "eval.jsonl")}, "max_new_tokens": 5,
-                 "split_field": "op"},
-        "optim": {"lr": 1e-3, "warmup": 1, "clip": 0},
-        "steps": 4, "demo_batch": 4, "checkpoint_every": 2, "export": False,
-        **changes,
-    })  # fmt: skip
+    return load(
+        TrainConfig,
+        {
+            "out": str(out),
+            "model": {"path": str(folder / "init"), "random_init": True},
+            "data": {
+                "prompts": str(folder / "prompts.jsonl"),
+                "demos": str(folder / "demos.jsonl"),
+            },
+            "reward": "tests.tiny:digit_reward",
+            "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5},
+            "eval": {
+                "data": {"prompts": str(folder / "eval.jsonl")},
+                "max_new_tokens": 5,
+                "split_field": "op",
+            },
+            "optim": {"lr": 1e-3, "warmup": 1, "clip": 0},
+            "steps": 4,
+            "demo_batch": 4,
+            "checkpoint_every": 2,
+            "export": False,
+            **changes,
+        },
+    )
 
 
 def write_reader(folder: Path, texts: Iterable[str]) -> None:
-    """A byte-level BPE tokenizer trained on real text, and a random Qwen2 for it."""
+    """Write a byte-level BPE tokenizer trained on `texts`, and a matching tiny Qwen2 configuration."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
@@ -59,25 +71,35 @@ def write_reader(folder: Path, texts: Iterable[str]) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=2000, special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=2000,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
     words = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
     words.save_pretrained(folder)
     Qwen2Config(
-        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    ).save_pretrained(folder)
 
 
 def digit_reward(completion: str, example: Any) -> float:
-    """Share of characters that are digits: a random model earns some of it, not all."""
+    """Fraction of characters that are digits. On average, a random model scores strictly between 0
+    and 1.
+    """
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 
 
 class CountedDigits(RowReward):
-    """The same, and how often it was asked."""
+    """`digit_reward`, with a counter of its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -91,6 +113,6 @@ class CountedDigits(RowReward):
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without what a clock measured."""
+    """The metrics of a run, without the timing metrics."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]

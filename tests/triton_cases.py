@@ -1,4 +1,4 @@
-"""Batches for the Triton tests, and the comparison with the definition in float64."""
+"""Batches for the Triton tests, and a comparison with the float64 reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     peak: float = 4.0,
 ) -> dict[str, Any]:
-    """Two rollouts around a demonstration, peaked as a trained model is, one token masked."""
+    """A demonstration between two rollouts, with peaked logits as in a trained model and one masked
+    token.
+    """
     logits = torch.randn(rows, width, vocab) * 2
     targets = torch.randint(vocab, (rows, width))
     logits.scatter_add_(2, targets[..., None], torch.full((rows, width, 1), peak))
@@ -41,7 +43,7 @@ def make_batch(
 
 
 def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords: Any) -> Any:
-    """The outputs and the gradient; `dtype` converts the logits (exactly, when upward)."""
+    """Return the outputs and the gradient; `dtype` converts the logits (exactly, if it is wider)."""
     batch = dict(batch, **keywords)
     logits = batch.pop("logits").detach()
     logits = logits if dtype is None else logits.to(dtype)
@@ -52,7 +54,7 @@ def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords
 
 
 def error(value: Tensor, truth: Tensor) -> float:
-    """The largest absolute error; infinite where only one of the two is a number."""
+    """The largest absolute error; infinite if exactly one of the two values is NaN."""
     value, truth = value.double().cpu(), truth.double().cpu()
     alike = (value == truth) | (value.isnan() & truth.isnan())
     return torch.where(alike, 0, (value - truth).abs()).nan_to_num(math.inf).max().item()
@@ -63,7 +65,9 @@ def scale_of(truth: Tensor) -> float:
 
 
 def check(batch: dict[str, Any], **keywords: Any) -> None:
-    """Values and gradients are no further from float64 than twice the same-dtype reference."""
+    """Assert that the errors of values and gradients against float64 are at most twice those of the
+    same-dtype reference.
+    """
     out, grad = evaluate(batch, backend="triton", **keywords)
     truth, true_grad = evaluate(batch, torch.float64, backend="reference", **keywords)
     plain, plain_grad = evaluate(batch, backend="reference", **keywords)

@@ -1,4 +1,4 @@
-"""Waiting for what happens elsewhere."""
+"""Polling for events in other processes or threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> None:
-    """Look again and again whether `condition` holds; `what` names it in the error."""
+    """Poll until `condition` holds; `what` describes it in the timeout error."""
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:

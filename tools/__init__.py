@@ -1,1 +1,1 @@
-"""Programs that write documents."""
+"""Scripts that generate documentation and run studies."""

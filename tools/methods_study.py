@@ -1,8 +1,8 @@
-"""Every method on the demo's task, over several seeds: `python -m tools.methods_study`.
+"""Runs every method on the demo task with several seeds: `python -m tools.methods_study`.
 
-Runs that are finished are kept, so the command may be stopped and given again. The table goes to
+Finished runs are kept, so the command can be interrupted and rerun. The table goes to
 docs/methods_study.json, from which `python -m tools.methods_table` writes docs/methods.md; rows of
-methods that were not asked for stay what they are there.
+methods that were not selected are left unchanged.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ from gac.study.runs import result, run_all
 from gac.train_config import TrainConfig
 
 RESULTS = Path("docs") / "methods_study.json"
-GRID = (0.1, 0.3, 0.5, 0.7, 0.9)  # constant weights from which the best is taken in hindsight
+GRID = (0.1, 0.3, 0.5, 0.7, 0.9)  # constant weights; the best is chosen in hindsight
 HINDSIGHT = "best constant in hindsight"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments, run what is missing, write the results; returns the exit code."""
+    """Parse the arguments, run what is missing and write the results; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.methods_study", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3, help="seeds per method")
     parser.add_argument("--steps", type=int, default=160, help="optimiser steps per run")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
-                        help="runs at a time, one thread each")  # fmt: skip
-    parser.add_argument("--base-steps", type=int, default=400, help="of the model to start from")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table goes")
-    parser.add_argument("--busy", action="store_true",
-                        help="the machine has other work: leave the seconds out")  # fmt: skip
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="number of parallel runs, one thread each",
+    )
+    parser.add_argument(
+        "--base-steps", type=int, default=400, help="training steps of the base model"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="output file for the table")
+    parser.add_argument(
+        "--busy", action="store_true", help="the machine is busy with other work: omit the timings"
+    )
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if not (args.out / "task" / "init" / "config.json").exists():
@@ -64,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The new rows and those of `path` that they do not replace, in the order of the methods.
+    """Merge the new rows with the rows of `path` that they do not replace, in method order.
 
-    Raises ValueError if the file's rows were measured in another setting.
+    Raises ValueError if the file's rows were measured with different settings.
     """
     old: dict[str, Any] = {"setting": setting, "rows": []}
     if path.exists():
@@ -83,14 +90,14 @@ def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> li
 
 
 def _kind(row: dict[str, Any]) -> str:
-    """A row's method; the best constant is one row, whichever it is."""
+    """A row's method. The best constant counts as one method, whatever its value."""
     return HINDSIGHT if row["name"].startswith(HINDSIGHT) else row["name"]
 
 
 def plan(
     out: Path, base: Path, methods: Sequence[str], seeds: int, steps: int
 ) -> Iterator[tuple[str, list[TrainConfig]]]:
-    """Each row of the table with the runs behind it, one per seed."""
+    """Yield each table row with its runs, one per seed."""
     for name in methods:
         yield name, [method_config(out, base, name, seed, steps) for seed in range(seeds)]
     if "constant" in methods:
@@ -105,7 +112,7 @@ def _constant(out: Path, base: Path, mu: float, seed: int, steps: int) -> TrainC
 
 
 def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:
-    """Mean and deviation over seeds of the final accuracies, and of the seconds of training."""
+    """Mean and standard deviation over seeds of the final accuracies and the training time."""
     rows = [{"name": name, **_statistics(configs)} for name, configs in runs.items()]
     grid = [row for row in rows if row["name"].startswith("mu=")]
     rows = [row for row in rows if row not in grid]

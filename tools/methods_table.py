@@ -1,4 +1,4 @@
-"""docs/methods.md from the methods themselves: `python -m tools.methods_table`."""
+"""Generates docs/methods.md from the method classes: `python -m tools.methods_table`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ INTRODUCTION = """\
 
 <!-- written by python -m tools.methods_table; do not edit -->
 
-Every way to combine SFT and RL that `gac train` knows. Choose one by its name and set its keys,
+All methods for combining SFT and RL in `gac train`. Select one by name and set its keys,
 e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NAME` explains them.
 All methods share the trainer, the data, the loss kernels and the evaluation. Each is a small class
-in `gac/methods/`, whose docstring says which choices the publication leaves open.
+in `gac/methods/`, whose docstring lists the choices that the publication leaves open.
 
-**Needs** is what the trainer provides: `demonstrations` are a set of their own, `demonstrations of
-the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra** is work per step
-beyond one forward pass of every row and one backward pass of those that learn.
+**Needs** lists what the trainer must provide: `demonstrations` are a separate data set; `demonstrations of the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra** is the work per step beyond one forward pass over all rows and one backward pass over the rows that are trained on.
 """
 
 
@@ -37,7 +35,7 @@ def main() -> int:
 
 
 def page(study: dict[str, Any] | None) -> str:
-    """docs/methods.md; `study` is what `python -m tools.methods_study` wrote."""
+    """Render docs/methods.md; `study` is the output of `python -m tools.methods_study`."""
     parts = [INTRODUCTION]
     for family, members in families().items():
         rows = [
@@ -55,12 +53,9 @@ def _study(study: dict[str, Any]) -> str:
     words = (
         f"Greedy accuracy in percent on the demo task's 200 held-out problems after "
         f"{setting['steps']} steps, mean and standard deviation over {setting['seeds']} seeds, "
-        "written by `python -m tools.methods_study`. `+` can be found by rewards, `-` must be "
-        "shown; the demonstrations are weak (a borrow is forgotten at 0.3). Methods marked "
+        "written by `python -m tools.methods_study`. `+` can be learned from rewards alone, `-` needs demonstrations; the demonstrations are weak (a borrow is forgotten with probability 0.3). Methods marked "
         "*same* got such a demonstration on every subtraction among the prompts, the others 256"
-        " apart from them, so the two groups saw different data. One learning rate for all, "
-        "nothing was tuned; the problems are 100 of each kind and the base model is one, so "
-        "differences of a few points mean nothing. Schedules are scaled to the run's length "
+        " apart from them, so the two groups saw different data. All methods use one learning rate, and nothing was tuned. With 100 problems of each kind and a single base model, differences of a few points are not meaningful. Schedules are scaled to the length of the run "
         "(`gac/demo/settings.py`)."
     )
     rows = []
@@ -68,10 +63,10 @@ def _study(study: dict[str, Any]) -> str:
         cells = [
             f"{100 * row[key][0]:.1f} ± {100 * row[key][1]:.1f}" for key in ("accuracy", *"+-")
         ]
-        data = {"prompt": "same", "apart": "apart", "none": "none"}[row["demos"]]
+        data = {"prompt": "same", "apart": "separate", "none": "none"}[row["demos"]]
         seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
         rows.append((f"`{row['name']}`", data, *cells, seconds))
-    head = ("method", "demonstrations", "all", "+", "-", "seconds of training")
+    head = ("method", "demonstrations", "all", "+", "-", "training time (s)")
     return f"## On the demo task\n\n{textwrap.fill(words, 100)}\n\n{_markdown(head, rows)}\n"
 
 

@@ -1,4 +1,4 @@
-"""examples/quickstart.ipynb from the cells below, executed: `python -m tools.quickstart`.
+"""Builds and executes examples/quickstart.ipynb from the cells below: `python -m tools.quickstart`.
 
 Needs nbclient, nbformat and ipykernel.
 """
@@ -10,12 +10,17 @@ from pathlib import Path
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "quickstart.ipynb"
 CELLS = (
-    ("markdown", """\
+    (
+        "markdown",
+        """\
 # Quickstart
 
 The fused loss on a tiny model, and the controller that chooses the mixing weight mu. Runs on a
-laptop in seconds; needs `pip install '.[train]'`."""),
-    ("code", """\
+laptop in seconds; needs `pip install '.[train]'`.""",
+    ),
+    (
+        "code",
+        """\
 import matplotlib.pyplot as plt
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -28,11 +33,17 @@ model = Qwen2ForCausalLM(Qwen2Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
 ))
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)"""),
-    ("markdown", """\
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)""",
+    ),
+    (
+        "markdown",
+        """\
 A batch holds rollouts and demonstrations, side by side. Here the demonstrations count upwards; a
-rollout is rewarded for every token that is even. The model samples its rollouts itself."""),
-    ("code", """\
+rollout is rewarded for every token that is even. The model samples its own rollouts.""",
+    ),
+    (
+        "code",
+        """\
 def batch(rows=16, length=12):
     start = torch.randint(1, 64, (rows, 1))
     demos = (start + torch.arange(length + 1)) % 64
@@ -43,11 +54,16 @@ def batch(rows=16, length=12):
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     ids = torch.cat([rollouts, demos])
     is_demo = torch.arange(2 * rows) >= rows
-    return ids, torch.cat([advantages, torch.zeros(rows)]), is_demo, rewards.mean().item()"""),
-    ("markdown", """\
-One call gives the mixed loss with its gradients, and the statistics from which the controller
-chooses the next mu. The logits never exist as a whole."""),
-    ("code", """\
+    return ids, torch.cat([advantages, torch.zeros(rows)]), is_demo, rewards.mean().item()""",
+    ),
+    (
+        "markdown",
+        """\
+One call returns the mixed loss with its gradients, and the statistics from which the controller chooses the next mu. The full logits are never materialized.""",
+    ),
+    (
+        "code",
+        """\
 controller = GuidedController(ControllerConfig(max_step=0.05, prior_blend=1.0, ema_decay=0.8))
 history = {"mu": [], "mu*": [], "reward": [], "demo loss": []}
 for _ in range(60):
@@ -62,27 +78,33 @@ for _ in range(60):
     history["mu"].append(controller.mu)
     history["mu*"].append(controller.mu_star)
     history["reward"].append(reward)
-    history["demo loss"].append(out.demo_loss.item())"""),
-    ("code", """\
+    history["demo loss"].append(out.demo_loss.item())""",
+    ),
+    (
+        "code",
+        """\
 figure, axes = plt.subplots(1, 3, figsize=(11, 2.8))
 axes[0].plot(history["mu"], label="mu")
 axes[0].plot(history["mu*"], label="mu*", alpha=0.5)
 axes[0].legend()
 axes[1].plot(history["reward"])
-axes[1].set_title("share of even tokens")
+axes[1].set_title("fraction of even tokens")
 axes[2].plot(history["demo loss"])
-axes[2].set_title("loss of the demonstrations")
+axes[2].set_title("demonstration loss")
 for axis in axes:
     axis.set_xlabel("step")
-plt.show()"""),
-    ("markdown", """\
-Next: `gac train` runs the whole loop from a file (docs/start.md), and docs/choose_mu.md says what
-adapting mu was worth in our study."""),
-)  # fmt: skip
+plt.show()""",
+    ),
+    (
+        "markdown",
+        """\
+Next: `gac train` runs the whole loop from a file (docs/start.md), and docs/choose_mu.md shows how much adapting mu helped in our study.""",
+    ),
+)
 
 
 def main() -> int:
-    """Execute the cells and write the notebook with what they show."""
+    """Execute the cells and write the notebook with their output."""
     import nbclient
     import nbformat
 
@@ -93,8 +115,8 @@ def main() -> int:
     nbclient.NotebookClient(notebook, timeout=300).execute()
     notebook.metadata = {"language_info": {"name": "python"}}
     for cell in notebook.cells:
-        cell["metadata"] = {}  # when a cell ran is of no use
-        if "outputs" in cell:  # warnings speak of the machine
+        cell["metadata"] = {}  # drop the execution times
+        if "outputs" in cell:  # drop warnings, which depend on the machine
             cell["outputs"] = [o for o in cell["outputs"] if o.get("name") != "stderr"]
     nbformat.write(notebook, NOTEBOOK)
     return 0

@@ -1,6 +1,6 @@
-"""The pages of the site that the program writes itself: `python -m tools.reference_pages`.
+"""Generates the reference pages of the documentation site: `python -m tools.reference_pages`.
 
-docs/reference/cli.md has every command's help, docs/reference/configuration.md every key.
+docs/reference/cli.md lists the help of every command, docs/reference/configuration.md every key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 def main() -> int:
     """Write both pages."""
-    os.environ["COLUMNS"] = "80"  # what argparse wraps its help at: it fits the page
+    os.environ["COLUMNS"] = "80"  # argparse wraps its help at this width, which fits the page
     (FOLDER / "cli.md").write_text(cli_page())
     (FOLDER / "configuration.md").write_text(configuration_page())
     return 0
@@ -36,12 +36,13 @@ def cli_page() -> str:
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = [
         "# Command line\n",
-        "What `gac COMMAND --help` says. The keys of a run have [a page](configuration.md) of "
-        "their own.\n",
+        "The output of `gac COMMAND --help`. Configuration keys have [their own page](configuration.md).\n",
         _block(parser.format_help()),
     ]
     for name, command in commands.choices.items():
-        text = argparse.ArgumentParser.format_help(command)  # without the keys: they have a page
+        text = argparse.ArgumentParser.format_help(
+            command
+        )  # without the keys, which have their own page
         parts.append(f"## gac {name}\n\n{_block(text)}")
     return "\n".join(parts)
 
@@ -50,9 +51,7 @@ def configuration_page() -> str:
     """Every key of `gac train` and `gac eval`, and the hyperparameters of each method."""
     parts = [
         "# Configuration\n",
-        "A key is given in a YAML file, or on the command line as `--set key=value`. A dot leads "
-        "into a mapping: `optim.lr` is `lr` under `optim:`. After each key come its type and its "
-        "default; `null` is none.\n",
+        "Set a key in a YAML file, or on the command line with `--set key=value`. A dot means nesting: `optim.lr` is `lr` under `optim:`. Each key is followed by its type and default; `null` means no value.\n",
         f"## gac train\n\n{_sections(keys(TrainConfig), 'train')}",
         f"## gac eval\n\n{_sections(keys(EvalConfig), 'eval')}",
         "## Methods\n\nGiven as `method: {name: NAME, key: value}`, or as `--set method=NAME "
@@ -63,7 +62,7 @@ def configuration_page() -> str:
 
 
 def _method(method: type[Method]) -> str:
-    """A variant of another method has its keys: only the defaults that it changes are shown."""
+    """Section for one method. For a variant of another method, only the changed defaults are shown."""
     mine, base = keys(method, "method"), _base(method)
     title = f"### {method.name}\n\n{_prose(summary(method))}\n"
     if base is None:
@@ -71,17 +70,17 @@ def _method(method: type[Method]) -> str:
     theirs = {key.name: key for key in keys(base, "method")}
     changed = [key for key in mine if theirs.get(key.name) != key]
     same = f"Its keys are those of [{base.name}](#{base.name})"
-    words = f"{same}, but for:\n\n{_list(changed, method.name)}" if changed else f"{same}."
+    words = f"{same}, except for:\n\n{_list(changed, method.name)}" if changed else f"{same}."
     return f"{title}\n{words}\n"
 
 
 def _base(method: type[Method]) -> type[Method] | None:
-    """The method that this one varies, if it is in the table too."""
+    """The method that this one is a variant of, if it is listed as well."""
     return next((b for b in method.__mro__[1:] if METHODS.get(getattr(b, "name", "")) is b), None)
 
 
 def _sections(found: Iterable[Key], where: str) -> str:
-    """Plain keys as a list, then a heading for each mapping."""
+    """Render plain keys as a list, then a section for each mapping."""
     parts: list[tuple[str, list[Key]]] = [("", [])]
     for key in found:
         if key.section:
@@ -102,7 +101,7 @@ def _list(found: Iterable[Key], where: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Words of a docstring as Markdown: what stands outside of backticks is literal."""
+    """Convert docstring text to Markdown, escaping everything outside backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_<\[\]\\])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)

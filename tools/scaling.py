@@ -1,8 +1,9 @@
-"""Memory and traffic of a training step per rank, from formulas: `python -m tools.scaling`.
+"""Estimates memory and communication per rank of a training step from formulas: `python -m
+tools.scaling`.
 
-The formulas count what FSDP2 and AdamW must hold and send; tests hold them against the byte counts
-of real runs on CPU processes. Activations are left out: they depend on the micro-batch, not on the
-number of ranks. Legend: P parameters, S ranks of a shard group, R replicas, m micro-batches.
+The formulas count what FSDP2 and AdamW must store and send; tests compare them with the byte counts
+of real runs on CPU processes. Activations are excluded because they depend on the micro-batch, not
+on the number of ranks. Legend: P parameters, S ranks of a shard group, R replicas, m micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MASTER, COMPUTE = 4, 2  # bytes of a float32 shard and of a bfloat16 operand
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Llama and Qwen2 family."""
+    """A decoder of the Llama or Qwen2 family."""
 
     vocabulary: int
     hidden: int
@@ -24,13 +25,13 @@ class Shape:
     heads: int
     kv_heads: int
     tied: bool = False
-    """Embedding and head are one matrix."""
+    """Whether embedding and head share one matrix."""
     biased: bool = True
-    """Query, key and value have a bias (Qwen2)."""
+    """Whether query, key and value have a bias (as in Qwen2)."""
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys, which equals that of the values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
@@ -42,7 +43,7 @@ class Shape:
 
     @property
     def root(self) -> int:
-        """Parameters of embedding, last norm and head: the root unit of FSDP."""
+        """Parameters of embedding, final norm and head, which form FSDP's root unit."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
 
     @property
@@ -60,15 +61,15 @@ MODELS = {  # the published configurations of Qwen2.5
 
 
 def states(shape: Shape, shards: int, reference: bool = True) -> float:
-    """Bytes that a rank always holds: float32 weights and AdamW's moments, the reference model."""
+    """Bytes that a rank always holds: float32 weights, AdamW's moments and the reference model."""
     return MASTER * shape.total / shards * (3 + reference)
 
 
 def peak(shape: Shape, shards: int, reference: bool = True) -> float:
-    """Bytes at the backward's peak: the states, sharded gradients, and what is whole for a while.
+    """Peak bytes in the backward pass: states, sharded gradients and temporarily unsharded tensors.
 
-    Whole are the root and two layers in bfloat16 (one in use, one on its way), the root's gradient
-    in bfloat16, and the head's while the fused loss adds it up, in float32.
+    Unsharded are the root and two layers in bfloat16 (one in use, one being prefetched), the root's
+    gradient in bfloat16, and the head's float32 gradient while the fused loss accumulates it.
     """
     head = shape.vocabulary * shape.hidden
     whole = COMPUTE * (2 * shape.root + 2 * shape.layer) + MASTER * head
@@ -76,29 +77,30 @@ def peak(shape: Shape, shards: int, reference: bool = True) -> float:
 
 
 def rollout_peak(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
-    """Bytes while a rank samples with all weights gathered; tokens: of all its rows."""
+    """Bytes while a rank samples with all weights gathered; tokens: total tokens of its rows."""
     cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
     return states(shape, shards, reference) + COMPUTE * shape.total + cache
 
 
 def gathered(shape: Shape, micro_batches: int) -> int:
-    """Elements that all-gathers bring to a rank for gradients: the root once per micro-batch, a
-    layer once for its forward and once for its backward."""
+    """Elements that a rank all-gathers to compute gradients: the root once per micro-batch, each
+    layer once for its forward and once for its backward.
+    """
     return micro_batches * (shape.root + 2 * shape.layers * shape.layer)
 
 
 def reduced(shape: Shape, micro_batches: int, deferred: bool = False) -> int:
-    """Elements that reduce-scatters take from a rank."""
+    """Elements that a rank reduce-scatters."""
     return (1 if deferred else micro_batches) * shape.total
 
 
 def traffic(
     shape: Shape, shards: int, replicas: int, micro_batches: int, reference: bool = True
 ) -> float:
-    """Bytes that a rank sends per optimiser step: ring collectives send (S - 1) / S of the whole.
+    """Bytes that a rank sends per optimiser step: ring collectives send (S - 1) / S of the tensor.
 
-    Gradients, one gathered forward of the reference per micro-batch, one gather for the rollouts,
-    and with replicas an all-reduce of the float32 gradient shards.
+    Covers gradients, one gathered reference forward per micro-batch, one gather for the rollouts
+    and, with replicas, an all-reduce of the float32 gradient shards.
     """
     share = (shards - 1) / shards
     forward_only = (1 + micro_batches * reference) * shape.total
@@ -123,9 +125,11 @@ def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node
             shards = min(count, 8 * node)
             replicas = count // shards
             numbers = (
-                states(shape, shards), peak(shape, shards), rollout_peak(shape, shards, 32 * 2048),
+                states(shape, shards),
+                peak(shape, shards),
+                rollout_peak(shape, shards, 32 * 2048),
                 traffic(shape, shards, replicas, micro_batches),
-            )  # fmt: skip
+            )
             mesh = f"{replicas} x {shards}"
             lines.append([name, f"{count}", mesh, *(f"{n / 1e9:.3g}" for n in numbers)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,9 +1,10 @@
-"""The results of a study of the gate: `python -m tools.scenario_results gate --out runs/study`.
+"""Collects and reports the results of a gate study: `python -m tools.scenario_results gate --out
+runs/study`.
 
-Collects the finished runs of `python -m tools.scenario_study` into the study's file in docs/, which
-keeps what earlier collections found, so that run folders are not needed to go on elsewhere. Then
-writes the part of the study's page below its mark, and the page's figure; of the study `gate` also
-that of docs/choose_mu.md.
+Collects the finished runs of `python -m tools.scenario_study` into the study's file in docs/,
+keeping the results collected earlier, so that a study can continue elsewhere without the run
+folders. Then writes the part of the study's page below its marker and the page's figure; for the
+study `gate`, also that part of docs/choose_mu.md.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
 NEAR, COLLAPSE = 0.01, 0.5
 _NUMBERS = {4: "four", 7: "seven"}
-ROUNDING = 1e-9  # a distance of exactly a point is not beyond it
+ROUNDING = 1e-9  # a distance of exactly one point does not exceed it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
 """Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
 
 
 def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dict[str, Any]:
-    """What the study's file in `docs` holds and what the run folders add to it."""
+    """Merge the study's file in `docs` with the results in the run folders."""
     path, finals = docs / study.file, known_finals(study, docs)
     old = json.loads(path.read_text()) if path.exists() else {}
     if (out / "scenarios").is_dir():
@@ -51,31 +52,36 @@ def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dic
             found = result(config)
             if found is not None:
                 finals[scenario][arm][place] = round(found["final"]["accuracy"], 6)
-    bases = {p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest()
-             for p in sorted(out.glob("scenarios/*/model/model.safetensors"))}  # fmt: skip
+    bases = {
+        p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(out.glob("scenarios/*/model/model.safetensors"))
+    }
     return {
-        "code": code or old.get("code"), "setting": study.setting,
-        "bases": {**old.get("bases", {}), **bases}, "finals": finals,
-    }  # fmt: skip
+        "code": code or old.get("code"),
+        "setting": study.setting,
+        "bases": {**old.get("bases", {}), **bases},
+        "finals": finals,
+    }
 
 
 # ---- the protocol's three questions
 
 
 def common(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str]) -> list[int]:
-    """Places of the seeds that all of `arms` have."""
+    """Indices of the seeds that all `arms` have run."""
     return [s for s in range(len(rows[FIXED[0]])) if all(rows[arm][s] is not None for arm in arms)]
 
 
 def table(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str], seeds: Sequence[int]):
-    """[arms, seeds]."""
+    """Final accuracies, [arms, seeds]."""
     return np.array([[rows[arm][s] for s in seeds] for arm in arms], dtype=float)
 
 
 def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any] | None:
-    """How far `arm` is from the best constant, and runs below half of that constant's mean.
+    """The gap of `arm` to the best constant, and its number of runs below half of that constant's
+    mean.
 
-    Each resample of the seeds chooses the best constant anew.
+    Each bootstrap resample of the seeds selects its own best constant.
     """
     rows = finals[scenario]
     seeds = common(rows, (*FIXED, arm))
@@ -89,13 +95,18 @@ def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any]
         gaps = mine[index].mean(1) - fixed[:, index].mean(2).max(0)
         ends = np.quantile(gaps, (0.025, 0.975)).tolist()
     return {
-        "seeds": len(seeds), "best": FIXED[best], "gap": float(mine.mean() - fixed[best].mean()),
-        "ci95": ends, "collapsed": int((mine < COLLAPSE * fixed[best].mean()).sum()),
-    }  # fmt: skip
+        "seeds": len(seeds),
+        "best": FIXED[best],
+        "gap": float(mine.mean() - fixed[best].mean()),
+        "ci95": ends,
+        "collapsed": int((mine < COLLAPSE * fixed[best].mean()).sum()),
+    }
 
 
 def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[str, Any] | None:
-    """The average over `scenarios` against that of the constant with the highest one."""
+    """Compare the average of `arm` over `scenarios` with that of the constant with the highest
+    average.
+    """
     arms = (*FIXED, arm)
     seeds = _whole(finals, scenarios, arms)
     if not seeds or arm in FIXED:
@@ -105,13 +116,17 @@ def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[s
     gaps = mean[-1] - mean[best]
     ends = list(bootstrap_interval(gaps.tolist())) if len(seeds) > 1 else None
     return {
-        "seeds": len(seeds), "best": FIXED[best], "mean": float(mean[-1].mean()),
-        "best_mean": float(mean[best].mean()), "gap": float(gaps.mean()), "ci95": ends,
-    }  # fmt: skip
+        "seeds": len(seeds),
+        "best": FIXED[best],
+        "mean": float(mean[-1].mean()),
+        "best_mean": float(mean[best].mean()),
+        "gap": float(gaps.mean()),
+        "ci95": ends,
+    }
 
 
 def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
-    """What is averaged over: the scenarios that decide, and all that are complete."""
+    """Sets of scenarios to average over: the deciding ones, and all complete ones."""
     deciding, arms = study.phases[0]
     whole = [c for c in study.scenarios if len(common(finals[c], list(arms))) == len(study.seeds)]
     found = {f"the first {_NUMBERS[len(deciding)]} scenarios": tuple(deciding)}
@@ -121,7 +136,7 @@ def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
 
 
 def _whole(finals: Finals, scenarios: Sequence[str], arms: Sequence[str]) -> list[int]:
-    """Places of the seeds that all of `arms` have in all of `scenarios`."""
+    """Indices of the seeds that all `arms` have run in all `scenarios`."""
     return sorted(set.intersection(*(set(common(finals[c], arms)) for c in scenarios)))
 
 
@@ -129,51 +144,58 @@ def _whole(finals: Finals, scenarios: Sequence[str], arms: Sequence[str]) -> lis
 
 
 def page(name: str, found: Mapping[str, Any]) -> str:
-    """The part of the study's page below its mark."""
+    """The part of the study's page below its marker."""
     study, finals = STUDIES[name], found["finals"]
     counts = {c: {a: sum(v is not None for v in finals[c][a]) for a in finals[c]} for c in finals}
     done = sum(sum(row.values()) for row in counts.values())
     whole = len(study.seeds) * sum(map(len, counts.values()))
     parts = [
         f"{done} of {whole} runs are in `docs/{study.file}`, made by the code of commit "
-        f"`{found['code']}`. Values are percent; brackets are 95 % intervals. A cell is compared "
-        "on the seeds that both sides have; a dash is a cell without such a seed.",
+        f"`{found['code']}`. Values are percent; brackets are 95 % intervals. Cells are compared on the seeds that both sides have; a dash means that there are none.",
         f"![Final accuracy by scenario]({study.page}.png)",
-        "### Success of the gate", _verdicts(study, finals),
-        "### Final accuracy", _means(finals),
-        "### Distance to the best constant in hindsight", _hindsight(finals),
-        "### Average over scenarios against the best single constant", _single(study, finals),
-        "### The judged arm against every other", _duels(study, finals),
-        "### Not run", _missing(study, counts),
-        "### Going on", f"`python -m tools.scenario_study {name} --out FOLDER` runs the missing "
+        "### Success of the gate",
+        _verdicts(study, finals),
+        "### Final accuracy",
+        _means(finals),
+        "### Distance to the best constant in hindsight",
+        _hindsight(finals),
+        "### Average over scenarios against the best single constant",
+        _single(study, finals),
+        "### The primary arm against each other arm",
+        _duels(study, finals),
+        "### Missing runs",
+        _missing(study, counts),
+        "### Continuing the study",
+        f"`python -m tools.scenario_study {name} --out FOLDER` runs the missing "
         f"cells only, also where there are no run folders: it reads `docs/{study.file}`. Then "
-        f"collect with `python -m tools.scenario_results {name} --out FOLDER --code COMMIT`. Bases "
-        "are trained anew on another machine, and rounding may differ there: the file holds the "
-        "SHA-256 of each, to tell.",
-    ]  # fmt: skip
+        f"collect with `python -m tools.scenario_results {name} --out FOLDER --code COMMIT`. On another machine, base models are trained again and may differ by rounding; the file records the SHA-256 of each so that you can check.",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _verdicts(study: Study, finals: Finals) -> str:
-    """The three questions about the judged arm, answered as far as there are runs."""
+    """Answers to the three questions about the primary arm, based on the runs so far."""
     judged, near, fallen = study.judged, [], 0
     for scenario in study.scenarios:
         found = against_hindsight(finals, scenario, judged)
         if found is None:
             continue
         verdict = "yes" if found["gap"] >= -NEAR - ROUNDING else "no"
-        near.append(f"{scenario} {verdict} ({percent(found['gap'], '+')} {span(found['ci95'], '+')}"
-                    f" against {found['best']}, {found['seeds']} seeds)")  # fmt: skip
+        near.append(
+            f"{scenario} {verdict} ({percent(found['gap'], '+')} {span(found['ci95'], '+')}"
+            f" against {found['best']}, {found['seeds']} seeds)"
+        )
         fallen += found["collapsed"]
     lines = [
         f"1. `{judged}` at most 1 point below the best constant in hindsight: "
-        + ("; ".join(near) or "no run yet") + ".",
+        + ("; ".join(near) or "no run yet")
+        + ".",
         f"2. Runs of `{judged}` that end below half of the best constant's mean: {fallen}.",
-    ]  # fmt: skip
+    ]
     for words, scenarios in groups(study, finals).items():
         found = against_single(finals, scenarios, judged)
         if found is None:
-            lines.append(f"3. Over {words}: no seed has all of it.")
+            lines.append(f"3. Over {words}: no seed is complete yet.")
             continue
         excludes = found["ci95"] is not None and found["ci95"][0] > 0
         lines.append(
@@ -186,7 +208,7 @@ def _verdicts(study: Study, finals: Finals) -> str:
 
 
 def _arms(finals: Finals) -> list[str]:
-    """Those with a run, in the order of the grid."""
+    """Arms with at least one run, in grid order."""
     (arms, *_) = finals.values()
     return [a for a in arms if any(v is not None for c in finals for v in finals[c][a])]
 
@@ -203,8 +225,9 @@ def _means(finals: Finals) -> str:
                 text + (f" ({len(known)})" if 0 < len(known) < len(finals[scenario][arm]) else "")
             )
         rows.append(row)
-    return ("In parentheses the number of seeds where it is not 10.\n\n"
-            + _markdown(("arm", *finals), rows))  # fmt: skip
+    return "The number of seeds is given in parentheses unless it is 10.\n\n" + _markdown(
+        ("arm", *finals), rows
+    )
 
 
 def _hindsight(finals: Finals) -> str:
@@ -212,8 +235,7 @@ def _hindsight(finals: Finals) -> str:
     for arm in _arms(finals):
         cells = [against_hindsight(finals, c, arm) for c in finals]
         rows.append([f"`{arm}`", *map(_distance, cells)])
-    words = ("`n fell`: n runs ended below half of the mean of the best constant. A constant is "
-             "compared with the best of the five, itself among them.")  # fmt: skip
+    words = "`n fell`: n runs ended below half of the best constant's mean. A constant is compared with the best of all five, including itself."
     return f"{words}\n\n{_markdown(('arm', *finals), rows)}"
 
 
@@ -231,20 +253,29 @@ def _single(study: Study, finals: Finals) -> str:
         for arm in _arms(finals):
             x = against_single(finals, scenarios, arm)
             if x is not None:
-                rows.append((f"`{arm}`", str(x["seeds"]), percent(x["mean"]), x["best"],
-                             percent(x["gap"], "+"), span(x["ci95"], "+")))  # fmt: skip
+                rows.append(
+                    (
+                        f"`{arm}`",
+                        str(x["seeds"]),
+                        percent(x["mean"]),
+                        x["best"],
+                        percent(x["gap"], "+"),
+                        span(x["ci95"], "+"),
+                    )
+                )
         head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
         parts.append(f"Over {words}:\n\n{_markdown(head, rows)}")
     return "\n\n".join(parts)
 
 
 def _duels(study: Study, finals: Finals) -> str:
-    """Paired differences of averages, also without the scenario in which the judged arm leads most:
-    one change of the data should not stand for all."""
+    """Paired differences of averages, with and without the scenario in which the primary arm leads
+    most, so that no single scenario decides the result.
+    """
     deciding, judged = study.phases[0][0], study.judged
     gaps = {c: found["gap"] for c in deciding if (found := against_hindsight(finals, c, judged))}
     if not gaps:
-        return "No seed has run all of it yet."
+        return "No seed is complete yet."
     most = max(gaps, key=lambda scenario: gaps[scenario])
     kinds = (tuple(deciding), tuple(c for c in deciding if c != most))
     rows = []
@@ -252,15 +283,24 @@ def _duels(study: Study, finals: Finals) -> str:
         cells = [_duel(finals, scenarios, judged, other) for scenarios in kinds]
         if other != judged and all(cells):
             rows.append([f"`{other}`", *cells])
-    words = f"Mean of `{judged}` less that of the other arm, on the seeds that both have."
+    words = f"Mean of `{judged}` minus that of the other arm, on the seeds that both have."
     head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{most}`")
     return f"{words}\n\n{_markdown(head, rows)}"
 
 
 def _duel(finals: Finals, scenarios: Sequence[str], one: str, other: str) -> str:
-    seeds = sorted(set.intersection(*(
-        {s for s, pair in enumerate(zip(finals[c][one], finals[c][other], strict=True))
-         if None not in pair} for c in scenarios)))  # fmt: skip
+    seeds = sorted(
+        set.intersection(
+            *(
+                {
+                    s
+                    for s, pair in enumerate(zip(finals[c][one], finals[c][other], strict=True))
+                    if None not in pair
+                }
+                for c in scenarios
+            )
+        )
+    )
     if len(seeds) < 2:
         return ""
     first, second = np.mean([table(finals[c], (one, other), seeds) for c in scenarios], 0)
@@ -269,11 +309,13 @@ def _duel(finals: Finals, scenarios: Sequence[str], one: str, other: str) -> str
 
 
 def brief(study: Study, finals: Finals) -> str:
-    """The part of docs/choose_mu.md below its mark: the first arms where all have run."""
+    """The part of docs/choose_mu.md below its marker: the first arms on the seeds that all of them
+    have run.
+    """
     arms = list(study.phases[0][1])
     seeds = _whole(finals, MAIN, arms)
     if not seeds:
-        return "No seed has run all of it yet.\n"
+        return "No seed is complete yet.\n"
     values = np.array([table(finals[c], arms, seeds) for c in MAIN])  # [scenarios, arms, n]
     rows = []
     for arm, name in enumerate(arms):
@@ -281,15 +323,12 @@ def brief(study: Study, finals: Finals) -> str:
         all_of_it = values[:, arm].mean(0)
         ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
         rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), span(ends)))
-    words = (
-        f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (all arms of a "
-        "seed have run in all four scenarios); the interval is that of the average."
-    )
+    words = f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (those for which all arms have run in all four scenarios); the interval is for the average."
     return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
 
 
 def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
-    """What was not run, a line for all scenarios that lack the same."""
+    """Missing runs, one line per group of scenarios that lack the same ones."""
     lack: dict[str, list[str]] = {}
     for scenarios, arms in study.phases:
         for scenario in scenarios:
@@ -309,7 +348,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(study: Study, finals: Finals, path: Path) -> None:
-    """A panel per scenario with a run: seeds as dots, means with their intervals as bars."""
+    """Draw one panel per scenario that has runs: seeds as dots, means with interval bars."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -343,15 +382,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Collect, write the results, the page and the figure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_results", description=__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
-    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
-    parser.add_argument("--code", help="the commit whose code made the runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
+    parser.add_argument("--code", help="commit that the runs were made with")
     args = parser.parse_args(argv)
     write(args.study, args.out, args.code)
     return 0
 
 
 def write(name: str, out: Path, code: str | None, docs: Path = DOCS) -> None:
-    """Collect the study `name` from the run folders in `out` and write all of it to `docs`."""
+    """Collect the study `name` from the run folders in `out` and write its results to `docs`."""
     study = STUDIES[name]
     found = collect(study, out, code, docs)
     (docs / study.file).write_text(json.dumps(found, separators=(",", ":")) + "\n")
@@ -363,10 +402,10 @@ def write(name: str, out: Path, code: str | None, docs: Path = DOCS) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace what `path` has below its mark."""
+    """Replace the part of `path` below its marker."""
     top, mark, _ = path.read_text().partition(MARK)
     if not mark:
-        raise ConfigError(f"{path}: has no line {MARK.strip()!r}; put it where the results go")
+        raise ConfigError(f"{path}: no line {MARK.strip()!r}; add it where the results should go")
     path.write_text(f"{top}{MARK}\n{text}")
 
 

@@ -1,9 +1,9 @@
-"""The studies of the gate: `python -m tools.scenario_study [gate|confirmation|alarm]`.
+"""Runs the gate studies: `python -m tools.scenario_study [gate|confirmation|alarm]`.
 
-docs/study.md, docs/confirmation.md and docs/alarm.md hold their protocols. Runs the cells of a
-grid in the order of their importance, seed by seed, one process at a time; finished runs are kept,
-so the command may be stopped and given again. Cells that the study's file in docs/ holds
-(`python -m tools.scenario_results`) are not run again.
+Their protocols are in docs/study.md, docs/confirmation.md and docs/alarm.md. Runs the cells of a
+grid in order of importance, seed by seed, one at a time by default. Finished runs are kept, so the
+command can be interrupted and rerun. Cells already in the study's file in docs/ (`python -m
+tools.scenario_results`) are skipped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def _arm(name: str, **changes: Any) -> dict[str, Any]:
-    """A method with the demo's lengths, plain demonstration tokens, and `changes`."""
+    """A method with schedules scaled to the demo, unweighted demonstration tokens and `changes`."""
     return {"name": name, **short(name, STEPS), "weight": "one", **changes}
 
 
 def _gated(gate: dict[str, Any], name: str = "gac-gated", **changes: Any) -> dict[str, Any]:
-    """Method `name` under `gate`; without an alarm unless `changes` has one."""
+    """Method `name` with `gate`; no alarm unless `changes` sets one."""
     return {"alarm": None, **_arm(name, gate=gate, **changes)}
 
 
@@ -51,7 +51,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "gate-z": _gated(_Z),
     "gate-cosine": _gated({"form": "cosine"}),
 }
-"""The arms of the main questions. gate-z is the one whose success is defined."""
+"""Arms for the main questions. The protocol defines success for gate-z."""
 
 FURTHER: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
@@ -71,14 +71,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "free-sign": _arm("gac", **_FREE, kl_sign=-1),
     "free-no-thermostat": _arm("gac", **_FREE, kl_up=0.0, kl_down=0.0),
 }
-"""Further designs, and what the printed controller consists of."""
+"""Additional designs, and ablations of the published controller."""
 
 CONFIRMED: dict[str, dict[str, Any]] = {
     **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
     "gate-cosine": FIRST["gate-cosine"],
     "sketch-cosine": _gated({"form": "cosine"}, "gac-gated-sketch"),
 }
-"""The constants, the gate that did best in the first study, and the same on the head's sketch."""
+"""The constants, the best gate of the first study, and the same gate on a sketch of the head."""
 
 _MEAN = {"form": "mean_cosine", "at_zero": 0.6, "slope": 3.0}
 _SHUT = {"form": "cosine", "at_zero": 1.0, "slope": 0.0}
@@ -89,7 +89,7 @@ ALARMED: dict[str, dict[str, Any]] = {
     "cosine-alarm": _gated({"form": "cosine"}, **_CLOSING),
     "alarm-only": _gated(_SHUT, "gac-gated-sketch", prior={"high": 0.4, "low": 0.4}, **_CLOSING),
 }
-"""The constants, gates with an alarm, and a constant of 0.4 that the alarm alone shuts."""
+"""The constants, gates with an alarm, and a constant of 0.4 that only the alarm can shut off."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")
@@ -97,17 +97,17 @@ HARDER = ("half", "turn")
 
 
 class Study(NamedTuple):
-    """A grid that was fixed before any of its runs was looked at."""
+    """A grid that was fixed before any of its results were seen."""
 
     judged: str
-    """The arm whose success the protocol defines."""
+    """The arm for which the protocol defines success."""
     seeds: range
     phases: tuple[tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]], ...]
     """(scenarios, arms), the most important first."""
     page: str
     """docs/<page>.md: protocol and results; docs/<page>.png: the figure."""
     file: str
-    """In docs/: what its finished runs found."""
+    """File in docs/ with the results of its finished runs."""
 
     @property
     def scenarios(self) -> tuple[str, ...]:
@@ -120,31 +120,43 @@ class Study(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What every cell depends on, in plain JSON types."""
-        setting = {"steps": STEPS, "changes": SMALLER, "arms": self.arms,
-                   "seeds": [self.seeds.start, self.seeds.stop]}  # fmt: skip
+        """Settings that every cell depends on, as plain JSON types."""
+        setting = {
+            "steps": STEPS,
+            "changes": SMALLER,
+            "arms": self.arms,
+            "seeds": [self.seeds.start, self.seeds.stop],
+        }
         return json.loads(json.dumps(setting))
 
 
 STUDIES = {
     "gate": Study(
-        "gate-z", range(10),
+        "gate-z",
+        range(10),
         ((MAIN, FIRST), (OTHER, FIRST), (MAIN, FURTHER), (OTHER, FURTHER)),
-        "study", "scenario_study.json",
+        "study",
+        "scenario_study.json",
     ),
     "confirmation": Study(
-        "gate-cosine", range(10, 20), ((MAIN, CONFIRMED), (OTHER, CONFIRMED)),
-        "confirmation", "scenario_confirmation.json",
+        "gate-cosine",
+        range(10, 20),
+        ((MAIN, CONFIRMED), (OTHER, CONFIRMED)),
+        "confirmation",
+        "scenario_confirmation.json",
     ),
     "alarm": Study(
-        "gate-alarm", range(20, 30), (((*MAIN, *OTHER), ALARMED), (HARDER, ALARMED)),
-        "alarm", "scenario_alarm.json",
+        "gate-alarm",
+        range(20, 30),
+        (((*MAIN, *OTHER), ALARMED), (HARDER, ALARMED)),
+        "alarm",
+        "scenario_alarm.json",
     ),
-}  # fmt: skip
+}
 
 
 def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]]:
-    """(scenario, arm, place of the seed, run) of the whole grid, in the order of the runs."""
+    """Yield (scenario, arm, seed index, run) for the whole grid, in the order of execution."""
     plain = {name: dump(config) for name, config in scenarios(out).items()}
     for names, arms in study.phases:
         for place, seed in enumerate(study.seeds):
@@ -156,14 +168,14 @@ def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]
 
 
 def scenarios(out: Path) -> dict[str, TrainConfig]:
-    """The scenarios' configurations; their bases are trained if they are not there yet."""
+    """The scenarios' configurations; trains their base models if they do not exist yet."""
     return write_scenarios(out / "scenarios", steps=STEPS)
 
 
 def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[float | None]]]:
-    """Scenario -> arm -> final accuracy by seed, None where the study's file does not hold it.
+    """Scenario -> arm -> final accuracy by seed; None if it is not in the study's file.
 
-    Raises ConfigError if its grid was another one.
+    Raises ConfigError if the file belongs to a different grid.
     """
     path = docs / study.file
     finals: dict[str, dict[str, list[float | None]]]
@@ -172,7 +184,7 @@ def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[fl
         return finals
     found = json.loads(path.read_text())
     if found["setting"] != study.setting:
-        raise ConfigError(f"{path}: holds another grid than this program's; move it away")
+        raise ConfigError(f"{path}: holds results of a different grid; move it away")
     for name, row in found["finals"].items():
         finals[name] |= row
     return finals
@@ -182,8 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what is missing; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_study", description=__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
-    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all runs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of parallel runs, one thread each"
+    )
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     study = STUDIES[args.study]

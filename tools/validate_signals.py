@@ -1,9 +1,9 @@
-"""Do the sources of signals follow the true gradients? `python -m tools.validate_signals`.
+"""Checks how well the signal sources track the true gradients: `python -m tools.validate_signals`.
 
-Trains the demo's task at a constant mu. Every few steps the same batch, under the same weights, is
-measured by each source, and by `GradientSignals` over all parameters, which is the truth here: it
-is unbiased, and has the noise of the batch. Writes docs/signals.json, and its tables into
-docs/signals.md. Finished runs are kept in --out.
+Trains the demo's task at a constant mu. Every few steps, each source measures the same batch under
+the same weights. `GradientSignals` over all parameters is the ground truth: it is unbiased, though
+it has the noise of the batch. Writes docs/signals.json, and its tables to docs/signals.md.
+Finished runs are kept in --out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gac.training.trainer import Trainer
 from tools.scenario_study import SMALLER, STEPS, scenarios
 
 SCENARIOS = ("base", "spoil")
-PARTS = 8  # micro-batches of each side whose gradients are the truth: one prompt each
-EVERY, TIMED = 3, 30  # steps between measurements, and between those of the cost
+PARTS = 8  # micro-batches per side for the ground-truth gradients, one prompt each
+EVERY, TIMED = 3, 30  # steps between measurements, and between cost measurements
 REPEATS = 3
 SIZES = (16, 64)
-DECAY = 0.8  # of the running averages that are compared, too
+DECAY = 0.8  # decay of the running averages, which are also compared
 QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")
 TRUTH = "gradients"
 SOURCES = ("proxy", "sketch", "sketch-64", "accumulator")
@@ -48,20 +48,20 @@ PAPER = {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82}
 
 
 class Watched:
-    """The trainer's gradients; every few steps, those of the same step as each source sees it."""
+    """Wraps the trainer's gradients and, every few steps, measures the same step with each source."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.rows: list[dict[str, Any]] = []
         self.costs: list[dict[str, float]] = []
-        self.left = math.nan  # CPU time when the last step was left to the trainer
+        self.left = math.nan  # CPU time when control last returned to the trainer
         self.accumulated = AccumulatorSignals().init()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.gradients, name)
 
     def __call__(self, step: Step) -> Any:
-        rest = time.process_time() - self.left  # of a step: sampling, update, record
+        rest = time.process_time() - self.left  # rest of the step: sampling, update, logging
         if step.number % EVERY == 0:
             self.rows.append(self.measure(step))
         if step.number % TIMED == TIMED - 1:
@@ -71,7 +71,7 @@ class Watched:
         return found
 
     def measure(self, step: Step) -> dict[str, Any]:
-        """What every source reads of `step`, by name."""
+        """Readings of every source for `step`, by source name."""
         found = self._run(step, parts=PARTS, sketch=SIZES[0])
         evidence = Evidence(step.number, found.moments, found.gram, PARTS, sketches=found.sketches)
         readings = {
@@ -88,11 +88,13 @@ class Watched:
         return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
 
     def time(self, step: Step) -> dict[str, float]:
-        """CPU seconds of the gradients of a step, plain and as each source needs them."""
+        """CPU seconds to compute a step's gradients, plain and as required by each source."""
         variants: dict[str, dict[str, Any]] = {
-            "plain": {}, "sketch": {"sketch": SIZES[0]}, "gradients": {"parts": 4},
+            "plain": {},
+            "sketch": {"sketch": SIZES[0]},
+            "gradients": {"parts": 4},
             "accumulator": {"norms": True},
-        }  # fmt: skip
+        }
         spent: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(REPEATS):
             for name, needs in variants.items():
@@ -102,9 +104,10 @@ class Watched:
         return {name: min(values) for name, values in spent.items()}
 
     def _run(self, step: Step, **needs: Any) -> Any:
-        """The passes of `step` with further `needs`, both terms at weight 1/2; no gradient stays.
+        """Run the passes of `step` with additional `needs` and both terms at weight 1/2, then clear
+        the gradients.
 
-        norms: in micro-batches of one prompt.
+        norms: use micro-batches of one prompt.
         """
         changed = step.needs._replace(signals=True, **needs)
         inner, micro = self.gradients, self.gradients.micro
@@ -119,7 +122,7 @@ class Watched:
 
 
 def _plain(reading: Reading) -> dict[str, float | None]:
-    """Five significant digits; None where it is not known."""
+    """Round to five significant digits; None if unknown."""
     known = reading.signals._asdict()
     if reading.alignment is not None:
         known |= reading.alignment._asdict()
@@ -127,7 +130,7 @@ def _plain(reading: Reading) -> dict[str, float | None]:
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
-    """Measurements and costs of one run, from its folder if it is there."""
+    """Measurements and costs of one run, loaded from its file if it exists."""
     path = Path(config.out).parent / f"{Path(config.out).name}.json"
     if not path.exists():
         trainer = Trainer(config, resume=False)
@@ -142,7 +145,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 
 def series(rows: Sequence[dict[str, Any]], source: str, quantity: str, smooth: bool) -> np.ndarray:
-    """One number per measurement, nan where it is not known; smooth: of running averages."""
+    """One number per measurement, nan if unknown; smooth: use running averages."""
     names = ("inner", "sft_square", "rl_square") if quantity == "cosine" else (quantity,)
     columns = [_column(rows, source, name, smooth) for name in names]
     if quantity != "cosine":
@@ -167,7 +170,9 @@ def _column(rows: Sequence[dict[str, Any]], source: str, name: str, smooth: bool
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's, where both are known; nan for fewer than three points, or one without change."""
+    """Pearson correlation where both are known; nan for fewer than three points or a constant
+    series.
+    """
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -176,9 +181,9 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any] | None:
-    """Mean over runs of the correlation in each, its interval, and the same for shuffled steps.
+    """Mean of the per-run correlations, with its interval, and the same for shuffled steps.
 
-    The interval resamples runs, and in each of them blocks of neighbouring measurements.
+    The bootstrap resamples runs and, within each run, blocks of neighboring measurements.
     """
     each = [correlation(x, y) for x, y in pairs]
     if not any(map(math.isfinite, each)):
@@ -204,13 +209,17 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any] | 
         return (starts[:, None] + np.arange(BLOCK)).ravel()[:count]
 
     resamples, controls = resampled(blocks, False), resampled(rng.permutation, True)
-    ends = [np.quantile(values, (0.025, 0.975)).round(3).tolist() for values in
-            (resamples, controls)]  # fmt: skip
+    ends = [
+        np.quantile(values, (0.025, 0.975)).round(3).tolist() for values in (resamples, controls)
+    ]
     mean = float(np.nanmean(each))
     return {
-        "mean": round(mean, 3), "ci95": ends[0], "runs": [_round(value) for value in each],
-        "shuffled": round(float(np.mean(controls)), 3), "shuffled95": ends[1],
-    }  # fmt: skip
+        "mean": round(mean, 3),
+        "ci95": ends[0],
+        "runs": [_round(value) for value in each],
+        "shuffled": round(float(np.mean(controls)), 3),
+        "shuffled95": ends[1],
+    }
 
 
 def _round(value: float) -> float | None:
@@ -218,7 +227,7 @@ def _round(value: float) -> float | None:
 
 
 def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By scenario, "each" or "averaged" measurements, source and quantity."""
+    """Correlations by scenario and view ("each" or "averaged"), source and quantity."""
     found: dict[str, Any] = {}
     for scenario in SCENARIOS:
         mine = [run["rows"] for name, run in runs.items() if name.startswith(f"{scenario}-")]
@@ -226,13 +235,18 @@ def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             found[f"{scenario}, {view}"] = {
                 source: {
                     quantity: compare(
-                        [(series(rows, source, quantity, smooth),
-                          series(rows, TRUTH, quantity, smooth)) for rows in mine]
+                        [
+                            (
+                                series(rows, source, quantity, smooth),
+                                series(rows, TRUTH, quantity, smooth),
+                            )
+                            for rows in mine
+                        ]
                     )
                     for quantity in QUANTITIES
                 }
                 for source in SOURCES
-            }  # fmt: skip
+            }
     return found
 
 
@@ -253,23 +267,29 @@ def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def tables(study: dict[str, Any]) -> str:
-    """The markdown below the mark of docs/signals.md."""
+    """The Markdown below the marker in docs/signals.md."""
     parts = [f"{study['setting']['words']}\n"]
     head = ("source", *(f"`{name}`" for name in QUANTITIES))
     for title, by_source in study["correlations"].items():
-        rows = [[f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
-                for source, cells in by_source.items()]  # fmt: skip
+        rows = [
+            [f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
+            for source, cells in by_source.items()
+        ]
         control = [_control(by_source["sketch"][q]) for q in QUANTITIES]
         rows.append(["`sketch`, steps shuffled", *control])
         if title == "base, each":
             claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
             rows.append(["the paper's claim for its proxies", *claims])
         parts.append(f"## {title.capitalize()}\n\n{_markdown(head, rows)}\n")
-    rows = [[f"`{name}`", f"{cost['percent']:.2f} %",
-             f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
-            for name, cost in study["cost"].items()]  # fmt: skip
-    parts.append("## Cost of a step that measures\n\n"
-                 + _markdown(("source", "of a step", "95 % interval"), rows) + "\n")  # fmt: skip
+    rows = [
+        [f"`{name}`", f"{cost['percent']:.2f} %", f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
+        for name, cost in study["cost"].items()
+    ]
+    parts.append(
+        "## Cost of a measuring step\n\n"
+        + _markdown(("source", "share of a step", "95 % interval"), rows)
+        + "\n"
+    )
     return "\n".join(parts)
 
 
@@ -292,9 +312,11 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, write the results and the page; returns the exit code."""
+    """Run what is missing and write the results and the page; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.validate_signals", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/signals"), help="folder of the runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/signals"), help="folder for the runs"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -308,12 +330,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}, seed {seed}: {len(runs[f'{name}-{seed}']['rows'])} measurements")
     words = (
         f"Written by `python -m tools.validate_signals --seeds {args.seeds}`: {args.seeds} seeds, "
-        f"{STEPS} steps at mu = 0.5, measured every {EVERY}."
+        f"{STEPS} steps at mu = 0.5, measured every {EVERY} steps."
     )
-    setting = {"seeds": args.seeds, "steps": STEPS, "every": EVERY, "changes": SMALLER,
-               "parts": PARTS, "decay": DECAY, "words": words}  # fmt: skip
-    study = {"setting": setting, "correlations": correlations(runs), "cost": costs(runs),
-             "runs": runs}  # fmt: skip
+    setting = {
+        "seeds": args.seeds,
+        "steps": STEPS,
+        "every": EVERY,
+        "changes": SMALLER,
+        "parts": PARTS,
+        "decay": DECAY,
+        "words": words,
+    }
+    study = {
+        "setting": setting,
+        "correlations": correlations(runs),
+        "cost": costs(runs),
+        "runs": runs,
+    }
     RESULTS.write_text(json.dumps(study) + "\n")
     top = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(top + MARK + "\n" + tables(study))

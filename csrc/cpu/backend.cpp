@@ -1,4 +1,5 @@
-// The CPU implementation of the native operators: rows in parallel, each one finished in cache.
+// The CPU implementation of the native operators: rows run in parallel, each one completed while it
+// is in cache.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
@@ -23,8 +24,8 @@ using Spec = TokenSpec<double>;
 
 constexpr int64_t kIgnore = -100;
 constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
-constexpr int64_t kGrain = 1 << 15;          // logits that are worth a thread
-constexpr int64_t kStreamBytes = 32 << 20;   // a larger result would not stay in the caches anyway
+constexpr int64_t kGrain = 1 << 15;          // minimum number of logits per thread
+constexpr int64_t kStreamBytes = 32 << 20;   // larger results bypass the caches, where they would not stay anyway
 
 Dtype dtype_of(const char* name, const Tensor& t) {
   switch (t.scalar_type()) {
@@ -77,7 +78,7 @@ void set(Dtype dtype, void* row, int64_t i, float value) {
   }
 }
 
-// A [N] float32 result; what is not written is 0.
+// A float32 result [N], initialized to 0.
 struct Result {
   Tensor tensor;
   float* data;
@@ -85,14 +86,14 @@ struct Result {
       : tensor(at::zeros({count}, at::kFloat)), data(tensor.mutable_data_ptr<float>()) {}
 };
 
-// One row's distribution and the one token that matters, in nats.
+// Statistics of one row's distribution and of its target token, in nats.
 struct Statistics {
   RowSums sums;
   double log_sum, lse, entropy, logp;
-  float* powers;  // where they replaced the logits; null: in the scratch
+  float* powers;  // the powers, if they replaced the logits; null: they are in the scratch buffer
 };
 
-// The working state of one thread: reads a row, then may write its gradient.
+// The state of one thread: it reads a row, then optionally writes its gradient.
 class Worker {
  public:
   Worker(const Rows& logits, double temperature, const Rows* out)
@@ -105,7 +106,8 @@ class Worker {
     stream_ = out->data != logits.data && out->count * out->width * out->item > kStreamBytes;
   }
 
-  // `disposable`: the gradient needs no logit. In its own storage the row then turns into powers.
+  // `disposable`: the gradient does not need the logits. In place, the row is then overwritten by
+  // its powers.
   Statistics read(int64_t i, int64_t target, bool disposable) const {
     void* row = logits_[i];
     const bool replace = disposable && out_ && out_->dtype == Dtype::float32 &&
@@ -117,7 +119,8 @@ class Worker {
     const double log_sum = std::log(s.sum);
     const double entropy = log_sum - kLn2 * s.dot / s.sum;
     const double logp = (x - s.base) * slope_ * kLn2 - log_sum;
-    // The rounded slope is a temperature a little off; d logp / d log(slope) = logp + entropy.
+    // The rounded slope amounts to a slightly different temperature; corrected with d logp / d
+    // log(slope) = logp + entropy.
     return {s, log_sum, s.base / temperature_ + log_sum, entropy,
             logp * (1 - slope_error_) - slope_error_ * entropy, powers};
   }
@@ -126,8 +129,8 @@ class Worker {
     if (out_) std::memset((*out_)[i], 0, out_->width * out_->item);
   }
 
-  // The gradient of d_logp logp + d_entropy entropy, right after `read` of the same row, which
-  // was disposable only if d_entropy is 0.
+  // Writes the gradient of d_logp logp + d_entropy entropy. Call it right after `read` of the same
+  // row, which may be disposable only if d_entropy is 0.
   void write(int64_t i, int64_t target, const Statistics& s, double d_logp,
              double d_entropy) const {
     if (!out_) return;
@@ -139,7 +142,7 @@ class Worker {
     kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, slope_, s.sums,
                       g, scratch_, s.powers, stream_);
     if (target < 0 || target >= logits_.width) return;
-    // 1 - p without cancelling; a target of probability 0 adds 0 log 0 = 0 to the entropy.
+    // 1 - p without cancellation; a target of probability 0 adds 0 log 0 = 0 to the entropy.
     const double p = std::exp(s.logp);
     const double pull = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
     set(out_->dtype, to, target,
@@ -230,13 +233,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
   float* const into = buckets ? buckets->mutable_data_ptr<float>() : nullptr;
   TORCH_CHECK_VALUE(!buckets || (to && to->dtype == Dtype::float32 && buckets->is_contiguous() &&
                                  buckets->size(0) == n && size > 0 && 64 % size == 0),
-                    "buckets needs a float32 out, a row for each row and a size that divides 64");
+                    "buckets needs a float32 out, one row per row of logits and a size that divides 64");
   each_row(rows, y, temperature, to ? &*to : nullptr,
            [&](const Worker& worker, int64_t i, int64_t target) {
     const Statistics s = worker.read(i, target, entropy_coef == 0);
     logps.data[i] = static_cast<float>(s.logp);
     entropy.data[i] = static_cast<float>(s.entropy);
-    const double logp = logps.data[i];  // as the caller stores it: a ratio to it is exactly 1
+    const double logp = logps.data[i];  // rounded as the caller stores it, so that a ratio to it is exactly 1
     const TokenLoss<double> token =
         is_demo[i] ? demo_loss<double>(logp, a[i], spec)
                    : rollout_loss<double>(logp, s.entropy, a[i], old_logp ? old_logp[i] : logp,

@@ -1,5 +1,6 @@
-// The work of size N and S around the rows: the weights of the tokens, and the sums over them.
-// Mirrors `plan` and `finish` in gac_kernels/tokens.py, in one pass each and a fixed order.
+// Per-token and per-sequence work around the row kernels: the weights of the tokens, and the sums
+// over them. Mirrors `plan` and `finish` in gac_kernels/tokens.py, each in one pass and in a fixed
+// order.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -51,14 +52,14 @@ Result<int64_t> starts(const Tensor& targets, const std::optional<Tensor>& cu_se
   const Column<int64_t> given("cu_seqlens", flat(*cu_seqlens, at::kLong), sequences + 1);
   for (int64_t s = 0; s <= sequences; ++s) {
     offsets[s] = given[s];
-    TORCH_CHECK_VALUE(offsets[s] >= (s ? offsets[s - 1] : 0), "cu_seqlens decreases at ", s);
+    TORCH_CHECK_VALUE(offsets[s] >= (s ? offsets[s - 1] : 0), "cu_seqlens decreases at index  ", s);
   }
   TORCH_CHECK_VALUE(offsets[0] == 0 && offsets[sequences] == targets.numel(),
                     "cu_seqlens must start at 0 and end at N = ", targets.numel());
   return offsets;
 }
 
-// One of the two terms: what divides a token's loss.
+// The denominator of one of the two loss terms.
 struct Term {
   Reduction reduction;
   double max_tokens, norm = 0;
@@ -135,7 +136,8 @@ struct Batch {
   int64_t sequences;
 
   bool rollout(int64_t s) const { return lengths[s] > 0 && !is_demo[s]; }
-  // Weight of the sequence's tokens in the moments; demonstrations have 0, so nan stays nan there.
+  // Weight of each of the sequence's tokens in the moments; 0 for demonstrations, so that a nan in
+  // one still propagates.
   double share(int64_t s) const { return rollout(s) ? 1 / double(lengths[s]) : 0; }
 };
 
@@ -202,7 +204,7 @@ Summary reduce(const Tensor& live, const Tensor& demo, const Tensor& advantages,
   double totals[6] = {}, sides[2] = {};
   for (int64_t i = 0; i < n; ++i) {
     const bool d = b.demo[i];
-    sides[d] += b.weight[i] * b.loss[i];  // the product in float32, as autograd has it
+    sides[d] += b.weight[i] * b.loss[i];  // the product is float32, as in autograd
     totals[2] += b.kl[i];
     totals[3] += b.clipped[i];
     if (!b.live[i]) continue;

@@ -1,4 +1,4 @@
-// One number per token or per sequence, as the operators take it.
+// An operator input with one number per token or per sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace gac {
 
-// A [count] input, contiguous; absent: false.
+// A contiguous input [count]; converts to false if absent.
 template <class T>
 struct Column {
   at::Tensor held;

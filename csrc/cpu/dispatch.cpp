@@ -1,4 +1,4 @@
-// Which of the compiled row kernels this process uses.
+// Selects the row kernels that this process uses.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -25,7 +25,7 @@ const RowKernels& choose() {
 #endif
   if (name.empty() || name == "default") return baseline::kernels;
   throw std::invalid_argument("GAC_CPU_CAPABILITY=" + name +
-                              ": use default, or avx2 or avx512 where the processor has it");
+                              ": use default, or avx2 or avx512 if the processor supports it");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What one row of logits needs, compiled once per instruction set and chosen at load time.
+// Interface of the row kernels, compiled once per instruction set and selected on first use.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@ namespace gac {
 
 enum class Dtype { float32, bfloat16, float16 };
 
-// Of one row, with t_i = (x_i - base) slope and slope = log2(e) / temperature, so that 2^t_i is the
-// softmax before its normalisation. `sum` is nan where the row has no distribution.
+// Sums over one row, with t_i = (x_i - base) slope and slope = log2(e) / temperature, so that 2^t_i
+// is the unnormalized softmax. `sum` is nan if the row has no distribution.
 struct RowSums {
   float base;  // the largest logit
   double sum;  // of 2^t_i
@@ -23,14 +23,16 @@ struct RowGradient {
 
 struct RowKernels {
   const char* name;
-  // Floats of scratch that a thread needs for rows of `width` logits.
+  // Number of scratch floats per thread for rows of `width` logits.
   int64_t (*scratch)(int64_t width);
-  // Reads the row from memory once. With `scratch` it keeps what `gradient` needs: the powers 2^t_i
-  // at `powers` if given, else in the scratch. `powers` may be a float32 row itself.
+  // Reads the row from memory once. With `scratch`, it stores what `gradient` needs: the powers
+  // 2^t_i, in `powers` if given, else in the scratch buffer. `powers` may be the row itself if that
+  // is float32.
   RowSums (*sums)(Dtype, const void* row, int64_t width, float slope, float* scratch,
                   float* powers);
-  // Writes the gradient of the row that `sums` saw last. `out` may start where `row` does;
-  // `stream` sends a float32 result past the caches. The logits are read under `linear` != 0 only.
+  // Writes the gradient of the row that was last passed to `sums`. `out` may start at the address
+  // of `row`; `stream` writes a float32 result with non-temporal stores. The logits are read only
+  // if `linear` != 0.
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float slope,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);
@@ -48,8 +50,8 @@ namespace avx512 {
 extern const RowKernels kernels;
 }
 
-// The widest that this processor runs, or what GAC_CPU_CAPABILITY names (default, avx2, avx512).
-// Throws std::invalid_argument where that is unknown or cannot run here.
+// The kernels for the widest supported instruction set, or for the one named by GAC_CPU_CAPABILITY
+// (default, avx2, avx512). Throws std::invalid_argument if it is unknown or not supported here.
 const RowKernels& row_kernels();
 
 }  // namespace gac

@@ -1,4 +1,4 @@
-// The row kernels for every processor: SSE2 on x86-64.
+// The baseline row kernels, for any processor: SSE2 on x86-64.
 #define GAC_ISA baseline
 #define GAC_ISA_NAME "default"
 #include "rows_impl.h"

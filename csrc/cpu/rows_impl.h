@@ -1,4 +1,5 @@
-// The row kernels, for the instruction set that GAC_ISA names. Included by one file per set.
+// The row kernels for the instruction set named by GAC_ISA; included by one file per instruction
+// set.
 #pragma once
 
 #include <cfloat>
@@ -11,28 +12,30 @@ namespace gac::GAC_ISA {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, a quarter of the L1
-constexpr int64_t kRun = 512;     // logits whose sums are in float32: their rounding shows in 1e-7
-constexpr int64_t kAhead = 3072;  // logits from reading one to fetching another into the L1
+constexpr int64_t kRun = 512;     // logits summed in float32 before a double sum: relative rounding error about 1e-7
+constexpr int64_t kAhead = 3072;  // prefetch distance in logits, into the L1
 constexpr int kUnroll = 2;        // with 16 registers, more would spill
-constexpr int kMaxima = 4;        // independent chains: a maximum may take four cycles
+constexpr int kMaxima = 4;        // independent chains: a maximum may have a latency of four cycles
 constexpr int64_t kStep = kUnroll * kLanes;
 constexpr double kLn2 = 0.693147180559945309417;
 
 int64_t blocks(int64_t width) { return (width + kBlock - 1) / kBlock; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The scratch holds the base of each block, then, from a cache line on, the powers of all.
+// The scratch buffer holds the base of each block, then, aligned to a cache line, all powers.
 int64_t bases_size(int64_t width) { return (blocks(width) + 15) / 16 * 16; }
 int64_t scratch_size(int64_t width) { return bases_size(width) + width; }
 
-// Exact near the base, however large the logits are. `least` is the power 0: -inf gets it, not nan.
+// Exact near the base, however large the logits are. Clamped at `least`, whose power is 0, so that
+// -inf gives 0 and not nan.
 inline Floats distance(Floats x, Floats base, Floats least) { return max(least, x - base); }
 inline Floats least_distance(float slope) {
   const float d = -127 / slope;
   return splat(d > -FLT_MAX ? d : -FLT_MAX);
 }
 
-// By halves: one chain over the lanes takes as long as a tenth of the block's exponentials.
+// Reduces by halves: a serial chain over the lanes would take a tenth of the time of the block's
+// exponentials.
 float largest_lane(Floats v) {
   float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof(lanes));
@@ -59,7 +62,7 @@ float largest(const In* row, int64_t count) {
   return largest_lane(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
-// Of the blocks so far, lane by lane: sums of 2^(d slope) and of d 2^(d slope), d = x - base.
+// Running sums per lane over the blocks so far: 2^(d slope) and d 2^(d slope), with d = x - base.
 struct Running {
   float base = -FLT_MAX;
   Doubles sum = {}, dot = {};
@@ -72,7 +75,7 @@ struct Running {
   }
 };
 
-// Adds a run to `all`, whose base is set, and fetches a later one into the L1.
+// Adds a run to `all`, whose base is already set, and prefetches a later run into the L1.
 // `powers` may be the row itself: a logit is read before its power is written.
 template <bool kKeep, class In>
 void accumulate(const In* row, int64_t count, float slope, float* powers, Running& all) {
@@ -87,8 +90,8 @@ void accumulate(const In* row, int64_t count, float slope, float* powers, Runnin
     sum += power;
     dot += power * distance;
   };
-  // The next vectors start before those of this step are summed: on its own the processor does not
-  // look that far ahead.
+  // Software pipelining: the next vectors start before this step's are summed, because out-of-order
+  // execution does not reach that far ahead.
   const auto step = [&](int64_t i, bool last) __attribute__((always_inline)) {
     Floats power[kUnroll], distance[kUnroll];
     for (int u = 0; u < kUnroll; ++u) {
@@ -135,7 +138,7 @@ RowSums sums(const In* row, int64_t width, float slope, float* bases, float* pow
       accumulate<kKeep>(row + i, least(kRun, end - i), slope, powers + i, all);
   }
   RowSums result{all.base, add_lanes(all.sum), add_lanes(all.dot) * slope};
-  // A nan logit is in both sums; a row of -inf has no distribution either.
+  // A nan logit makes both sums nan; a row of only -inf has no distribution either.
   if (result.sum != result.sum || result.sum == 0) result.sum = NAN;
   return result;
 }
@@ -145,7 +148,7 @@ void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums
               RowGradient g, const float* bases, const float* powers) {
   const Floats slopes = splat(slope), base = splat(sums.base), least_d = least_distance(slope);
   float of = sums.base;
-  double factor = 1;  // from the base `of` to that of the whole row
+  double factor = 1;  // rescales from the block's base to the row's base
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     if (bases[begin / kBlock] != of) {
       of = bases[begin / kBlock];

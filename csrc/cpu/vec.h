@@ -1,8 +1,8 @@
 // Vectors of floats as wide as the instruction set of this translation unit, and 2^t on them.
 //
-// Compiler vectors rather than ATen's: these files are compiled for newer processors than the one
-// that may run them, and an inline function of a shared header, compiled here, could be the copy
-// that the linker keeps for the whole library. Nothing outside this namespace is instantiated.
+// Uses compiler vectors, not ATen's: these files are compiled for instruction sets that the
+// processor may lack. If they instantiated an inline function of a shared header, the linker might
+// keep that copy for the whole library. So nothing outside this namespace is instantiated.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ inline V read(const T* from) {
 
 inline Floats splat(float x) { return Floats{} + x; }
 
-// The second operand where either is nan, like the instruction: nan logits survive in `b`.
+// Returns the second operand if either is nan, like the instruction: only a nan in `b` propagates.
 inline Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -72,7 +72,7 @@ inline Floats load(const Float16* from) {
 #else
   const Words h = __builtin_convertvector(read<Halves>(from), Words);
   const Words sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
-  const Floats value = (Floats)magnitude * 0x1p112f;  // moves the exponent; right for subnormals
+  const Floats value = (Floats)magnitude * 0x1p112f;  // adjusts the exponent; also correct for subnormals
   const Words special = magnitude | 0x7f800000;
   return (Floats)(sign | ((Words)(magnitude >= (0x7c00u << 13)) & special) |
                   (~(Words)(magnitude >= (0x7c00u << 13)) & (Words)value));
@@ -113,7 +113,8 @@ inline void store(T* to, Floats v) {
   std::memcpy(to, &narrowed, sizeof(narrowed));
 }
 
-// The first `count` of a vector, at most all of it; -inf in the other lanes: they weigh nothing.
+// Loads the first `count` lanes, at most a whole vector; the other lanes are -inf and contribute
+// nothing.
 template <class T>
 inline Floats load_some(const T* from, int64_t count) {
   T padded[kLanes];
@@ -129,8 +130,8 @@ inline void store_some(T* to, Floats v, int64_t count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
-// Past the caches, for a buffer that nobody reads soon: the old content is not fetched first.
-// `to` must be aligned to the vector.
+// Non-temporal store, for a buffer that is not read soon: its old content is not fetched first.
+// `to` must be aligned to the vector size.
 inline void stream(float* to, Floats v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, (__m512)v);
@@ -143,25 +144,26 @@ inline void stream(float* to, Floats v) {
 #endif
 }
 
-// Elements until `to` is aligned.
+// Number of elements until `to` is aligned.
 inline int64_t to_alignment(const float* to) {
   const auto past = reinterpret_cast<uintptr_t>(to) % sizeof(Floats);
   return past ? int64_t(sizeof(Floats) - past) / int64_t(sizeof(float)) : 0;
 }
 
-// Streamed stores are not ordered with others: do it before another thread is told.
+// Non-temporal stores are not ordered with other stores: call this before signalling another
+// thread.
 inline void finish_streams() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
 }
 
-// t = n + f, told apart by adding a number that leaves no place for more than n's last bit.
+// t = n + f, separated by adding a constant so large that the bits of f are rounded away.
 struct Exponent {
   Floats n, f;
 };
 
-// t = d slope, rounded once where the processor can.
+// Splits t = d slope, with a single rounding if the processor has FMA.
 inline Exponent split(Floats d, Floats slope, Floats shift) {
   const Floats n = d * slope + shift;
   return {n, d * slope - (n - shift)};
@@ -171,8 +173,9 @@ inline Exponent split(Floats d, Floats slope, Floats shift) {
 // exactly 0 at -127.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// n in eighths, from a table that fills one register: with no more than sixteen of them, a short
-// polynomial counts. An entry lacks its index, which the shifted n adds.
+// n counts eighths; the fractional powers come from a table that fills one register, which allows a
+// short polynomial: there are only sixteen registers. Each entry has its index subtracted, because
+// the shifted n adds it back.
 inline Exponent exponent(Floats d, Floats slope) { return split(d, slope, splat(0x1.8p20f)); }
 
 inline Floats exp2(Exponent t) {
@@ -186,7 +189,7 @@ inline Floats exp2(Exponent t) {
   Floats q = splat(0x1.c69ff4p-5f);  // minimax polynomial of (2^f - 1) / f in [-1/16, 1/16]
   q = q * t.f + 0x1.ec0c32p-3f;
   q = q * t.f + 0x1.62e432p-1f;
-  return q * (t.f * power) + power;  // two short chains, not one long
+  return q * (t.f * power) + power;  // two short dependency chains instead of one long one
 }
 
 #else

@@ -1,4 +1,4 @@
-// What one launch is told. gac_kernels/backends/cuda.py mirrors the struct field by field.
+// The arguments of one launch. gac_kernels/backends/cuda.py mirrors the struct field by field.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@ enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
 enum Task : int32_t { kStats, kGrads, kLoss };
 
 // N rows of V logits: row n starts at (n / per_batch) batch_stride + (n % per_batch) row_stride,
-// in elements. Columns are [N]; an absent one is null.
+// in elements. Columns are [N]; null if absent.
 struct Arguments {
   const void* logits;
-  void* out;  // the gradient, null where none is wanted; may be the logits' own storage
+  void* out;  // the gradient, null if not needed; may share the logits' storage
   const int64_t* targets;
   const uint8_t* demo;
   const float* advantages;
@@ -22,8 +22,8 @@ struct Arguments {
   const float* d_logps;
   const float* d_entropy;
   float* results;  // kStats [3, N]: logp, entropy, lse; kLoss [5, N]: as TokenTerms
-  const int8_t* signs;  // [V] of +-1, null where no sketch is wanted
-  float* parts;         // [N, cluster, kWarps, sketch], zeros: what the warps add to the buckets
+  const int8_t* signs;  // [V] of +-1; null: no sketch
+  float* parts;         // [N, cluster, kWarps, sketch], initialized to zero: each warp's contribution to the buckets
   int64_t rows, per_batch, vocab;
   int64_t batch_stride, row_stride, out_batch_stride, out_row_stride;
   float slope;  // log2(e) / temperature
@@ -33,7 +33,7 @@ struct Arguments {
   int32_t task, dtype, out_dtype;
   int32_t cluster;  // blocks that share a row: 1, 2, 4 or 8
   int32_t slots;    // tiles of shared memory per block
-  int32_t sketch;   // buckets of a row: 4, 8, 16, 32 or 64
+  int32_t sketch;   // buckets per row: 4, 8, 16, 32 or 64
   int32_t device;
 };
 

@@ -1,4 +1,4 @@
-// The library of launch.cu with the same interface, on a CPU: see emulated.h.
+// Emulates the library of launch.cu on a CPU, with the same interface; see emulated.h.
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 std::exception_ptr failure;
 uint32_t seed = 0;
-int64_t launched = 2, resident = 2;  // clusters of a launch, and those that find room at once
+int64_t launched = 2, resident = 2;  // clusters per launch, and how many of them are resident at a time
 
 using Program = void (*)(const Arguments&, char*);
 
@@ -52,11 +52,11 @@ void enter(uint32_t high, uint32_t low) {
   m.yield();
 }
 
-// Room for one cluster at a time: its blocks and its fibers.
+// A slot for one resident cluster, with its blocks and fibers.
 struct Room {
   std::unique_ptr<char[]> stacks;  // not initialised: most of it is never touched
   std::vector<Fiber> fibers;
-  std::unique_ptr<Cluster> cluster;  // none: the room is free
+  std::unique_ptr<Cluster> cluster;  // null: the slot is free
 
   void place(const Arguments& a, int64_t id) {
     cluster = std::make_unique<Cluster>();
@@ -85,16 +85,17 @@ struct Room {
     }
   }
 
-  // Frees the room when the cluster has ended.
+  // Frees the slot if the cluster has finished.
   void leave() {
     if (!std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.over; })) return;
-    if (!cluster->landings.empty()) fail("a block ended before all was stored into it");
+    if (!cluster->landings.empty()) fail("a block ended before all stores into it had landed");
     cluster.reset();
     fibers.clear();
   }
 };
 
-// Lands some of what is under way, at least one if nothing else moves; whether any was left.
+// Completes some of the pending copies, at least one if no thread can run; returns whether any were
+// pending.
 bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random) {
   if (landings.empty()) return false;
   if (!stuck && random() % 2) return true;
@@ -107,7 +108,7 @@ bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random)
   return true;
 }
 
-// Some blocks fall behind the others for a while; whether any is behind.
+// Delays some blocks at random; returns whether any block is delayed.
 bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
   bool any = false;
   for (Block& block : blocks) {
@@ -120,8 +121,8 @@ bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
   return any;
 }
 
-// Runs the clusters in a random order, as many at a time as there are rooms. Resumes every fiber
-// that can go on once per round, in a random order over all clusters.
+// Runs the clusters in random order, with at most `resident` at a time. Each round resumes every
+// runnable fiber once, in random order over all clusters.
 void emulate(const Arguments& a) {
   Machine& m = machine();
   std::mt19937 random(seed);
@@ -168,13 +169,13 @@ void emulate(const Arguments& a) {
 
 extern "C" void gac_emulate_seed(uint32_t value) { gac::cuda::seed = value; }
 
-// How many clusters a launch has, and how many of them run at once.
+// Sets the number of clusters per launch and how many of them run at once.
 extern "C" void gac_emulate_clusters(int64_t launched, int64_t resident) {
   gac::cuda::launched = launched;
   gac::cuda::resident = resident;
 }
 
-// What launch.cu would launch where `resident` clusters run at once.
+// The number of clusters that launch.cu would launch if `resident` of them run at once.
 extern "C" int64_t gac_cuda_clusters(const gac::cuda::Arguments* a, int64_t resident) {
   return gac::cuda::clusters_of(*a, resident);
 }

@@ -1,10 +1,10 @@
-// The functions of hopper.h on a CPU, for tests of the row kernel's own source without a GPU.
+// CPU versions of the functions in hopper.h, to test the row kernel's source without a GPU.
 //
-// Every CUDA thread is a fiber, and a scheduler resumes the fibers of all clusters that are resident
-// in a random order. Asynchronous copies and stores land at a random later time, and a copy reads
-// its source only then; until then the destination holds nan. What is read too early, overwritten
-// too early or waited for in vain therefore shows, in shared memory and in the rows themselves. It
-// does not model memory ordering, nor the time that anything takes.
+// Every CUDA thread is a fiber, and a scheduler resumes the fibers of all resident clusters in
+// random order. Asynchronous copies and stores complete at a random later time, and a copy reads
+// its source only then; until then the destination holds nan. Premature reads and writes and waits
+// that never end are therefore detected, in shared memory and in the rows themselves. Neither
+// memory ordering nor timing is modelled.
 #pragma once
 
 #include <ucontext.h>
@@ -29,7 +29,7 @@ using Float16 = _Float16;
 
 struct Barrier {
   uint8_t arrivals, pending, parity;
-  int32_t bytes;  // expected, less landed
+  int32_t bytes;  // expected minus arrived
 };
 static_assert(sizeof(Barrier) == 8);
 
@@ -37,16 +37,16 @@ struct alignas(16) Word {
   uint32_t x, y, z, w;
 };
 
-// A copy under way: it lands at `to` and counts on `barrier`.
+// A pending copy to `to`, which signals `barrier` when it completes.
 struct Landing {
   char* to;
   const char* from;
-  Sums sent;  // what `from` would be, where the source is a register
+  Sums sent;  // the data, if the source is a register
   size_t bytes;
   Barrier* barrier;
 };
 
-// All threads that meet at one barrier.
+// The threads that synchronize at one point.
 struct Meeting {
   int arrived = 0;
   int64_t generation = 0;
@@ -58,7 +58,7 @@ struct Warp {
 };
 
 struct Block {
-  int asleep = 0;  // rounds in which none of its threads runs
+  int asleep = 0;  // rounds left in which none of its threads runs
   std::vector<Word> memory;
   std::vector<Warp> warps;
   Meeting meeting;
@@ -77,11 +77,11 @@ struct Fiber {
   Cluster* cluster;
   int rank, thread;
   bool over;
-  bool (*ready)(void*);  // what it waits for, null for nothing
+  bool (*ready)(void*);  // the condition it waits for, or null
   void* waited;
 };
 
-// What all fibers see; `current` is the one that runs.
+// State shared by all fibers; `current` is the running one.
 struct Machine {
   int threads = 0;
   int64_t clusters = 0;
@@ -93,7 +93,7 @@ struct Machine {
 
   void yield() { swapcontext(&current->context, &scheduler); }
 
-  // The scheduler asks on behalf of the thread: it is resumed once, when it can go on.
+  // The scheduler polls `ready` for the thread, which is resumed once, when the condition holds.
   template <class Ready>
   void until(Ready ready) {
     if (ready()) return;
@@ -151,7 +151,7 @@ inline void publish_barriers() {}
 inline void publish_to_copies() {}
 
 inline void arrive(Barrier& b) {
-  if (b.pending-- == 0) fail("more arrivals at a barrier than it counts");
+  if (b.pending-- == 0) fail("more arrivals at a barrier than expected");
   machine().advance(b);
 }
 inline void arrive_expect(Barrier& b, uint32_t bytes) {
@@ -170,7 +170,7 @@ inline void start(const Landing& landing) {
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier& b) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 ||
       bytes % 16 || bytes == 0)
-    fail("a bulk copy needs multiples of 16");
+    fail("a bulk copy needs addresses and a size that are multiples of 16");
   start({static_cast<char*>(shared), static_cast<const char*>(global), {}, bytes, &b});
 }
 inline void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {

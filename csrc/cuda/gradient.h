@@ -1,18 +1,18 @@
-// The second pass: the gradient of a slice that is at hand, and zeros where none is.
+// The second pass: writes the gradient of a slice held in shared memory, or zeros for skipped rows.
 #pragma once
 
 #include "sketch.h"
 
 namespace gac::cuda {
 
-// Where the gradient of a row goes.
+// The output row of a gradient.
 template <class Out, int kWidth>
 struct Destination {
   static constexpr int kBytes = kWidth * sizeof(Out);
   static constexpr int kStore = kBytes < kWordBytes ? kBytes : kWordBytes;
   Out* row;
-  char* words;   // of word 0, at or before the row
-  bool aligned;  // whole words can be stored whole
+  char* words;   // address of word 0, at or before the start of the row
+  bool aligned;  // whole words can be written with wide stores
 
   GAC_DEVICE Destination(const Arguments& a, const Slice& s, int64_t n) {
     row = static_cast<Out*>(a.out) + n / a.per_batch * a.out_batch_stride +
@@ -21,7 +21,7 @@ struct Destination {
     aligned = reinterpret_cast<uintptr_t>(words) % kStore == 0;
   }
 
-  // Word q of an aligned row, all of it.
+  // Stores all of word q of an aligned row.
   GAC_DEVICE void store(int q, const float (&g)[kWidth]) const {
     uint32_t packed[kBytes / 4];
 #pragma unroll
@@ -36,7 +36,7 @@ struct Destination {
       store_bytes<kStore>(words + int64_t(q) * kBytes + i * kStore, packed + i * kStore / 4);
   }
 
-  // Any word of any row: what is the row's of it.
+  // Stores the part of word q that belongs to the row, for any word and alignment.
   GAC_DEVICE void store(const Slice& s, int q, int64_t vocab, const float (&g)[kWidth]) const {
     if (aligned && q >= s.inner && q < s.outer) return store(q, g);
     const Valid valid(s, q, kWidth, vocab);
@@ -55,8 +55,8 @@ GAC_DEVICE void write_zeros(const Arguments& a, const Slice& s, int64_t n) {
   for (int q = s.begin + thread(); q < s.end; q += kConsumers) to.store(s, q, a.vocab, zeros);
 }
 
-// The gradient of a word's logits. kLinear: there is an entropy's part; kAny: the logits may be
-// steep (row_sums.h).
+// The gradient of the logits in a word. kLinear: it has an entropy term; kAny: the logits may be
+// steep (see row_sums.h).
 template <bool kLinear, bool kAny, class In, int kWidth>
 GAC_DEVICE void pull_word(const char* word, const Pull& pull, float slope, float (&g)[kWidth]) {
   float x[kWidth];
@@ -70,7 +70,8 @@ GAC_DEVICE void pull_word(const char* word, const Pull& pull, float slope, float
   }
 }
 
-// Second pass: the gradient of the slice; `at` is where its first tile is. kSketch: and its sketch.
+// Second pass: writes the gradient of the slice whose first tile is at `at`. kSketch: also computes
+// its sketch.
 template <bool kLinear, bool kSketch, class In, class Out>
 GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, const Slice& s,
                             Cursor at, int64_t n) {
@@ -84,7 +85,7 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
   };
   Sketch<In> sketch(a, s);
   if constexpr (kSketch) {
-    if (holds_target()) {  // as if masked: its own gradient is added at the end, nothing cancels
+    if (holds_target()) {  // mask the target: its gradient is added separately at the end, without cancellation
       *held<In>(a, ring, s, at, pull.word + s.shift) = from_float<In>(-INFINITY);
       publish_to_copies();
     }
@@ -110,14 +111,14 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
     }
     release(shared.empty[at.slot]);
   }
-  if (holds_target()) {  // over what the same thread has just stored there
+  if (holds_target()) {  // overwrites the value that the same thread has just stored
     to.row[pull.word] = from_float<Out>(pull.target);
     if constexpr (kSketch) sketch.add(a, s, pull.word, pull.target);
   }
   if constexpr (kSketch) sketch.store(a, s, n);
 }
 
-// The whole row is 0, whatever it holds.
+// For a row whose gradient is 0: writes zeros and releases its tiles.
 template <class In, class Out>
 GAC_DEVICE void skip_slice(const Arguments& a, Shared& shared, const Slice& s, Cursor at,
                            int64_t n) {

@@ -1,5 +1,6 @@
-// The instructions that the row kernel is made of, for compute capability 9.0 and up: clusters,
-// transaction barriers, bulk copies, stores into another block's shared memory (PTX ISA 8.0).
+// Wrappers of the instructions that the row kernel uses, for compute capability 9.0 and up:
+// clusters, transaction barriers, bulk copies and stores into another block's shared memory (PTX
+// ISA 8.0).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,7 +44,7 @@ GAC_DEVICE uint32_t address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// The same address in the block of another rank of the cluster.
+// The corresponding shared-memory address in block `rank` of the cluster.
 GAC_DEVICE uint32_t address_in(const void* shared, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
@@ -55,12 +56,12 @@ GAC_DEVICE void init(Barrier& b, int arrivals) {
                : "memory");
 }
 
-// Makes the initialised barriers known to the copy engine and to the other blocks.
+// Makes the initialized barriers visible to the copy engine and to the other blocks.
 GAC_DEVICE void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// What this thread stored into the block's memory comes before the copies into it that follow.
+// Orders this thread's stores to shared memory before later bulk copies into it.
 GAC_DEVICE void publish_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -69,14 +70,15 @@ GAC_DEVICE void arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&b)) : "memory");
 }
 
-// Arrives, and lets the phase end only after `bytes` more bytes have landed.
+// Arrives; the phase completes only after `bytes` more bytes have arrived.
 GAC_DEVICE void arrive_expect(Barrier& b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&b)),
                "r"(bytes)
                : "memory");
 }
 
-// Until the phase of this parity is over. kCluster: what other blocks stored is visible after it.
+// Waits until the phase of this parity completes. kCluster: stores of other blocks are visible
+// afterwards.
 template <bool kCluster = false>
 GAC_DEVICE void wait(Barrier& b, uint32_t parity) {
   uint32_t over = 0;
@@ -100,8 +102,8 @@ GAC_DEVICE void wait(Barrier& b, uint32_t parity) {
   }
 }
 
-// Starts a copy of `bytes` (addresses and size in multiples of 16) that counts on `b`. The source
-// will not be read again, so the L2 need not keep it.
+// Starts an asynchronous copy of `bytes` bytes (addresses and size are multiples of 16) that
+// signals `b`. The source is not read again, so the L2 evicts it first.
 GAC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier& b) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -112,7 +114,7 @@ GAC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, Barr
       : "memory");
 }
 
-// Stores `sums` where `slot` is in block `rank`, and counts its 16 bytes on that block's `b`.
+// Stores `sums` to `slot` in block `rank` and signals its 16 bytes on that block's `b`.
 GAC_DEVICE void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
@@ -122,7 +124,7 @@ GAC_DEVICE void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {
       : "memory");
 }
 
-// Of the first kCount threads of the block; the others need not come.
+// Synchronizes the first kCount threads of the block; the others do not take part.
 template <int kCount>
 GAC_DEVICE void sync_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(kCount) : "memory");
@@ -150,11 +152,11 @@ struct Exp2 {  // relative error below 2^-22; results below 2^-126 are 0
 
 GAC_DEVICE Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
 
-// Bytes in memory, from any address on, read by aligned loads. (An aligned word with one valid byte
-// can be read.)
+// Bytes in memory starting at any address, read with aligned loads. (Reading an aligned word is
+// safe if one of its bytes is valid.)
 struct Bytes {
   const uint32_t* words;  // at or before the first byte
-  uint32_t bits;          // from there to it
+  uint32_t bits;          // offset of the first byte in words[0], in bits
 
   GAC_DEVICE explicit Bytes(const int8_t* first) {
     const auto before = reinterpret_cast<uintptr_t>(first) % 4;
@@ -162,7 +164,7 @@ struct Bytes {
     bits = static_cast<uint32_t>(8 * before);
   }
 
-  // Number q of what fits `four`, four bytes to a word.
+  // Loads group q of 4 kWords bytes into `four`, four bytes per word.
   template <int kWords>
   GAC_DEVICE void load(int q, uint32_t (&four)[kWords]) const {
     const uint32_t* at = words + int64_t(q) * kWords;
@@ -176,13 +178,13 @@ struct Bytes {
   }
 };
 
-// Byte i, 1 or -1, as a float: its sign bit above the rest of 1.0f.
+// Byte i, 1 or -1, as a float: its sign bit on top of the bits of 1.0f.
 GAC_DEVICE float sign_of(uint32_t four, int i) {
   return __uint_as_float(
       __byte_perm((four & 0x80808080u) | 0x3f3f3f3fu, 0x00800000u, i << 12 | 0x0644));
 }
 
-// 8 or 16 aligned bytes to memory; nobody reads them soon.
+// Stores 8 or 16 aligned bytes with a streaming hint: they are not read soon.
 template <int kBytes>
 GAC_DEVICE void store_bytes(void* global, const uint32_t* words) {
   if constexpr (kBytes == 8)
@@ -223,7 +225,7 @@ GAC_DEVICE void unpack(Word w, float (&x)[8], Float16) {
   }
 }
 
-// The largest logit of some words; halves are compared two at a time.
+// The largest logit in `words`; 16-bit values are compared two at a time.
 template <class T>
 struct PairOf;
 template <>
@@ -257,7 +259,7 @@ GAC_DEVICE float largest(const Word (&words)[kWords], T) {
   }
 }
 
-// The two values of a 32-bit word, or the one float.
+// Packs two 16-bit values into a 32-bit word.
 GAC_DEVICE uint32_t pack(float low, float high, BFloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);

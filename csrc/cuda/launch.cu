@@ -1,5 +1,5 @@
-// Launches of the row kernels by a plain C interface: no header of torch, so one library serves
-// every version of it.
+// Launches the row kernels through a plain C interface: no torch headers, so one library works with
+// every torch version.
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -10,15 +10,15 @@
 namespace gac::cuda {
 namespace {
 
-// Two blocks or, with short rings, three on a multiprocessor: while one exchanges its sums the others
-// compute.
+// Two blocks per multiprocessor (three with short ring buffers): while one exchanges its sums, the
+// others compute.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads, 3) row_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) char memory[];
   row_program<In, Out, false>(a, memory);
 }
 
-// Two blocks: the sums of the sketch take registers.
+// Two blocks per multiprocessor: the sketch sums take more registers.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) char memory[];
@@ -68,7 +68,7 @@ Kernel kernel_of(const Arguments& a) {
   }
 }
 
-// All that a block may have, and as much of the multiprocessor's memory as that can be.
+// Requests the largest ring buffer per block and the maximum shared-memory carve-out.
 cudaError_t set_shared_memory(const void* kernel) {
   const int most = kHeaderBytes + kMaxSlots * kTileBytes;
   const cudaError_t error =
@@ -78,7 +78,7 @@ cudaError_t set_shared_memory(const void* kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
-// Clusters that run at once, asked of the driver once per kind of launch.
+// Number of clusters that run at once; the driver is queried once per launch configuration.
 cudaError_t resident(Kernel kernel, const cudaLaunchConfig_t& config, int device, int& clusters) {
   static std::mutex mutex;
   static std::map<std::tuple<Kernel, int, unsigned, size_t>, int> known;
@@ -142,7 +142,7 @@ cudaError_t scale(void* tensor, int64_t count, const float* factor, int32_t dtyp
 }  // namespace
 }  // namespace gac::cuda
 
-// Both return null, or why the launch failed.
+// Both return null on success, else the reason why the launch failed.
 extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void* stream) {
   if (a->rows == 0) return nullptr;
   if (const char* reason = gac::cuda::refusal(*a)) return reason;

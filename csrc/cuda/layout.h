@@ -1,8 +1,8 @@
-// What a block holds in shared memory, and which words of a row are its own.
+// The layout of a block's shared memory, and the words of a row that the block owns.
 //
-// Rows need no alignment: words of 16 bytes are counted from the aligned address at or before the
-// row's first logit, and what is outside the row in the first and the last word is ignored. (An
-// aligned word with one valid byte can be read.)
+// Rows need no alignment: 16-byte words are counted from the aligned address at or before the row's
+// first logit, and elements outside the row in the first and last words are ignored. (Reading an
+// aligned word is safe if one of its bytes is valid.)
 #pragma once
 
 #include "arguments.h"
@@ -20,16 +20,16 @@ constexpr int kWordBytes = 16, kTileBytes = 8192, kTileWords = kTileBytes / kWor
 constexpr int kPerThread = kTileWords / kConsumers;
 constexpr int kMaxSlots = 28, kMaxCluster = 8, kHeaderBytes = 1024;
 
-// The beginning of a block's shared memory; the ring follows after kHeaderBytes.
+// The start of a block's shared memory; the ring buffer starts at kHeaderBytes.
 struct Shared {
-  Sums inbox[2][kMaxCluster];  // by parity of the row and rank of the sender
+  Sums inbox[2][kMaxCluster];  // indexed by row parity and sender rank
   Sums partial[kWarps];
   Pull pull;
   Barrier full[kMaxSlots], empty[kMaxSlots], exchange[2];
 };
 static_assert(sizeof(Shared) <= kHeaderBytes);
 
-// A place in the ring, and the parity of the barrier phase that fills it.
+// A position in the ring buffer, and the parity of the barrier phase that fills it.
 struct Cursor {
   int slot = 0;
   uint32_t parity = 0;
@@ -38,12 +38,12 @@ struct Cursor {
   }
 };
 
-// The words [begin, end) that this block holds of a row whose first logit is number `shift` of word
-// 0; those of [inner, outer) are whole logits of the row.
+// The words [begin, end) of a row that this block holds. The first logit of the row is element
+// `shift` of word 0; all elements of the words [inner, outer) belong to the row.
 struct Slice {
   const char* base;
   int shift, begin, end, inner, outer;
-  GAC_DEVICE bool whole(int first) const {  // all of a tile
+  GAC_DEVICE bool whole(int first) const {  // whether the whole tile lies within the row
     return first >= inner && first + kTileWords <= outer;
   }
 };
@@ -78,7 +78,7 @@ struct Valid {
   GAC_DEVICE bool operator()(int e) const { return e >= begin && e < end; }
 };
 
-// After the last use of a tile by this warp.
+// Call after this warp's last use of a tile.
 GAC_DEVICE void release(Barrier& empty) {
   sync_warp();
   if (thread() % 32 == 0) arrive(empty);

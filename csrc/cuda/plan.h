@@ -1,4 +1,4 @@
-// What a launch is made of, decided on the host.
+// The launch configuration, chosen on the host.
 #pragma once
 
 #include <algorithm>  // min, clamp
@@ -7,7 +7,7 @@
 
 namespace gac::cuda {
 
-// The tiles that a block needs at least: its largest slice of a row that starts anywhere in a word.
+// The minimum number of tiles per block: its largest slice of a row, for any alignment.
 inline int64_t slots_needed(const Arguments& a, int64_t item) {
   const int64_t width = kWordBytes / item, words = (a.vocab + 2 * width - 2) / width;
   const int64_t slice = (words + a.cluster - 1) / a.cluster;
@@ -18,22 +18,22 @@ inline int64_t slots_needed(const Arguments& a, int64_t item) {
 inline const char* refusal(const Arguments& a) {
   const int64_t item = a.dtype == kFloat32 ? 4 : 2;
   if (a.cluster != 1 && a.cluster != 2 && a.cluster != 4 && a.cluster != 8)
-    return "a cluster has 1, 2, 4 or 8 blocks";
-  if (a.slots < 1 || a.slots > kMaxSlots) return "a ring has 1 to 28 tiles";
+    return "cluster must be 1, 2, 4 or 8 blocks";
+  if (a.slots < 1 || a.slots > kMaxSlots) return "slots must be between 1 and 28 tiles";
   if (a.signs && (a.sketch < 4 || a.sketch > kMaxSketch || (a.sketch & (a.sketch - 1))))
-    return "a sketch has 4, 8, 16, 32 or 64 buckets";
-  if (slots_needed(a, item) > a.slots) return "the row does not fit the cluster's shared memory";
+    return "sketch must have 4, 8, 16, 32 or 64 buckets";
+  if (slots_needed(a, item) > a.slots) return "the row does not fit in the cluster's shared memory";
   return nullptr;
 }
 
-// A cluster takes the rows id, id + count, ... The hardware starts the next one where one ends: with
-// more clusters than fit at once, those that find no room at first (another stream may hold
-// multiprocessors) are late by one turn, not by the whole launch. A turn should be long beside a
-// cluster's start, when nothing is read ahead: at least kTurnTiles of each block, some 50 us on an
-// H200 by count.
+// A cluster processes the rows id, id + count, ... When one ends, the hardware starts the next.
+// With more clusters than fit at once, a cluster that has to wait (another stream may occupy
+// multiprocessors) is late by one turn, not by the whole launch. A turn should be long compared
+// with a cluster's start-up, when nothing is prefetched yet: at least kTurnTiles tiles per block,
+// an estimated 50 us on an H200.
 constexpr int64_t kTurns = 8, kTurnTiles = 64;
 
-// Clusters of a launch where `resident` run at once on an idle device.
+// The number of clusters to launch if `resident` of them run at once on an idle device.
 inline int64_t clusters_of(const Arguments& a, int64_t resident) {
   const int64_t width = kWordBytes / (a.dtype == kFloat32 ? 4 : 2);
   const int64_t tiles = (a.vocab / width / a.cluster + kTileWords - 1) / kTileWords;

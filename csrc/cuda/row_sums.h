@@ -1,4 +1,4 @@
-// The sums of a row's softmax, and how those of two parts become those of both.
+// The softmax sums of a row, and how to merge the sums of two parts.
 #pragma once
 
 #include <cfloat>
@@ -9,23 +9,23 @@
 namespace gac::cuda {
 
 constexpr float kLn2 = 0.693147180559945309f;
-constexpr float kFloor = -300.0f;  // 2^-300 is 0: stands for -inf where 0 * inf would be nan
+constexpr float kFloor = -300.0f;  // 2^-300 is 0: replaces -inf, because 0 * inf would be nan
 
 constexpr float kSteep = 65536.0f;
 
-// Where exponents are counted from: the largest logit times slope, as rounded. What the rounding lost
-// is the same in every term, and small beside 1 unless the logits are steep.
+// The origin of the exponents: the largest logit times slope, rounded. The rounding error is the
+// same in every term, and small compared with 1 unless the logits are steep.
 GAC_HOST_DEVICE float anchor_of(float top, float slope) {
 #if defined(__CUDA_ARCH__)
-  return __fmul_rn(top, slope);  // never part of a fused operation
+  return __fmul_rn(top, slope);  // must not be fused into an FMA
 #else
   return top * slope;
 #endif
 }
 GAC_HOST_DEVICE bool is_steep(float anchor) { return !(fabsf(anchor) < kSteep); }
 
-// The exponent of 2 of a logit: one fused operation, or for steep logits two that lose nothing at the
-// top, so that logits up to the largest float work.
+// The base-2 exponent of a logit: one FMA or, for steep logits, two operations that are exact at
+// the maximum, so that logits up to the largest float work.
 GAC_HOST_DEVICE float exponent(float x, float top, float slope) {
   const float anchor = anchor_of(top, slope);
   return is_steep(anchor) ? (x - top) * slope : fmaf(x, slope, -anchor);
@@ -39,7 +39,7 @@ struct alignas(16) Sums {
 
 GAC_HOST_DEVICE Sums no_sums() { return {-FLT_MAX, 0, 0, 0}; }
 
-// `sums` told from the larger `top`.
+// Rescales `sums` to the larger maximum `top`.
 template <class Exp2>
 GAC_HOST_DEVICE void raise(Sums& sums, float top, float slope, Exp2 exp2) {
   const float from = anchor_of(sums.top, slope), to = anchor_of(top, slope);
@@ -50,8 +50,8 @@ GAC_HOST_DEVICE void raise(Sums& sums, float top, float slope, Exp2 exp2) {
   sums.top = top;
 }
 
-// Adds the logits of `kWords` words, of which `largest` is the largest. A nan or +inf makes the mass
-// nan for good; -inf adds nothing.
+// Adds the logits of `kWords` words; `largest` is their maximum. A nan or +inf makes the mass nan
+// permanently; -inf adds nothing.
 template <int kWords, int kWidth, class Exp2>
 GAC_HOST_DEVICE void absorb(Sums& sums, const float (&x)[kWords][kWidth], float largest,
                             float slope, Exp2 exp2) {
@@ -74,7 +74,8 @@ GAC_HOST_DEVICE void absorb(Sums& sums, const float (&x)[kWords][kWidth], float 
   sums.moment += moment;
 }
 
-// Both told from the larger top, then added: symmetric, so that partners in a shuffle agree.
+// Rescales both to the larger maximum and adds them. Symmetric, so that both lanes of a shuffle get
+// the same result.
 template <class Exp2>
 GAC_HOST_DEVICE Sums merge(Sums a, Sums b, float slope, Exp2 exp2) {
   const float top = fmaxf(a.top, b.top);
@@ -83,14 +84,14 @@ GAC_HOST_DEVICE Sums merge(Sums a, Sums b, float slope, Exp2 exp2) {
   return {top, a.mass + b.mass, a.moment + b.moment, a.target + b.target};
 }
 
-// What the gradient of a row is made of: out = 2^t (constant + linear t), and the target's own.
+// The coefficients of a row's gradient, out = 2^t (constant + linear t), and the target's gradient.
 struct Pull {
   float top, constant, linear, target;
-  int64_t word;  // the target, -1 where it is none of the row's words
-  bool zero;     // the whole row is 0, whatever the logits hold
+  int64_t word;  // index of the target in the row, or -1
+  bool zero;     // the gradient of the whole row is 0, whatever the logits
 };
 
-// One distribution, in nats; `bits` = log2 of the mass.
+// Statistics of one distribution, in nats; `bits` = log2 of the mass.
 struct Statistics {
   float logp, entropy, lse, bits;
 };
@@ -99,7 +100,7 @@ GAC_HOST_DEVICE Statistics statistics(const Sums& sums, float slope) {
   const float bits = log2f(sums.mass);
   const float logp = (exponent(sums.target, sums.top, slope) - bits) * kLn2;
   const float entropy = (bits - sums.moment / sums.mass) * kLn2;
-  // rounding may pass 0 where one word has all the mass; a nan stays
+  // rounding may cross 0 if one token has all the mass; nan is kept
   return {logp > 0 ? 0 : logp, entropy < 0 ? 0 : entropy, (anchor_of(sums.top, slope) + bits) * kLn2, bits};
 }
 
@@ -108,7 +109,7 @@ GAC_HOST_DEVICE Pull pull_of(const Sums& sums, const Statistics& s, int64_t word
                              float d_entropy, float inverse_temperature) {
   const float unit = inverse_temperature / sums.mass;
   const float p = expf(s.logp);
-  // 1 - p without cancelling; a target of probability 0 adds 0 log 0 = 0 to the entropy
+  // 1 - p without cancellation; a target of probability 0 adds 0 log 0 = 0 to the entropy
   const float bend = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
   return {sums.top, (-d_logp - d_entropy * (s.entropy - s.bits * kLn2)) * unit,
           -d_entropy * kLn2 * unit, (-d_logp * expm1f(s.logp) - bend) * inverse_temperature,

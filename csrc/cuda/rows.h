@@ -1,19 +1,19 @@
-// Row kernels for a cluster of blocks: a row is read once, held in the shared memory of all blocks
-// together, and its gradient written once.
+// Row kernels for a cluster of blocks: a row is read once, held in the combined shared memory of
+// the blocks, and its gradient is written once.
 //
-// Each block takes an equal slice of every row of its cluster. One thread feeds a ring of tiles by
-// bulk copies, as far ahead as there is room, into the next rows too; eight warps consume it. They
-// pass over a slice twice: sums, which the blocks exchange through shared memory, and gradient. A
-// tile goes back to the ring after its last use. Sums are merged in a fixed order, so results repeat
-// bit for bit.
+// Each block handles an equal slice of every row of its cluster. One producer thread fills a ring
+// buffer of tiles with bulk copies, prefetching as far as there is space, into the next rows too;
+// eight consumer warps read it. They pass over a slice twice: for the sums, which the blocks
+// exchange through shared memory, and for the gradient. A tile is released after its last use. Sums
+// are merged in a fixed order, so results are bitwise reproducible.
 #pragma once
 
 #include "gradient.h"
 
 namespace gac::cuda {
 
-// Whether any logit of row n, whose target is y, is read. Both roles ask, so that they agree on the
-// tiles.
+// Whether row n, with target y, is read at all. Producer and consumers both call this, so that they
+// agree on the tiles.
 GAC_DEVICE bool reads(const Arguments& a, int64_t n, int64_t y) {
   if (y == kIgnore) return false;
   return a.task != kGrads || a.d_logps[n] != 0 || a.d_entropy[n] != 0;
@@ -35,7 +35,7 @@ GAC_DEVICE void produce(const Arguments& a, Shared& shared, char* ring) {
   }
 }
 
-// First pass: this thread's part of the sums of the slice. kHeld: its tiles stay for a second one.
+// First pass: this thread's part of the slice's sums. kHeld: the tiles are kept for a second pass.
 template <bool kHeld, class In>
 GAC_DEVICE Sums read_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
                            Cursor& at) {
@@ -95,7 +95,8 @@ GAC_DEVICE void share(Shared& shared, Sums mine, int parity, float slope) {
     send(all, shared.inbox[parity][cluster_rank()], shared.exchange[parity], thread());
 }
 
-// The sums of the whole row, by the first warp; in the same order, so the same bits, in all blocks.
+// The sums of the whole row, computed by the first warp; in the same order in all blocks, hence
+// bitwise equal.
 GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float slope) {
   if (thread() == 0) arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
   wait<true>(shared.exchange[parity], phase);
@@ -110,8 +111,8 @@ GAC_DEVICE float target_logit(const Arguments& a, const Slice& s, int64_t y) {
   return to_float(reinterpret_cast<const In*>(s.base)[s.shift + y]);
 }
 
-// What the columns say of a row, one of them in each lane of the first warp: read before the slice,
-// they are there when its sums are.
+// The per-row inputs, one in each lane of the first warp. They are loaded before the slice, so that
+// they have arrived when its sums are ready.
 enum Column { kAdvantage, kOld, kRef, kScale, kDLogp, kDEntropy, kDemo, kTargetLogit };
 
 template <class In>
@@ -150,7 +151,7 @@ GAC_DEVICE TokenLoss<float> token_loss(const Arguments& a, const Columns& c, con
                       c.ref, spec);
 }
 
-// One column each; a constant count keeps the values in registers.
+// Writes each value to its column; a compile-time count keeps the values in registers.
 template <int kCount>
 GAC_DEVICE void write_results(const Arguments& a, int64_t n, const float (&values)[kCount]) {
   if (!a.results || cluster_rank() != 0) return;
@@ -166,7 +167,7 @@ GAC_DEVICE void write_blank(const Arguments& a, int64_t n) {
     write_results(a, n, terms);
 }
 
-// One thread: the row's results, and what its gradient is made of.
+// Run by one thread: writes the row's results and returns the terms of its gradient.
 GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, const Columns& c, int64_t n,
                          int64_t y) {
   const Statistics s = statistics(sums, a.slope);
@@ -188,7 +189,7 @@ template <class In, class Out, bool kSketch>
 GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
   Cursor at;
   uint32_t round = 0;  // rows read so far
-  int64_t y = a.targets[cluster_id()], next = 0;  // a row ahead: nobody waits for it
+  int64_t y = a.targets[cluster_id()], next = 0;  // loaded one row ahead to hide its latency
   for (int64_t n = cluster_id(); n < a.rows; n += cluster_count(), y = next) {
     if (n + cluster_count() < a.rows) next = a.targets[n + cluster_count()];
     const Slice s = slice_of<In>(a, n);
@@ -220,8 +221,7 @@ GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
   }
 }
 
-// The whole program of one thread; `memory` is its block's shared memory. kSketch: of a launch that
-// has signs.
+// The program of one thread; `memory` is its block's shared memory. kSketch: the launch has signs.
 template <class In, class Out, bool kSketch>
 GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -241,7 +241,7 @@ GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   else if (thread() == kConsumers)
     produce<In>(a, shared, ring);
   sync_warp();
-  sync_cluster();  // nobody leaves while another block may still store into its memory
+  sync_cluster();  // no block may exit while another one may still store into its shared memory
 }
 
 }  // namespace gac::cuda

@@ -1,9 +1,11 @@
-// The head sketch of a row's gradient (gac_kernels/sketch.py): k signed sums, word v adds to number
-// v modulo k. They are taken while the gradient is written, of its values before they are rounded.
+// The head sketch of a row's gradient (gac_kernels/sketch.py): k signed sums; vocabulary entry v is
+// added to bucket v mod k. They are computed while the gradient is written, from its values before
+// rounding.
 //
-// From one of a thread's words of 16 bytes to its next, v grows by a multiple of every k, so a
-// thread keeps one sum for each element of a word. At the end of the row the lanes of the same
-// buckets add theirs, and each warp stores k sums for the host to add: no warp waits for another.
+// Between consecutive 16-byte words of a thread, v grows by a multiple of every supported k, so a
+// thread keeps one sum per element of a word. At the end of the row, lanes with the same buckets
+// add their sums, and each warp stores k sums, which torch.sum adds after the kernel: no warp waits
+// for another.
 #pragma once
 
 #include "layout.h"
@@ -16,12 +18,12 @@ template <class In>
 struct Sketch {
   static constexpr int kWidth = kWordBytes / sizeof(In);
   static_assert(kConsumers * kWidth % kMaxSketch == 0 && kTileWords % kConsumers == 0);
-  Bytes signs;  // of word 0, at or before the first
+  Bytes signs;  // signs from word 0 on, at or before the row's first
   float sums[kWidth] = {};
 
   GAC_DEVICE Sketch(const Arguments& a, const Slice& s) : signs(a.signs - s.shift) {}
 
-  // Word q of 16 bytes, all of it the row's.
+  // Adds 16-byte word q, which lies entirely in the row.
   GAC_DEVICE void add(int q, const float (&g)[kWidth]) {
     uint32_t four[kWidth / 4];
     signs.load(q, four);
@@ -29,7 +31,7 @@ struct Sketch {
     for (int e = 0; e < kWidth; ++e) sums[e] = fmaf(sign_of(four[e / 4], e % 4), g[e], sums[e]);
   }
 
-  // What is the row's of any word.
+  // Adds the part of word q that belongs to the row.
   GAC_DEVICE void add(const Arguments& a, const Slice& s, int q, const float (&g)[kWidth]) {
     const Valid valid(s, q, kWidth, a.vocab);
 #pragma unroll
@@ -37,11 +39,11 @@ struct Sketch {
       if (valid(e)) sums[e] = fmaf(a.signs[int64_t(q) * kWidth - s.shift + e], g[e], sums[e]);
   }
 
-  // Word v alone, by the thread that holds it.
+  // Adds vocabulary entry v alone; called by the thread that holds it.
   GAC_DEVICE void add(const Arguments& a, const Slice& s, int64_t v, float g) {
     const int place = static_cast<int>((v + s.shift) % kWidth);
     const float signed_g = a.signs[v] * g;
-    // a choice of the value, not of the sum: an index that varies would put all sums in memory
+    // select the value, not the sum: a dynamic index would spill all sums to local memory
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) sums[e] += e == place ? signed_g : 0.0f;
   }
@@ -52,7 +54,7 @@ struct Sketch {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += shuffle_xor(sums[e], step);
     }
-    if (size < kWidth) {  // 4 buckets and words of 8
+    if (size < kWidth) {  // 4 buckets, 8 elements per word
 #pragma unroll
       for (int e = 0; e < kWidth / 2; ++e) sums[e] += sums[e + kWidth / 2];
     }
@@ -65,7 +67,7 @@ struct Sketch {
   }
 };
 
-// Where element `place` of the row, counted from word 0, is in the ring; `start`: the slice's first
+// Address in the ring buffer of element `place`, counted from word 0; `start` is the slice's first
 // tile.
 template <class In>
 GAC_DEVICE In* held(const Arguments& a, char* ring, const Slice& s, Cursor start, int64_t place) {

@@ -1,10 +1,10 @@
-"""LiveCodeBench's published rows as rows of the code reward.
+"""Convert the published LiveCodeBench files to rows for the code reward.
 
     python examples/eval/livecodebench.py test6.jsonl $GAC_DATA/livecodebench.jsonl.gz
 
-Reads the files of the hub's `livecodebench/code_generation_lite`. Their private tests are a pickle,
-compressed, in base64. A pickle is a program, so none is run here: its instructions are only read,
-and nothing but one text, the tests as JSON, is taken.
+Reads the files of `livecodebench/code_generation_lite` on the Hugging Face Hub. Their private tests
+are base64-encoded, compressed pickles. Unpickling can execute code, so this script never unpickles:
+it only scans the opcodes and extracts a single string, the tests as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from gac.data import read_rows
 from gac.errors import DataError
 
-MOST_BYTES = 1 << 30  # of one row's tests: a few bytes may unpack to any number
+MOST_BYTES = 1 << 30  # limit per row: a few compressed bytes can expand to any size
 _TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 READS = "Write a Python program that reads standard input and writes standard output."
 COMPLETES = "Complete this Python code:\n\n```python\n{}\n```"
-# what solutions may use without importing it, and the comparison of answers: a tuple is a list
+# names that solutions may use without importing them; `plain` makes tuples compare equal to lists
 SETUP = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 from typing import *
@@ -41,7 +41,7 @@ def plain(value): return list(value) if isinstance(value, tuple) else value
 
 
 def unpack(text: str) -> str:
-    """The text in `text`: JSON as it is, else base64 of zlib of a pickle of one text.
+    """Decode `text`: either plain JSON, or a base64-encoded, zlib-compressed pickle of one string.
 
     Raises ValueError for anything else.
     """
@@ -51,22 +51,26 @@ def unpack(text: str) -> str:
     try:
         pickled = inflater.decompress(base64.b64decode(text, validate=True), MOST_BYTES)
     except zlib.error as error:
-        raise ValueError(f"not compressed as published ({error})") from error
+        raise ValueError(f"not zlib-compressed as in the published files ({error})") from error
     if not inflater.eof:
-        raise ValueError(f"cut short, or more than {MOST_BYTES >> 20} MiB")
+        raise ValueError(f"truncated, or larger than {MOST_BYTES >> 20} MiB")
     found: list[str] = []
     for instruction, argument, _ in pickletools.genops(pickled):
         if instruction.name in _TEXT:
             found.append(str(argument))
         elif instruction.name not in _AROUND:
-            raise ValueError(f"a pickle of more than one text: it has {instruction.name}")
+            raise ValueError(
+                f"unexpected pickle opcode {instruction.name}: expected a pickle of a single string"
+            )
     if len(found) != 1:
-        raise ValueError(f"a pickle of {len(found)} texts, not one")
+        raise ValueError(f"expected a pickle with one string, got {len(found)}")
     return found[0]
 
 
 def converted(fields: dict[str, Any]) -> dict[str, Any]:
-    """A row with id, prompt and either `cases` or `tests`; raises ValueError."""
+    """Convert a published row to one with id, prompt and either `cases` or `tests`; raises
+    ValueError.
+    """
     texts = [unpack(fields[name]) for name in ("public_test_cases", "private_test_cases")]
     tests = [test for text in texts for test in json.loads(text)]
     row = {
@@ -88,15 +92,23 @@ def converted(fields: dict[str, Any]) -> dict[str, Any]:
         statements.append(f"assert plain(Solution().{name}({given})) == {expected!r}")
     prompt = f"{row['prompt']}\n\n{COMPLETES.format(fields['starter_code'].rstrip())}"
     return row | {
-        "prompt": prompt, "tests": statements, "setup": SETUP, "entry_point": "Solution",
-    }  # fmt: skip
+        "prompt": prompt,
+        "tests": statements,
+        "setup": SETUP,
+        "entry_point": "Solution",
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("source", help="a published file, e.g. test6.jsonl")
-    parser.add_argument("out", type=Path, help="the file to write, .jsonl.gz")
-    parser.add_argument("--since", default="", metavar="YYYY-MM-DD", help="contests from this day")
+    parser.add_argument("source", help="published file to convert, e.g. test6.jsonl")
+    parser.add_argument("out", type=Path, help="output file (.jsonl.gz)")
+    parser.add_argument(
+        "--since",
+        default="",
+        metavar="YYYY-MM-DD",
+        help="only include contests on or after this date",
+    )
     options = parser.parse_args()
     count = 0
     try:
@@ -107,7 +119,7 @@ def main() -> int:
                 try:
                     found = converted(dict(row.fields))
                 except KeyError as error:
-                    raise DataError(f"{row.place}: no field {error}") from error
+                    raise DataError(f"{row.place}: missing field {error}") from error
                 except (ValueError, TypeError, AttributeError, RecursionError) as error:
                     raise DataError(f"{row.place}: {error}") from error
                 file.write(json.dumps(found) + "\n")

@@ -1,4 +1,4 @@
-"""The rewards of training as graders of lm-evaluation-harness: `!function gac_grader.math`."""
+"""Training rewards as graders for lm-evaluation-harness: `!function gac_grader.math`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from gac.rewards import Reward, build_reward
 
 
 def math(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | None]:
-    """The reward `math`; rows with prompt and answer."""
+    """Grade with the `math` reward; rows need prompt and answer."""
     return _score("math", {}, row, responses)
 
 
 def choice(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | None]:
-    """The reward `choice`; rows with prompt and answer, a letter."""
+    """Grade with the `choice` reward; rows need prompt and answer (a letter)."""
     return _score("choice", {}, row, responses)
 
 
 def exact(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | None]:
-    """The reward `exact`; rows with prompt and answer."""
+    """Grade with the `exact` reward; rows need prompt and answer."""
     return _score("exact", {}, row, responses)
 
 
 def mbpp(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | None]:
-    """The reward `code` in the sandbox; rows with prompt, tests and test_setup_code."""
+    """Grade with the `code` reward in the sandbox; rows need prompt, tests and test_setup_code."""
     return _score("code", {"timeout": 10, "setup_field": "test_setup_code"}, row, responses)
 
 

@@ -1,7 +1,8 @@
-"""Run configurations: YAML plus `key.sub=value` overrides into nested frozen dataclasses, and back.
+"""Run configurations: reads YAML and `key.sub=value` overrides into nested frozen dataclasses, and
+writes them back.
 
-The dataclasses live beside the code they configure; this package only knows how to fill them. Types
-come from the annotations and every error names the key, the offending value and what is accepted.
+The dataclasses are defined next to the code they configure; this package only builds them. Types
+come from the annotations, and every error names the key, the offending value and what is accepted.
 """
 
 from .build import choose, load

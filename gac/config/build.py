@@ -32,7 +32,7 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
     """Build the dataclass `cls` from a YAML file or a mapping, then from `key.sub=value` overrides.
 
     Keys that are absent keep the defaults of `cls`. Raises ConfigError for an unreadable file, an
-    unknown or missing key, a value of the wrong type, and for what `cls` itself refuses.
+    unknown or missing key, a value of the wrong type, or a value that `cls` itself rejects.
     """
     if isinstance(source, Mapping):
         data, origin = dict(source), ""
@@ -49,8 +49,8 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
 def choose(table: Mapping[str, type], data: Any, where: str = "method", default: Any = None) -> Any:
     """Build one of several dataclasses: `data` is a name, or a mapping with `name` and fields.
 
-    table: name -> dataclass. where: the key to name in errors. Without `name` the class and the
-    values of `default` are kept and the given fields replaced. Raises ConfigError.
+    table: name -> dataclass. where: the key to name in errors. Without `name`, the given fields
+        replace those of `default`. Raises ConfigError.
     """
     if isinstance(data, tuple(table.values())):
         return data
@@ -61,7 +61,7 @@ def choose(table: Mapping[str, type], data: Any, where: str = "method", default:
     fields = {key: value for key, value in data.items() if key != "name"}
     if "name" not in data:
         if default is None:
-            raise ConfigError(f"{where}: `name` is missing; one of {', '.join(table)}")
+            raise ConfigError(f"{where}: `name` is missing; use one of {', '.join(table)}")
         return _build(type(default), fields, where, default)
     name = str(data["name"])
     if name not in table:
@@ -97,7 +97,7 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
             child = {"name": child}
         if child is not None and not isinstance(child, Mapping):
             raise ConfigError(
-                f"override {override!r}: {parent!r} holds {short(child)}, which has no keys"
+                f"override {override!r}: {parent!r} is {short(child)}, which has no keys"
             )
         node[parent] = dict(child or {})
         node = node[parent]
@@ -106,7 +106,9 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
-    """One dataclass from a mapping; `default` is the instance that the given keys change."""
+    """Build one dataclass from a mapping; the given keys replace those of `default`, if there is
+    one.
+    """
     if isinstance(data, Override):
         data = parsed(data, where)
     if isinstance(data, cls):
@@ -128,12 +130,12 @@ def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # what the dataclass itself refuses
+    except (TypeError, ValueError) as error:  # raised by the dataclass's own validation
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
-    """`value` as the type `hint`, or ConfigError."""
+    """Convert `value` to the type `hint`, or raise ConfigError."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         choices = [mark for mark in args[1:] if isinstance(mark, Choice)]
@@ -168,7 +170,7 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
     if len(members) == 1:
         return _convert(members[0], value, where, default)
     if isinstance(value, Override):
-        members.sort(key=lambda member: member is str)  # any text is a str: the last resort
+        members.sort(key=lambda member: member is str)  # str accepts any text, so try it last
     exact = [member for member in members if member is type(value)]
     for member in exact + members:
         try:

@@ -1,4 +1,4 @@
-"""A configuration as plain YAML types and as a file."""
+"""Converts a configuration to plain YAML types and saves it."""
 
 import dataclasses
 import enum
@@ -12,14 +12,14 @@ from .yaml_text import to_yaml
 
 
 def dump(obj: Any) -> dict[str, Any]:
-    """The dataclass instance as plain YAML types; `load(type(obj), dump(obj)) == obj`."""
+    """Convert a dataclass instance to plain YAML types; `load(type(obj), dump(obj)) == obj`."""
     hints = typing.get_type_hints(type(obj), include_extras=True)
     fields = (field.name for field in dataclasses.fields(obj) if field.init)
     return {name: to_plain(getattr(obj, name), hints[name]) for name in fields}
 
 
 def save(obj: Any, path: Path) -> None:
-    """Write `dump(obj)` as YAML; a kill in the middle leaves the old file or the new one."""
+    """Write `dump(obj)` to `path` as YAML, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(to_yaml(dump(obj)), encoding="utf-8")
@@ -27,7 +27,7 @@ def save(obj: Any, path: Path) -> None:
 
 
 def to_plain(value: Any, hint: Any) -> Any:
-    """`value` in YAML's own types; the hint says where a `name` has to be written."""
+    """Convert `value` to plain YAML types; the hint shows where a `name` must be added."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         choice = choice_of(hint)
         if choice is None:

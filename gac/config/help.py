@@ -1,4 +1,4 @@
-"""Help text of a configuration: every key with its type, default and the docstring under it."""
+"""Help text for a configuration: every key with its type, default and docstring."""
 
 import ast
 import dataclasses
@@ -12,28 +12,28 @@ from .types import Choice, choice_of, type_name
 from .yaml_text import to_yaml
 
 WIDTH = 96
-FEW = 8  # so many names of a choice stand on the key's own line
+FEW = 8  # choices with at most this many names are listed on the key's own line
 
 
 class Key(NamedTuple):
-    """One key of a configuration, as people read it."""
+    """One configuration key as shown in the help."""
 
     name: str
-    """With those around it: `optim.lr`."""
+    """Full dotted name, e.g. `optim.lr`."""
     kind: str
-    """Its type, and its default as in YAML."""
+    """Type and default, in YAML notation."""
     words: str
     """The docstring under the field, or else the comment on its line."""
     choices: list[str]
-    """The names of a long choice, a line per family."""
+    """The names of a long choice, one line per family."""
     section: bool
-    """Whether it holds the keys that follow."""
+    """Whether the keys that follow are nested under this one."""
 
 
 def describe(cls: type, prefix: str = "") -> str:
     """One paragraph per key of the dataclass `cls`, nested dataclasses as `key.sub`.
 
-    prefix: put before every key, for a dataclass that is itself a field.
+    prefix: prepended to every key, for a dataclass that is itself a field.
     """
     lines = []
     for key in keys(cls, prefix):
@@ -41,20 +41,25 @@ def describe(cls: type, prefix: str = "") -> str:
         if key.words:
             lines.append(textwrap.indent(textwrap.fill(key.words, WIDTH - 4), " " * 4))
         lines += [
-            textwrap.fill(line, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8,
-                          break_on_hyphens=False)
+            textwrap.fill(
+                line,
+                WIDTH,
+                initial_indent=" " * 6,
+                subsequent_indent=" " * 8,
+                break_on_hyphens=False,
+            )
             for line in key.choices
-        ]  # fmt: skip
+        ]
     return "\n".join(lines)
 
 
 def keys(cls: type, prefix: str = "") -> list[Key]:
-    """Every key of the dataclass `cls`: plain ones first, then each nested one with its own."""
+    """All keys of the dataclass `cls`: plain keys first, then each nested section."""
     return _keys(cls, None, f"{prefix}." if prefix else "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the words under it (or beside it), also for inherited fields."""
+    """Field name -> its docstring or trailing comment, including inherited fields."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -65,7 +70,7 @@ def field_docs(cls: type) -> dict[str, str]:
 def _own_docs(cls: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):  # made at run time: there is no source to read
+    except (OSError, TypeError):  # defined at run time, so there is no source
         return {}
     lines = source.splitlines()
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
@@ -84,7 +89,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 
 def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
-    """`instance` supplies the defaults where the field that holds `cls` sets its own."""
+    """`instance` supplies the defaults if the field that holds `cls` overrides them."""
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = field_docs(cls)
     plain: list[Key] = []
@@ -107,7 +112,7 @@ def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
 
 
 def _kind(hint: Any, default: Any) -> str:
-    """The type and the default of a key."""
+    """Format the type and default of a key."""
     choice = choice_of(hint)
     kind = type_name(hint)
     if choice:
@@ -121,7 +126,7 @@ def _kind(hint: Any, default: Any) -> str:
 
 
 def _names(choice: Choice) -> list[str]:
-    """The names of a long table, by family."""
+    """The names of a long choice, grouped by family."""
     families: dict[str, list[str]] = {}
     for name, cls in choice.table().items():
         families.setdefault(choice.family(cls) if choice.family else "names", []).append(name)
@@ -137,7 +142,9 @@ def _default(field: dataclasses.Field, instance: Any) -> Any:
 
 
 def _nested_class(hint: Any) -> type | None:
-    """The dataclass of a plain or optional nested field; a Choice is described by its names."""
+    """The dataclass of a plain or optional nested field; None for a Choice, which is described by
+    its names.
+    """
     if choice_of(hint):
         return None
     candidates = [hint, *typing.get_args(hint)]
@@ -147,7 +154,7 @@ def _nested_class(hint: Any) -> type | None:
 
 
 def _inline(default: Any, hint: Any) -> str:
-    """A default as it would be written in YAML, on one line."""
+    """Format a default as one line of YAML."""
     choice = choice_of(hint)
     if choice and default is not None:
         return next(name for name, cls in choice.table().items() if cls is type(default))

@@ -1,4 +1,6 @@
-"""What the configuration modules share: the error, the marks, the names and the plain scalars."""
+"""Shared by the configuration modules: the error, field annotations, type names and scalar
+conversion.
+"""
 
 import difflib
 import enum
@@ -13,7 +15,7 @@ from gac.errors import ConfigError
 
 from .yaml_text import YamlError, parse_yaml
 
-MANY = 40  # more words than this are not listed in an error
+MANY = 40  # longer lists of valid names are abbreviated in errors
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -26,17 +28,17 @@ class Choice:
     """
 
     table: Callable[[], Mapping[str, type]]
-    """Returns name -> dataclass; a function, so that the table may be imported later than this."""
+    """Returns name -> dataclass; a function, so that the table can be imported lazily."""
     family: Callable[[type], str] | None = None
-    """The heading of a class where the help lists many names; None: one list."""
+    """Returns the heading under which the help lists a class; None: one list without headings."""
 
 
 class Override(str):
-    """Text given as `key=value`: it becomes whatever type the field wants."""
+    """The text of a `key=value` override, which is converted to the field's type."""
 
 
 def choice_of(hint: Any) -> Choice | None:
-    """The Choice of an annotation, also inside a union with None."""
+    """The Choice in an annotation, also inside an optional; None if there is none."""
     if get_origin(hint) is Annotated:
         return next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
     if get_origin(hint) in (Union, types.UnionType):
@@ -45,7 +47,7 @@ def choice_of(hint: Any) -> Choice | None:
 
 
 def type_name(hint: Any) -> str:
-    """An annotation as a reader of the help wants it: `float | null`, `list of int`, `a | b`."""
+    """Format an annotation for the help: `float | null`, `list of int`, `a | b`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return type_name(args[0])
@@ -112,7 +114,7 @@ def without_overrides(value: Any) -> Any:
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     convert = {str: _as_str, Path: _as_path, bool: _as_bool, int: _as_int, float: _as_float}
     if hint not in convert:
-        return without_overrides(value)  # Any, object and types that YAML has no word for
+        return without_overrides(value)  # Any, object and types that have no YAML equivalent
     if isinstance(value, Override) and hint not in (str, Path):
         value = parsed(value, where)
     try:

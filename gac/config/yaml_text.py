@@ -1,4 +1,4 @@
-"""YAML as people expect it: 1e-4 is a number, `off` is a word, a key given twice is an error."""
+"""YAML 1.2 scalars: 1e-4 is a number, `off` is a string, and a duplicate key is an error."""
 
 import re
 from typing import Any
@@ -15,11 +15,11 @@ _REPLACED = tuple(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars."""
+    """Loads scalars by the rules of YAML 1.2."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever either version of YAML would not read back as text."""
+    """Quotes every string that YAML 1.1 or 1.2 would read back as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -38,7 +38,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is given twice", key_node.start_mark
+                None, None, f"duplicate key {key!r}", key_node.start_mark
             )
         seen[key] = key_node
     return loader.construct_mapping(node, deep=True)
@@ -53,14 +53,14 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document as Python objects. Raises YamlError, which names line and column."""
+    """Parse one YAML document. Raises YamlError, which gives the line and column."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain types only
 
 
 def to_yaml(data: Any, inline: bool = False) -> str:
-    """Plain types as YAML text that `parse_yaml` reads back to equal data, keys in their order.
+    """Format plain types as YAML that `parse_yaml` reads back unchanged; key order is kept.
 
-    inline: one line, `[a, b]` and `{key: value}`.
+    inline: flow style on one line, `[a, b]` and `{key: value}`.
     """
     text = yaml.dump(
         data,

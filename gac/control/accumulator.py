@@ -1,13 +1,14 @@
-"""Signals from the norms of the gradient while it accumulates over micro-batches.
+"""Signals from the norm of the accumulated gradient after each micro-batch.
 
-With f and h the shares of the demonstrations and rollouts that are in the sum so far, and w_s, w_r
-the weights of the two terms, independent rows give
+Let f and h be the fractions of the demonstrations and rollouts accumulated so far, and w_s and w_r
+the weights of the two terms. For independent rows,
 
     E|sum|^2 = w_s^2 (f^2 |g_s|^2 + f sigma_s^2) + w_r^2 (h^2 |g_r|^2 + h sigma_r^2)
                + 2 w_s w_r f h <g_s, g_r>
 
-which is linear in the five unknowns: least squares is unbiased wherever the points (f, h) tell them
-apart. Five points are needed, and strict alternation never does: f - h keeps two values there.
+which is linear in the five unknowns, so least squares is unbiased if the points (f, h) identify
+them. At least five points are needed. Strict alternation never identifies them, because f - h then
+takes only two values.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from .alignment import Alignment
 from .evidence import Evidence, Norms, Reading, State, Wanted
 
 UNKNOWNS = 5
-_ROUNDING = 1e-8  # of a projection's diagonal
+_ROUNDING = 1e-8  # tolerance for rounding in the diagonal of the projection
 
 
 @dataclass(frozen=True)
 class AccumulatorSignals:
-    """The quantities of equation 3 over all parameters, without a second gradient buffer.
+    """Estimates the quantities in equation 3 for all parameters, without a second gradient buffer.
 
-    The squared error of the inner product is half the squared change since the last refresh: that
-    of one measurement, and what the truth has moved.
+    The squared error of the inner product is estimated as half the squared change since the last
+    refresh. It includes the error of one measurement and the drift of the true value.
     """
 
     wanted = Wanted(norms=True)
 
     def init(self) -> State:
-        """The last inner product."""
+        """State with no previous inner product."""
         return {"inner": None}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
         """Reads `evidence.norms`."""
         if evidence.norms is None:
-            raise ValueError("evidence.norms=None: measure the accumulated gradient")
+            raise ValueError("evidence.norms=None: record the norms of the accumulated gradient")
         sft, sft_variance, rl, rl_variance, inner = solve(evidence.norms)
         last = state["inner"]
         error = math.nan if last is None else (inner - last) ** 2 / 2
@@ -55,8 +56,10 @@ class AccumulatorSignals:
 
 
 def order(demos: int, rollouts: int) -> list[bool]:
-    """Which micro-batches are demonstrations: a quarter of the more frequent kind, all of the
-    other, then the rest, which is near the least error of all orders with few changes of kind."""
+    """Order of the micro-batches, True for demonstrations: a quarter of the more frequent kind, all
+    of the other kind, then the rest. The error is close to the minimum over orders with few
+    switches.
+    """
     kind = demos >= rollouts
     many, few = max(demos, rollouts), min(demos, rollouts)
     first = max(many // 4, 1)
@@ -64,18 +67,22 @@ def order(demos: int, rollouts: int) -> list[bool]:
 
 
 def design(progress: Tensor) -> Tensor:
-    """[M, 5]: factors of |g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2, <g_s, g_r>, without weights."""
+    """[M, 5] design matrix: coefficients of |g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2 and <g_s, g_r>,
+    without the term weights.
+    """
     f, h = progress.double().unbind(1)
     return torch.stack([f * f, f, h * h, h, 2 * f * h], 1)
 
 
 def tells_all(progress: Tensor) -> bool:
-    """Whether norms at these points determine all five."""
+    """Whether norms at these points determine all five unknowns."""
     return int(torch.linalg.matrix_rank(design(progress))) == UNKNOWNS
 
 
 def solve(norms: Norms) -> list[float]:
-    """|g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2, <g_s, g_r>; nan where the norms do not tell."""
+    """|g_s|^2, sigma_s^2, |g_r|^2, sigma_r^2, <g_s, g_r>; nan for those that the norms do not
+    determine.
+    """
     known = design(norms.progress)
     inverse = torch.linalg.pinv(known)
     found = inverse @ norms.squares.double()

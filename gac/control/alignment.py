@@ -1,4 +1,4 @@
-"""Do demonstrations teach what rewards confirm? The inner product of the two mean gradients."""
+"""Alignment of demonstrations and rewards: the inner product of the two mean gradients."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 class Alignment(NamedTuple):
-    """Unbiased estimates, in one unit; nan where they cannot be told."""
+    """Unbiased estimates in a common unit; nan where unknown."""
 
     inner: float
     """<g_s, g_r>."""
     inner_variance: float
-    """Squared standard error of `inner`; an unbiased estimate, so it may come out negative."""
+    """Squared standard error of `inner`; an unbiased estimate, so it may be negative."""
     sft_square: float
-    """`|g_s|^2` without the part of the noise; may come out negative."""
+    """`|g_s|^2` with the noise subtracted; may be negative."""
     rl_square: float
-    """`|g_r|^2` without the part of the noise; may come out negative."""
+    """`|g_r|^2` with the noise subtracted; may be negative."""
     sft_total: float = math.nan
-    """`|g_s|^2` as it was measured, noise included."""
+    """Measured `|g_s|^2`, noise included."""
     rl_total: float = math.nan
-    """`|g_r|^2` as it was measured, noise included."""
+    """Measured `|g_r|^2`, noise included."""
 
     def normalised(self) -> Alignment:
-        """The same of both measured gradients at length one, so that `inner` is their cosine.
+        """The same with both measured gradients scaled to norm 1, so that `inner` is their cosine.
 
-        It is near 0 where they are mostly noise, and 0 where one of them is 0.
+        The cosine is near 0 if the gradients are mostly noise, and 0 if either is zero.
         """
         size = math.sqrt(max(self.sft_total, 0.0)) * math.sqrt(max(self.rl_total, 0.0))
         if size == 0:
@@ -36,16 +36,17 @@ class Alignment(NamedTuple):
 
 
 def alignment(gram: Tensor, sft_count: int) -> Alignment:
-    """From inner products of independent micro-batch gradients of each side.
+    """Estimate the alignment from inner products of independent micro-batch gradients of each term.
 
     Args:
         gram: float64 [M_s + M_r, M_s + M_r], micro-batches of equal size, SFT first.
         sft_count: M_s.
 
-    Each is a U-statistic. The mean C of the block C_ij = <x_i, y_j> is unbiased because the sides
-    are independent, and C^2 minus the mean of C_ij C_kl over i != k, j != l, an unbiased estimate
-    of <g_s, g_r>^2, is its variance. |g|^2 is the mean of <x_i, x_j> over i != j. A side of one
-    micro-batch has no noise estimate: what needs one is nan.
+    Each estimate is a U-statistic. The mean C of the block C_ij = <x_i, y_j> is unbiased because
+    the two terms are independent. The mean of C_ij C_kl over i != k, j != l is an unbiased estimate
+    of <g_s, g_r>^2; C^2 minus this mean estimates the variance of C. |g|^2 is the mean of <x_i,
+    x_j> over i != j. A term with a single micro-batch has no noise estimate, so values that need
+    one are nan.
     """
     cross = gram[:sft_count, sft_count:]
     inner = cross.mean().item()
@@ -60,7 +61,7 @@ def alignment(gram: Tensor, sft_count: int) -> Alignment:
 
 
 def _square_of_mean(cross: Tensor) -> float:
-    """Mean of C_ij C_kl over i != k and j != l, by inclusion and exclusion."""
+    """Mean of C_ij C_kl over i != k and j != l, by inclusion-exclusion."""
     rows, columns = cross.shape
     if rows < 2 or columns < 2:
         return math.nan

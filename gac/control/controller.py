@@ -1,7 +1,7 @@
-"""The guided controller: from noise signals and a KL to the mixing weight mu of each step.
+"""The guided controller: computes the mixing weight mu of each step from noise signals and a KL.
 
 `step` is the whole algorithm, a pure function from one `ControllerState` to the next;
-`GuidedController` holds a state and nothing else. docs/controller.md explains every option.
+`GuidedController` only holds a config and a state. docs/controller.md explains every option.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """The options of the controller; `paper()` gives those of the printed Algorithm 1.
+    """Options of the controller; `paper()` returns those of Algorithm 1 as printed.
 
     Raises:
-        ValueError: an impossible value; the message names the field and what it may be.
+        ValueError: a value is invalid; the message names the field and the valid values.
 
     Source:
-        The paper's Algorithm 1 and equations 3 to 13; see the page about the controller.
+        The paper's Algorithm 1 and equations 3 to 13; see docs/controller.md.
     """
 
     ema: str = "state"
     """How mu* is averaged. "state": m_t = beta m_{t-1} + (1 - beta) mu*, then blended with the
-    prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": not at
-    all."""
+    prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": no
+    averaging."""
     ema_decay: float = 0.99
     """Decay beta of that average, in [0, 1)."""
     prior_blend: float = 0.5
-    """lambda in [0, 1]: share of the adaptive weight; 1 is no prior, 0 is the prior alone."""
+    """lambda in [0, 1]: share of the adaptive weight; 1: no prior, 0: only the prior."""
     max_step: float = 0.01
-    """c-bar >= 0: largest change of mu in one step; 1 is no cap."""
+    """c-bar >= 0: largest change of mu per step; 1: no cap."""
     update_every: int = 10
-    """f_mu: optimiser steps between two refreshes of the signals."""
+    """f_mu: optimizer steps between refreshes of the signals."""
     early_update_every: int | None = None
-    """f_mu of the first `early_steps` steps (the paper tried 2); null: as later."""
+    """f_mu during the first `early_steps` steps (the paper tried 2); null: same as `update_every`.
+    """
     early_steps: int = 100
-    """Number of steps under `early_update_every`."""
+    """Number of steps that use `early_update_every`."""
     signal_decay: float = 0.9
-    """EMA decay of the signals, in [0, 1), per refresh; 0 keeps the newest value alone."""
+    """EMA decay of the signals per refresh, in [0, 1); 0 keeps only the newest value."""
     mu_init: float = 0.5
     """mu before the first update, and m_0."""
     mu_min: float = 0.02
@@ -61,35 +62,37 @@ class ControllerConfig:
     mu_max: float = 0.98
     """Largest mu."""
     alpha_init: float = 0.7
-    """Target share of the SFT gradient before the first KL."""
+    """Target share of the SFT gradient before the first KL measurement."""
     alpha_min: float = 0.1
-    """Smallest alpha. The rule multiplies, so an alpha that reaches 0 stays there."""
+    """Smallest alpha. The update is multiplicative, so an alpha of 0 stays 0."""
     alpha_max: float = 0.95
     """Largest alpha."""
     kl_target: float = 0.02
-    """KL_tgt > 0: the KL to the reference policy that alpha steers to, nats per token."""
+    """KL_tgt > 0: target KL to the reference policy, in nats per token."""
     kl_up: float = 0.2
-    """eta_up >= 0: gain of alpha's move while the KL is above the band around its target."""
+    """eta_up >= 0: gain of the alpha update while the KL is above its target band."""
     kl_down: float = 0.3
-    """eta_down >= 0: gain while it is below the band."""
+    """eta_down >= 0: gain of the alpha update while the KL is below its target band."""
     kl_hysteresis: float = 0.1
-    """h >= 0: alpha does not move while KL / KL_tgt is in [1 - h, 1 + h]."""
+    """h >= 0: alpha is not updated while KL / KL_tgt is in [1 - h, 1 + h]."""
     kl_decay: float = 0.9
     """EMA decay of the KL, in [0, 1); the average starts at the first value."""
     kl_sign: int = 1
-    """+1: a high KL asks for more SFT, as printed; -1: for less."""
+    """+1: a high KL raises the SFT share, as printed; -1: it lowers it."""
     alpha_every: str = "refresh"
-    """When alpha moves: on "refresh" steps, or on every "step"."""
+    """When alpha is updated: on "refresh" steps, or on every "step"."""
     estimator: str = "independent"
-    """mu* by equation 3 ("independent"), 4 ("correlated"), the exact optimum under biases
-    ("biased"), or equation 5 with b_r as its g-bar ("biased_paper")."""
+    """Formula for mu*: equation 3 ("independent"), equation 4 ("correlated"), the exact optimum for
+    biased gradients ("biased"), or equation 5 with b_r as g-bar ("biased_paper").
+    """
     prior: Callable[[int], float] = field(default_factory=Prior)
     """mu_prior(t) in [0, 1] as a function of the step t, from 0; see `gac.control.schedules`."""
     gate: Gate | None = None
-    """A gate multiplies the blend by its trust; null: the blend is mu itself."""
+    """Optional gate, which multiplies the blend by its trust; null: mu follows the blend."""
     alarm: Alarm | None = None
-    """Shuts the gate at once where the demonstrations' loss jumps up, until rewards confirm them or
-    it jumps down; null: no such alarm."""
+    """Closes the gate immediately when the demonstration loss jumps up, until rewards confirm the
+    demonstrations or the loss jumps down; null: no alarm.
+    """
 
     def __post_init__(self) -> None:
         for name in ("ema_decay", "signal_decay", "kl_decay"):
@@ -116,11 +119,11 @@ class ControllerConfig:
         require(early_ok, "early_update_every", early, "an integer >= 1, or None")
         require(is_count(self.early_steps), "early_steps", self.early_steps, "an integer >= 0")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
-        # the printed average holds the deployed mu, so a closed gate would shut itself for ever
+        # the printed EMA averages the applied mu, so a closed gate could never reopen
         fed_back = self.gate is not None and self.ema == "literal"
-        require(not fed_back, "ema", self.ema, "state or none where there is a gate")
+        require(not fed_back, "ema", self.ema, "state or none with a gate")
         alone = self.alarm is not None and self.gate is None
-        require(not alone, "alarm", self.alarm, "null, or a gate beside it that opens again")
+        require(not alone, "alarm", self.alarm, "null, or set a gate as well")
         choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
         for name, valid in choices.items():
             value = getattr(self, name)
@@ -131,13 +134,13 @@ class ControllerConfig:
         """Algorithm 1 exactly as printed, with the paper's numbers.
 
         Args:
-            changes: fields that differ from those.
+            changes: fields to override.
         """
         printed: dict[str, Any] = {"ema": "literal", "alpha_every": "step", "signal_decay": 0.99}
         return cls(**(printed | changes))
 
     def is_refresh(self, t: int) -> bool:
-        """Whether update `t`, counted from 0, wants signals."""
+        """Whether update `t`, counted from 0, takes new signals."""
         early = self.early_update_every
         return t % (self.update_every if early is None or t >= self.early_steps else early) == 0
 
@@ -161,12 +164,12 @@ def step(
     Args:
         config: the options.
         state: the state before the update, which is not modified.
-        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; one that is not finite
-            keeps its old average. None between refreshes.
-        kl: mean KL to the reference policy per token, nats; not finite counts as not given.
-        corrections: for the estimators other than "independent"; zero until the first.
-        alignment: inner product of both gradients at this refresh, for a gate.
-        demo_loss: mean loss of the step's demonstrations, for an alarm; not finite: not given.
+        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; a non-finite one keeps its
+            previous average. None between refreshes.
+        kl: mean KL to the reference policy per token, nats; ignored if not finite.
+        corrections: for the estimators other than "independent"; zero until first given.
+        alignment: inner product of the two gradients at this refresh, for a gate.
+        demo_loss: mean loss of the step's demonstrations, for an alarm; ignored if not finite.
     """
     decay = config.signal_decay
     known = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -200,14 +203,27 @@ def step(
             gate = config.gate.restarted(gate, doubted) if jumped else gate
         gate = gate if alignment is None else config.gate.next(gate, alignment, doubted)
         blend *= config.gate.trust(gate, doubted)
-    fall = 1.0 if doubted else config.max_step  # what is wrong does its harm within a few steps
+    fall = (
+        1.0 if doubted else config.max_step
+    )  # wrong demonstrations do harm within a few steps, so do not cap the decrease
     change = _clip(blend - state.mu, -fall, config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
     sft, rl, disagreement = known
     return ControllerState(
-        state.step + 1, mu, mu_ada, alpha, kl_ema, sft, rl, disagreement, extra, target, prior,
-        gate, alarm,
-    )  # fmt: skip
+        state.step + 1,
+        mu,
+        mu_ada,
+        alpha,
+        kl_ema,
+        sft,
+        rl,
+        disagreement,
+        extra,
+        target,
+        prior,
+        gate,
+        alarm,
+    )
 
 
 def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
@@ -231,7 +247,7 @@ def _mu_star(
     """mu* by the configured estimator; alpha until all three signals are known."""
     if any(value is None for value in known):
         return alpha
-    # an unbiased estimate of a squared size may be negative; its average is used as 0 then
+    # an unbiased estimate of a squared norm may be negative; clamp its average to 0
     ss, rr, d = (max(value, 0.0) for value in known if value is not None)
     terms = Corrections() if extra is None else Corrections(*extra)
     if config.estimator == "biased":
@@ -248,7 +264,7 @@ def _average(decay: float, old: float | None, new: float) -> float:
 
 
 def _ema(decay: float, old: float | None, new: float) -> float | None:
-    """The average without what was not measured."""
+    """EMA that ignores non-finite values."""
     return _average(decay, old, new) if math.isfinite(new) else old
 
 
@@ -257,7 +273,7 @@ def _clip(value: float, low: float, high: float) -> float:
 
 
 class GuidedController:
-    """Chooses mu in a training loop of your own: call `update` once per optimiser step, in order.
+    """Chooses mu in your own training loop: call `update` once per optimizer step.
 
     The same inputs give the same mu on every rank, so feed it signals and a KL that are reduced
     over all ranks.
@@ -281,17 +297,17 @@ class GuidedController:
         alignment: Alignment | None = None,
         demo_loss: float | None = None,
     ) -> float:
-        """Take in what a step measured and return the next mu.
+        """Update the state with the measurements of a step and return the next mu.
 
         Args:
-            signals: the three signals, on steps where `is_refresh()`; one that is not finite keeps
-                its old average. None: no news.
-            kl: mean KL to the reference policy per rollout token, nats; None or not finite: no
-                news.
+            signals: the three signals, on steps where `is_refresh()` is true; a non-finite one
+                keeps its previous average. None: not measured.
+            kl: mean KL to the reference policy per rollout token, nats; None or non-finite: not
+                measured.
             corrections: covariance and biases, for the estimators other than "independent".
-            alignment: inner product of both gradients, for a gate.
-            demo_loss: mean loss of the step's demonstrations, for an alarm; None or not finite: no
-                news.
+            alignment: inner product of the two gradients, for a gate.
+            demo_loss: mean loss of the step's demonstrations, for an alarm; None or non-finite: not
+                measured.
 
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].
@@ -300,12 +316,12 @@ class GuidedController:
         return self.state.mu
 
     def is_refresh(self) -> bool:
-        """Whether the next update wants signals."""
+        """Whether the next update takes new signals."""
         return self.config.is_refresh(self.state.step)
 
     @property
     def mu(self) -> float:
-        """The mixing weight in use: mu_init before the first update."""
+        """The current mixing weight; mu_init before the first update."""
         return self.state.mu
 
     @property
@@ -325,7 +341,7 @@ class GuidedController:
 
     @property
     def trust(self) -> float:
-        """The gate's factor of the proposal; 1 without a gate."""
+        """The factor by which the gate scales mu; 1 without a gate."""
         if self.config.gate is None:
             return 1.0
         return self.config.gate.trust(self.state.gate, self.state.doubted)
@@ -335,9 +351,10 @@ class GuidedController:
         return self.state.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the trajectory that `state_dict` was taken from, under the same config.
+        """Restore a `state_dict` that was saved under the same config.
 
         Raises:
-            ValueError: missing, unknown or non-finite entries; the state is unchanged then.
+            ValueError: entries are missing, unknown or non-finite; the state is then left
+            unchanged.
         """
         self.state = ControllerState.from_dict(state)

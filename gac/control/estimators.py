@@ -1,7 +1,7 @@
-"""The mixing weight of least mean squared error: the paper's equations 3 to 5.
+"""The mixing weight that minimizes the mean squared error: equations 3 to 5 of the paper.
 
-SFT and RL give gradients g_s = g_s* + b_s + noise and g_r = g_r* + b_r + noise. Each function here
-minimises over mu the expected squared distance between mu g_s + (1 - mu) g_r and the target
+The SFT and RL gradients are g_s = g_s* + b_s + noise and g_r = g_r* + b_r + noise. Each function
+here minimises over mu the expected squared distance between mu g_s + (1 - mu) g_r and the target
 alpha g_s* + (1 - alpha) g_r*.
 """
 
@@ -14,7 +14,7 @@ from gac.checks import finite, require
 
 
 class Corrections(NamedTuple):
-    """What equations 4 and 5 add to equation 3, with d = g_s* - g_r* and Delta = b_s - b_r."""
+    """Terms that equations 4 and 5 add to equation 3, with d = g_s* - g_r* and Delta = b_s - b_r."""
 
     covariance: float = 0.0
     """c = tr Cov of the two noises."""
@@ -39,18 +39,18 @@ def mu_star(
 
     Args:
         alpha: target share of the SFT gradient, in [0, 1].
-        disagreement: `D = |g_s* - g_r*|^2` >= 0; this and the next two in one common unit.
+        disagreement: `D = |g_s* - g_r*|^2` >= 0, in the same unit as the two variances.
         sft_variance: sigma_s^2 >= 0, total variance of the SFT gradient.
         rl_variance: sigma_r^2 >= 0, total variance of the RL gradient.
-        covariance: c, trace of the covariance of both. True moments satisfy
-            2 c <= sigma_s^2 + sigma_r^2; noisy ones may give a denominator <= 0, whose quotient is
-            clipped as the paper does.
+        covariance: c, trace of the cross-covariance of the two. True moments satisfy 2 c <=
+            sigma_s^2 + sigma_r^2; with noisy estimates the denominator may be <= 0, and the
+            quotient is then clipped, as in the paper.
 
     Returns:
-        mu*, in [0, 1]; alpha where every term is zero, which says nothing.
+        mu*, in [0, 1]; alpha if numerator and denominator are both zero.
 
     Raises:
-        ValueError: nan, infinity, a negative variance, or alpha outside of [0, 1].
+        ValueError: an argument is not finite, a variance is negative, or alpha is outside [0, 1].
 
     Source:
         The paper's Theorem 1 and its extension to correlated noise.
@@ -66,14 +66,15 @@ def mu_star_biased(
     rl_variance: float,
     corrections: Corrections,
 ) -> float:
-    """The exact optimum under biases, clipped to [0, 1]; equations 3 and 4 without them::
+    """The exact optimum for biased gradients, clipped to [0, 1]; without biases it reduces to
+    equations 3 and 4::
 
         <d + Delta, alpha d - b_r> + sigma_r^2 - c
         ------------------------------------------
         |d + Delta|^2 + sigma_s^2 + sigma_r^2 - 2 c
 
-    Equation 5 is its special case where d is orthogonal to both biases and the paper's g-bar is
-    b_r. Errors as in `mu_star`.
+    Equation 5 is the special case in which d is orthogonal to both biases and the paper's g-bar is
+    b_r. Raises the same errors as `mu_star`.
 
     Args:
         alpha: target share of the SFT gradient, in [0, 1].
@@ -86,7 +87,7 @@ def mu_star_biased(
         mu*, in [0, 1].
 
     Source:
-        Our derivation, on the page about the controller.
+        Our derivation, in docs/controller.md.
     """
     alpha, d, ss, rr = _checked(alpha, disagreement, sft_variance, rl_variance)
     cov, gap, gap_d, rl_d, rl_gap = map(finite, Corrections._fields, corrections)
@@ -105,7 +106,7 @@ def mu_star_biased_paper(
     bias_dot_gradient: float,
     bias_gap_sq: float,
 ) -> float:
-    """Equation 5 as printed, clipped to [0, 1]; the arguments not listed are those of `mu_star`.
+    """Equation 5 as printed, clipped to [0, 1]; the other arguments are those of `mu_star`.
 
     Args:
         bias_dot_gradient: `<b_r - b_s, g-bar>`; the paper does not define g-bar. In its appendix:
@@ -135,12 +136,12 @@ def _checked(
 
 def _variance(name: str, value: float) -> float:
     number = finite(name, value)
-    require(number >= 0, name, value, "a number >= 0: it is a squared size")
+    require(number >= 0, name, value, "a number >= 0, because it is a squared norm")
     return number
 
 
 def _scaled(*terms: float) -> list[float]:
-    """All terms times one power of two, which is exact, so that no sum overflows."""
+    """Scale all terms by one power of two, which is exact, so that no sum overflows."""
     exponent = math.frexp(max(map(abs, terms)))[1]
     return [math.ldexp(term, -exponent) for term in terms]
 

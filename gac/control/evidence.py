@@ -1,4 +1,4 @@
-"""What a source of signals is given, and what it returns.
+"""The inputs and outputs of a signal source.
 
 A source is a frozen dataclass with two pure functions: `init() -> state` and
 `read(evidence, state) -> (reading, state)`. States are plain JSON types.
@@ -20,12 +20,12 @@ State = dict[str, Any]  # plain JSON types
 
 
 class Wanted(NamedTuple):
-    """What a source reads beside `Evidence.moments`."""
+    """What a source needs in addition to `Evidence.moments`."""
 
     gram: bool = False
     """`Evidence.gram`: micro-batch gradients, which cost memory."""
     bias: bool = False
-    """`Evidence.bias_gram`: two more backward passes."""
+    """`Evidence.bias_gram`, at the cost of two extra backward passes."""
     sketch: int = 0
     """`Evidence.sketches` of this size; 0: none."""
     norms: bool = False
@@ -33,12 +33,13 @@ class Wanted(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether the inner product of both gradients can be told from it."""
+        """Whether it includes the inner product of the two gradients."""
         return self.gram or self.sketch > 0 or self.norms
 
 
 class Sketches(NamedTuple):
-    """R G S^T of each unit's share G of the gradient of its term with respect to the head's weight.
+    """Sketch R G S^T of each unit's contribution G to its term's gradient with respect to the LM
+    head weight.
 
     A unit is a demonstration, or all rollouts of a prompt.
     """
@@ -50,18 +51,18 @@ class Sketches(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """How the accumulated gradient of both terms grows, micro-batch by micro-batch."""
+    """Squared norms of the accumulated gradient of both terms after each micro-batch."""
 
     squares: Tensor
     """float64 [M]: its squared norm after each of M micro-batches."""
     progress: Tensor
-    """float64 [M, 2]: the share of the demonstrations and of the rollouts that is in it."""
+    """float64 [M, 2]: fractions of the demonstrations and of the rollouts accumulated so far."""
     weights: Pair
     """The weight of each term."""
 
 
 class Evidence(NamedTuple):
-    """What a refresh step has measured, summed over micro-batches and ranks."""
+    """Measurements of a refresh step, summed over micro-batches and ranks."""
 
     step: int
     """Optimiser steps done so far."""
@@ -74,13 +75,13 @@ class Evidence(NamedTuple):
     bias_gram: Tensor | None = None
     """[4, 4] inner products as in `bias_moments`."""
     sketches: Sketches | None = None
-    """Of every unit of the step."""
+    """Sketches of every unit in the step."""
     norms: Norms | None = None
-    """Of the running sum of the micro-batches' gradients."""
+    """Norms of the accumulated gradient."""
 
 
 class Reading(NamedTuple):
-    """What a source returns: arguments of `gac.control.controller.step`."""
+    """Output of a source: arguments for `gac.control.controller.step`."""
 
     signals: Signals
     corrections: Corrections | None = None
@@ -88,14 +89,16 @@ class Reading(NamedTuple):
 
 
 class SignalSource(Protocol):
-    """The interface of a source; a method names one and the trainer feeds it."""
+    """Interface of a signal source. The method chooses the source; the trainer provides the
+    evidence.
+    """
 
     @property
     def wanted(self) -> Wanted:
-        """What must be in the evidence."""
+        """What the evidence must contain."""
 
     def init(self) -> State:
         """State before the first reading."""
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Signals of this refresh, and the new state; `state` is not modified."""
+        """Return the signals of this refresh and the new state; `state` is not modified."""

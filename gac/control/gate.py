@@ -1,8 +1,8 @@
-"""The gate: how much of the proposed mu the rewards let through.
+"""The gate: scales the proposed mu down when rewards contradict the demonstrations.
 
-Demonstrations that teach what rewards confirm have a gradient with a positive inner product with
-that of the rewards. It turns negative when they are wrong, or when the policy is better than they
-are; then mu should fall, however much noise the gradients have.
+If rewards confirm the demonstrations, the inner product of the two gradients is positive. It turns
+negative if the demonstrations are wrong, or worse than the policy; mu should then fall, however
+noisy the gradients are.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gac.checks import is_real, numbers, require
 from .alignment import Alignment
 
 FORMS = {"cosine": (0.5, 2.5), "mean_cosine": (0.6, 3.0), "z": (1.0, 0.5)}
-"""Form -> (trust where the measure is 0, rise of the trust per unit of it)."""
+"""Form -> (trust at a measure of 0, slope of the trust per unit of the measure)."""
 
 
 class GateState(NamedTuple):
-    """Averages of the `Alignment`, by its names, and the trust in force."""
+    """EMAs of the `Alignment` fields of the same names, and the current trust."""
 
     inner: float
     inner_variance: float
@@ -31,7 +31,9 @@ class GateState(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Cosine of both gradients, in [-1, 1]; 0 while noise hides one of them."""
+        """Cosine of the two gradients, in [-1, 1]; 0 if the noise-corrected square of either is not
+        positive.
+        """
         if self.sft_square <= 0 or self.rl_square <= 0:
             return 0.0
         size = math.sqrt(self.sft_square) * math.sqrt(self.rl_square)
@@ -39,42 +41,44 @@ class GateState(NamedTuple):
 
     @property
     def z(self) -> float:
-        """The averaged inner product in standard errors of one measurement; nan where the average
-        of their unbiased squares is not positive."""
+        """The averaged inner product divided by the standard error of one measurement; nan if the
+        averaged squared error is not positive.
+        """
         if self.inner_variance <= 0:
             return math.nan
         return self.inner / math.sqrt(self.inner_variance)
 
     @classmethod
     def of(cls, values: Sequence[float]) -> GateState:
-        """From plain JSON types.
+        """Build from plain JSON types.
 
         Raises:
-            ValueError: a wrong number of values, or nan.
+            ValueError: the number of values is wrong, or one is not finite.
         """
         return cls(*numbers("gate", values, len(cls._fields)))
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Lowers mu where the gradient of the demonstrations opposes that of the rewards.
+    """Lowers mu when the demonstration gradient opposes the reward gradient.
 
-    mu = proposal * trust with trust = clip(at_zero + slope * measure, 0, 1). What is not known
-    (nan) changes nothing, and before the first measurement the trust is that of a measure of 0.
+    mu = proposal * trust with trust = clip(at_zero + slope * measure, 0, 1). Unknown values (nan)
+    change nothing. Before the first measurement, the measure counts as 0.
     """
 
     form: str = "mean_cosine"
-    """The measure: "cosine", of both gradients, from averages of their products without noise;
-    "mean_cosine", the average of the cosines of the measured gradients; or "z", the inner product
-    in standard errors."""
+    """The measure: "cosine", the cosine of the two gradients, from averaged noise-corrected
+    products; "mean_cosine", the average cosine of the measured gradients; or "z", the inner product
+    in standard errors.
+    """
     at_zero: float | None = None
-    """Trust where the measure is 0, in [0, 1]; null: the form's own."""
+    """Trust at a measure of 0, in [0, 1]; null: the default of the form."""
     slope: float | None = None
-    """Rise of the trust per unit of the measure, >= 0; null: the form's own."""
+    """Slope of the trust per unit of the measure, >= 0; null: the default of the form."""
     decay: float = 0.85
-    """EMA decay of what is measured, in [0, 1), per refresh, started at the first value."""
+    """EMA decay of the measurements per refresh, in [0, 1); the EMA starts at the first value."""
     hysteresis: float = 0.0
-    """Smaller changes of the trust are ignored, those to 0 and 1 excepted; in [0, 1]."""
+    """Changes of the trust smaller than this are ignored, except changes to 0 or 1; in [0, 1]."""
 
     def __post_init__(self) -> None:
         require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
@@ -88,7 +92,7 @@ class Gate:
 
     @property
     def line(self) -> tuple[float, float]:
-        """`at_zero` and `slope` in use."""
+        """`at_zero` and `slope`, with the defaults of the form filled in."""
         at_zero, slope = FORMS[self.form]
         return (
             at_zero if self.at_zero is None else self.at_zero,
@@ -96,13 +100,13 @@ class Gate:
         )
 
     def trust(self, state: GateState | None, doubted: bool = False) -> float:
-        """The factor of the proposal, in [0, 1]; doubted: see `next`."""
+        """The factor on the proposed mu, in [0, 1]; for `doubted` see `next`."""
         if state is None:
             return 0.0 if doubted else self.line[0]
         return state.trust
 
     def restarted(self, state: GateState | None, doubted: bool) -> GateState | None:
-        """The state where the demonstrations have changed: that of a measure of 0."""
+        """Reset the state after the demonstrations have changed, as at a measure of 0."""
         if state is None:
             return None
         return state._replace(inner=0.0, trust=self.trust(None, doubted))
@@ -110,16 +114,16 @@ class Gate:
     def next(
         self, state: GateState | None, seen: Alignment, doubted: bool = False
     ) -> GateState | None:
-        """The state after a refresh that measured `seen`; unchanged if any of it is unknown.
+        """Update with the alignment measured at a refresh; unchanged if any value is unknown.
 
-        doubted: demonstrations are presumed wrong, so that the trust at a measure of 0 is 0.
+        doubted: the demonstrations are assumed to be wrong, so the trust at a measure of 0 is 0.
         """
         seen = seen.normalised() if self.form == "mean_cosine" else seen
         values = list(map(float, seen[:4]))
         if not all(map(math.isfinite, values)):
             return state
         if state is not None:
-            pairs = zip(state, values, strict=False)  # the trust is no average
+            pairs = zip(state, values, strict=False)  # the trust is not averaged
             values = [self.decay * old + (1 - self.decay) * new for old, new in pairs]
         inner, error, sft, rl = values
         after = GateState(inner, error, sft, rl, self.trust(state, doubted))

@@ -1,4 +1,4 @@
-"""Mixing weights that depend on the step alone: callables step -> mu in [0, 1]."""
+"""Mixing weights that depend only on the step: callables step -> mu in [0, 1]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = ("linear", "cosine")
 
 
 def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> float:
-    """From `start` at fraction 0 to `end` at fraction 1; constant outside of [0, 1]."""
+    """Interpolate from `start` at fraction 0 to `end` at fraction 1; constant outside [0, 1]."""
     fraction = min(max(fraction, 0.0), 1.0)
     if fraction == 1.0:
         return end
@@ -25,7 +25,7 @@ def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> fl
 
 @dataclass(frozen=True)
 class Prior:
-    """The controller's prior: hold, half a cosine, hold.
+    """The controller's prior: hold, cosine decay, hold.
 
     The paper's text gives no numbers; the defaults follow its figure (about 0.85 for 200 steps,
     about 0.15 after 800).
@@ -58,7 +58,7 @@ class Prior:
 class RandomPrior:
     """Uniform draws in [low, high]: the paper's misspecified prior.
 
-    A function of the step, so that a resumed run and every rank see the same values.
+    Depends only on the seed and the step, so resumed runs and all ranks see the same values.
     """
 
     low: float = 0.1
@@ -66,9 +66,9 @@ class RandomPrior:
     high: float = 0.9
     """Largest value."""
     interval: int = 1
-    """Steps for which a draw is kept."""
+    """Number of steps between draws."""
     seed: int = 0
-    """Draws of different seeds are independent."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
         _check(self, weights=("low", "high"), counts=())
@@ -82,13 +82,15 @@ class RandomPrior:
 
 
 PRIORS: dict[str, type] = {"cosine": Prior, "random": RandomPrior}
-"""Name -> prior; without a name the fields are those of the method's own, mostly the cosine."""
+"""Name -> prior. Without a name, the given fields change the method's own prior, usually the
+cosine.
+"""
 PriorChoice = Annotated[Prior | RandomPrior, Choice(lambda: PRIORS)]
 
 
 @dataclass(frozen=True)
 class MixSchedule:
-    """Warm-up from `start` to `peak`, hold, decay to `valley`, stay there."""
+    """Warm-up from `start` to `peak`, hold, decay to `valley`, hold."""
 
     peak: float
     """Value after the warm-up."""
@@ -101,7 +103,7 @@ class MixSchedule:
     decay: int = 0
     """Steps from `peak` to `valley`."""
     start: float = 0.0
-    """Value of step 0 if there is a warm-up."""
+    """Value at step 0 if there is a warm-up."""
     warmup_shape: str = "linear"
     """"linear" or "cosine"."""
     decay_shape: str = "cosine"
@@ -134,27 +136,29 @@ class MixSchedule:
 
     @classmethod
     def chord_yaml(cls) -> MixSchedule:
-        """The example file of Trinity-RFT, examples/mix_chord/mix_chord.yaml."""
+        """The schedule in Trinity-RFT's examples/mix_chord/mix_chord.yaml."""
         return cls(peak=0.5, valley=0.02, warmup=200, decay=400)
 
     @classmethod
     def hpcd(cls) -> MixSchedule:
-        """HPCD, which the paper does not define; our reading: high peak, cosine decay."""
+        """HPCD, which the paper does not define; our interpretation: high peak, cosine decay."""
         return cls.chord_mu()
 
     @classmethod
     def wcf(cls) -> MixSchedule:
-        """WCF, which the paper does not define; our reading: warm-up, cosine, floor."""
+        """WCF, which the paper does not define; our interpretation: warm-up, cosine, floor."""
         return cls.chord_yaml()
 
     @classmethod
     def qcm(cls) -> MixSchedule:
-        """QCM: constant 0.58, the one schedule that the paper defines."""
+        """QCM: constant 0.58, the only schedule that the paper defines."""
         return cls.constant(0.58)
 
 
 def uniform(name: str, seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone, on every machine and process."""
+    """A pseudo-random number in [0, 1) that depends only on the arguments, on any machine and in
+    any process.
+    """
     return random.Random(f"{name}:{seed}:{index}").random()  # a string seed is hashed by SHA-512
 
 

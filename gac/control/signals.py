@@ -1,4 +1,4 @@
-"""Where the controller's signals come from: the paper's proxies, spoilt proxies, true gradients."""
+"""Signal sources of the controller: the paper's proxies, degraded proxies, true gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProxySignals:
     """The paper's proxies (equations 7 to 9) from the loss kernel's token statistics."""
 
     trim: float = 0.1
-    """Share of the demonstrations dropped at each end of the sorted likelihoods, [0, 0.5)."""
+    """Fraction of the demonstrations trimmed at each end of the sorted likelihoods, in [0, 0.5)."""
     wanted = Wanted()
 
     def init(self) -> State:
@@ -42,17 +42,20 @@ class ProxySignals:
 
 @dataclass(frozen=True)
 class GradientSignals:
-    """The quantities of equation 3 themselves, estimated without bias from gradients."""
+    """The quantities in equation 3 themselves, estimated without bias from gradients."""
 
     paired: bool = False
-    """SFT and RL micro-batch j share their randomness, so that their covariance is estimated."""
+    """SFT and RL micro-batches of the same index share their randomness, so that their covariance
+    can be estimated.
+    """
     bias: bool = False
-    """Also measure the biases of the gradients in use, against SFT with every token's weight 1 and
-    RL without a clip. The disagreement is then that of the unbiased gradients, noise included."""
+    """Also measure the biases of the applied gradients relative to SFT with all token weights 1 and
+    RL without clipping. The disagreement is then that of the unbiased gradients, noise included.
+    """
 
     @property
     def wanted(self) -> Wanted:
-        """Micro-batch gradients, and others as `bias` says."""
+        """Micro-batch gradients and, with `bias`, the unbiased gradients."""
         return Wanted(gram=True, bias=self.bias)
 
     def init(self) -> State:
@@ -67,7 +70,7 @@ class GradientSignals:
         if not self.bias:
             return reading, state
         if evidence.bias_gram is None:
-            raise ValueError("evidence.bias_gram=None: measure the gradients without bias")
+            raise ValueError("evidence.bias_gram=None: also measure the unbiased gradients")
         gram = evidence.bias_gram
         unbiased = (gram[2, 2] - 2 * gram[2, 3] + gram[3, 3]).item()
         covariance = 0.0 if reading.corrections is None else reading.corrections.covariance
@@ -78,17 +81,18 @@ class GradientSignals:
 
 @dataclass(frozen=True)
 class SketchSignals:
-    """The quantities of equation 3 for the head's weight, from the head sketch of every unit.
+    """The quantities in equation 3 for the LM head weight, from the sketched gradient of every
+    unit.
 
     A unit is a demonstration, or all rollouts of a prompt, because advantages within a group
-    depend on each other. No gradient is held beside the one that is applied.
+    depend on each other. No extra gradient buffer is needed.
     """
 
     size: int = 16
-    """Rows of both projections of `gac_kernels.HeadSketch`; new ones at each refresh."""
+    """Rows of both projections of `gac_kernels.HeadSketch`, which are redrawn at each refresh."""
 
     def __post_init__(self) -> None:
-        HeadSketch(self.size)  # refuses an impossible size
+        HeadSketch(self.size)  # raises on an invalid size
 
     @property
     def wanted(self) -> Wanted:
@@ -102,20 +106,20 @@ class SketchSignals:
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
         """Reads `evidence.sketches`."""
         if evidence.sketches is None:
-            raise ValueError("evidence.sketches=None: give the loss a HeadSketch")
+            raise ValueError("evidence.sketches=None: pass a HeadSketch to the loss")
         return sketch_moments(evidence.sketches), state
 
 
 @dataclass(frozen=True)
 class SpoiltSignals:
-    """Another source, one of whose signals is replaced."""
+    """Wraps another source and replaces one of its signals."""
 
     source: Source = field(default_factory=ProxySignals)
-    """Where the other signals come from."""
+    """Source of the other signals."""
 
     @property
     def wanted(self) -> Wanted:
-        """As the wrapped source."""
+        """Same as the wrapped source."""
         return self.source.wanted
 
     def init(self) -> State:
@@ -123,12 +127,12 @@ class SpoiltSignals:
         return self.source.init()
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped reading, one value replaced."""
+        """The wrapped source's reading with one value replaced."""
         reading, state = self.source.read(evidence, state)
         return reading._replace(signals=self.spoil(reading.signals, evidence.step)), state
 
     def spoil(self, signals: Signals, step: int) -> Signals:
-        """The signals of a refresh at `step` with the replaced value."""
+        """Return the signals of the refresh at `step` with one value replaced."""
         raise NotImplementedError
 
 
@@ -143,31 +147,32 @@ class ConstantVariance(SpoiltSignals):
         require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
 
     def spoil(self, signals: Signals, step: int) -> Signals:
-        """The same variance always."""
+        """Replace the variance by the constant."""
         return signals._replace(rl_variance=self.value)
 
 
 @dataclass(frozen=True)
 class ShuffledDisagreement(SpoiltSignals):
-    """Another source whose disagreement is drawn from its own past: degradation (b).
+    """Another source with the disagreement drawn from its recent values: the paper's degradation
+    (b).
 
-    The values keep their distribution over the last `window` refreshes and lose their order.
+    The values keep their distribution over the last `window` refreshes but lose their order.
     """
 
     window: int = 64
-    """Refreshes from which a value is drawn, this one included."""
+    """Number of refreshes to draw from, including the current one."""
     seed: int = 0
-    """Seed of the draws; a draw depends on it and on the step alone."""
+    """Random seed; a draw depends only on the seed and the step."""
 
     def __post_init__(self) -> None:
         require(is_count(self.window, 2), "window", self.window, "an integer >= 2")
 
     def init(self) -> State:
-        """The wrapped source's state and an empty past."""
+        """The wrapped source's state and an empty history."""
         return {"source": self.source.init(), "past": []}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped reading, one value replaced; nan enters no past."""
+        """The wrapped source's reading with one value replaced; nan is not added to the history."""
         reading, inner = self.source.read(evidence, state["source"])
         value = reading.signals.disagreement
         past = [*state["past"], *([value] if math.isfinite(value) else [])][-self.window :]
@@ -179,14 +184,14 @@ class ShuffledDisagreement(SpoiltSignals):
 
 @dataclass(frozen=True)
 class RandomDisagreement(SpoiltSignals):
-    """Another source whose disagreement is uniform noise: the paper's degradation (c)."""
+    """Another source with the disagreement replaced by uniform noise: the paper's degradation (c)."""
 
     low: float = 0.0
     """Smallest value."""
     high: float = 1.0
     """Largest value, as in the paper; the true proxy lies in [0, 4]."""
     seed: int = 0
-    """Seed of the draws; a draw depends on it and on the step alone."""
+    """Random seed; a draw depends only on the seed and the step."""
 
     def __post_init__(self) -> None:
         require(is_real(self.low) and self.low >= 0, "low", self.low, "a number >= 0")
@@ -194,7 +199,7 @@ class RandomDisagreement(SpoiltSignals):
         require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
 
     def spoil(self, signals: Signals, step: int) -> Signals:
-        """A draw that depends on the seed and the step alone."""
+        """Replace the disagreement by a draw that depends only on the seed and the step."""
         draw = uniform("disagreement", self.seed, step)
         return signals._replace(disagreement=self.low + (self.high - self.low) * draw)
 
@@ -214,18 +219,19 @@ Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> Reading:
     """Unbiased moments of the two mean gradients from the Gram matrix of their micro-batches.
 
-    With xbar the mean of M gradients x_i: tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)), and
-    |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average, which
-    is subtracted: the disagreement may come out negative. A variance needs two micro-batches, and
-    is nan without.
+    Let xbar be the mean of M gradients x_i. Then tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)),
+    and
+    |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average. This
+    excess is subtracted, so the disagreement may be negative. A variance needs two micro-batches
+    and is otherwise nan.
 
     Args:
         gram: [M_s + M_r, M_s + M_r] inner products; micro-batches of equal size, SFT first.
         sft_count: M_s.
-        paired: micro-batch j of both sides was drawn jointly (M_s = M_r); otherwise c = 0.
+        paired: micro-batches of the same index were drawn jointly (M_s = M_r); otherwise c = 0.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: the shapes do not match.
     """
     gram, sft = _checked_gram(gram, sft_count)
     rl = gram.shape[0] - sft
@@ -234,7 +240,10 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
     covariance = 0.0
     if paired:
         require(
-            sft == rl, "sft_count", sft_count, f"as many SFT as RL micro-batches ({rl}) to pair"
+            sft == rl,
+            "sft_count",
+            sft_count,
+            f"{rl}, because pairing needs as many SFT as RL micro-batches",
         )
         covariance = _variance_of_mean(gram[:sft, sft:])
     gap = gram[:sft, :sft].mean() - 2 * gram[:sft, sft:].mean() + gram[sft:, sft:].mean()
@@ -245,10 +254,10 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
 
 
 def sketch_moments(sketches: Sketches) -> Reading:
-    """`gradient_moments` from each unit's share of its term's gradient, sketched.
+    """`gradient_moments` from a sketch of each unit's contribution to its term's gradient.
 
-    The shares of a side's n units add up to its gradient, so that n times a share is an unbiased
-    gradient of its own. A side without units is unknown: nan.
+    The contributions of a term's n units sum to its gradient, so n times one contribution is an
+    unbiased estimate of it. A term without units gives nan.
     """
     sides = [len(x) * x if len(x) else x.new_full((1, x.shape[1]), math.nan) for x in sketches]
     units = torch.cat(sides)
@@ -256,11 +265,11 @@ def sketch_moments(sketches: Sketches) -> Reading:
 
 
 def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
-    """The bias terms of the exact optimum from a 4 x 4 Gram matrix of mean gradients.
+    """The bias terms of `mu_star_biased`, from a 4 x 4 Gram matrix of mean gradients.
 
     Args:
-        gram: [4, 4] inner products of: SFT as used, RL as used, SFT without bias, RL without bias
-            (for instance phi-weighted and plain, clipped and unclipped), all on the same tokens.
+        gram: [4, 4] inner products of the applied SFT, applied RL, unbiased SFT and unbiased RL
+            gradients (e.g. phi-weighted, clipped, plain, unclipped), all on the same tokens.
         covariance: c, passed through.
     """
     gram = torch.as_tensor(gram, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What the controller carries from one update to the next, and its form in a checkpoint."""
+"""The controller's state between updates, and its checkpoint format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .gate import GateState
 
 @dataclass(frozen=True)
 class ControllerState:
-    """All that an update needs from the past, and the last values for logging."""
+    """The state that an update needs, and the latest values for logging."""
 
     step: int
-    """Updates done so far, t of the next one."""
+    """Number of updates so far; t of the next one."""
     mu: float
-    """The mixing weight in use."""
+    """The current mixing weight."""
     mu_ada: float
     """The adaptive weight of the last update; m_t under ema="state"."""
     alpha: float
@@ -39,17 +39,17 @@ class ControllerState:
     prior: float | None = None
     """mu_prior of the last update; None before the first."""
     gate: GateState | None = None
-    """What the gate knows; None before its first measurement."""
+    """State of the gate; None before its first measurement."""
     alarm: AlarmState | None = None
-    """What the alarm knows; None before the first loss."""
+    """State of the alarm; None before the first loss."""
 
     @property
     def doubted(self) -> bool:
-        """Whether the demonstrations are presumed wrong."""
+        """Whether the demonstrations are assumed to be wrong."""
         return self.alarm is not None and self.alarm.raised
 
     def to_dict(self) -> dict[str, Any]:
-        """The state in plain JSON types; floats survive JSON bit for bit."""
+        """The state in plain JSON types; floats round-trip exactly through JSON."""
         plain = asdict(self)
         if self.corrections is not None:
             plain["corrections"] = list(self.corrections)
@@ -66,7 +66,7 @@ class ControllerState:
         """
         plain = {"gate": None, "alarm": None, **plain}  # earlier versions had neither
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        fault = "a dict from to_dict(): these keys are missing or unknown"
+        fault = "a dict from to_dict(); these keys are missing or unknown"
         require(not wrong, "state", wrong, fault)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)

@@ -1,4 +1,4 @@
-"""Data: rows of files and hubs, examples for the model, their order, a step's share of them."""
+"""Data: reading rows from files or the Hub, tokenized examples, their order, and each step's share."""
 
 from .examples import DataConfig, Example, Examples, load_demos, load_prompts
 from .order import Order

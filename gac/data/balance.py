@@ -1,7 +1,8 @@
-"""The rows of a step over the ranks of a run, so that each has about as many tokens to learn from.
+"""Balances the rows of a step over the ranks, so that each trains on about the same number of
+tokens.
 
-Prompts are dealt out before anybody knows how long the responses will be; without this, every step
-waits for the rank with the longest ones. Which rank computes a row changes no result.
+Prompts are assigned before the response lengths are known; without balancing, every step waits for
+the rank with the longest responses. The assignment does not affect the results.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from .rows import Row
 
 
 def shares(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]]:
-    """Each rank's rows, in their order; the same on all ranks for the same `rows`.
+    """Assign `rows` to ranks, keeping their order. Deterministic, so all ranks get the same result.
 
-    Longest first, each to the rank that has the fewest tokens of its sort, then of all sorts. Of a
-    sort is what may share a forward: rows of one kind, with a gradient or without.
-    together: so many neighbours of one kind stay neighbours.
+    Greedy: longest first, each to the rank with the fewest tokens in its group, ties broken by
+    total tokens. A group is the rows that may share a forward: one kind, with or without a
+    gradient.
+    together: number of consecutive rows of one kind that must stay on one rank.
     """
     kinds: dict[tuple, list[int]] = {}
     for i, row in enumerate(rows):
@@ -44,8 +46,10 @@ def shares(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]
 
 
 def exchanged(rows: Sequence[Row], together: int = 1) -> list[Row]:
-    """This rank's share of the rows that all ranks have, numbered anew. Every rank calls it."""
-    # numbers are unpacked by the rank that learns from them, not by all
+    """Exchange rows between ranks; returns this rank's balanced share, renumbered. Call it on every
+    rank.
+    """
+    # token ids are unpacked only by the rank that trains on them
     compact = [row._replace(ids=_packed(row.ids)) for row in rows]
     everyone = [row for found in collectives.gather(compact) for row in found]
     mine = shares(everyone, collectives.ranks(), together)[collectives.rank()]
@@ -53,5 +57,5 @@ def exchanged(rows: Sequence[Row], together: int = 1) -> list[Row]:
 
 
 def _packed(ids: tuple[int, ...]) -> Any:
-    """With the length of `ids`, and pickled as bytes."""
+    """An array of `ids`: it has their length, and pickles as bytes."""
     return array("i", ids)

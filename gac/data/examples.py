@@ -1,4 +1,4 @@
-"""From rows to token ids: what to read, how a prompt is written, what is too long."""
+"""Turns rows into tokenized examples: filters, prompt templates and length limits."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, ready for the model, with what its rewards need."""
+    """One tokenized prompt, with the fields that its rewards need."""
 
     id: str
-    """The row's id, or `file, line 3` where it has none."""
+    """The row's id, or `file, line 3` if it has none."""
     prompt: tuple[int, ...]
-    """Token ids, template applied."""
+    """Token ids of the prompt, after the template."""
     prompt_text: str
     """The text of `prompt`."""
     answer: str | None
@@ -55,7 +55,7 @@ class Example:
 
 
 class Examples(list[Example]):
-    """A list of `Example` that remembers what was left out: `dropped` maps a reason to a count."""
+    """A list of `Example`; `dropped` maps each reason for dropping rows to a count."""
 
     def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
         super().__init__(items)
@@ -64,26 +64,28 @@ class Examples(list[Example]):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read and how to write it as prompts.
+    """Data sources, and how their rows are formatted as prompts.
 
-    A source is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face data
-    set, or `name:split` of the hub; see `gac.data.source.read_rows`.
+    A source is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face
+    dataset, or `name:split` on the Hub; see `gac.data.source.read_rows`.
     """
 
     prompts: str | None = None
     """Source of the prompts that are sampled and scored."""
     demos: str | None = None
-    """Source of the demonstrations; null: those rows of `prompts` that have a `demo_field`."""
+    """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
     demo_shifts: tuple[DemoShift, ...] | None = None
-    """Other `demos` from some step on, for experiments, e.g. [{step: 64, demos: worse.jsonl}]."""
+    """Switches to other `demos` at given steps, for experiments, e.g. [{step: 64, demos:
+    worse.jsonl}].
+    """
     prompt_field: str = "prompt"
     """Field with the question."""
     answer_field: str | None = "answer"
-    """Field with the right answer, needed in every row of `prompts`; null: there are no answers."""
+    """Field with the gold answer, required in every row of `prompts`; null: no answers."""
     answer_pattern: str | None = None
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
-    """Field with the expert response; null: there are no demonstrations."""
+    """Field with the expert response; null: no demonstrations."""
     id_field: str = "id"
     """Field with the row's id; rows without it are named after their line."""
     choices_field: str = "choices"
@@ -91,19 +93,21 @@ class DataConfig:
     where: Mapping[str, Any] = field(default_factory=dict)
     """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
     template: str | None = None
-    """Text around the question: `{prompt}` and any other field of the row; `{{` is a brace."""
+    """Prompt template with `{prompt}` and, optionally, other fields of the row; `{{` is a literal
+    brace.
+    """
     demo_template: str | None = None
-    """Text around the expert response: `{demo}` and any field of the row."""
+    """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
     chat: bool = False
-    """Write the prompt as a user's turn in the tokenizer's chat template."""
+    """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
-    """System text of the chat."""
+    """System prompt; requires `chat`."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are dropped, and counted."""
+    """Drop rows with longer prompts, and count them."""
     max_demo_tokens: int | None = None
-    """Longer demonstrations (EOS included) are dropped, and counted."""
+    """Drop longer demonstrations (including EOS), and count them."""
     limit: int | None = None
-    """Read only this many rows (those that `where` keeps)."""
+    """Maximum number of rows, counted after `where`."""
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_demo_tokens", "limit"):
@@ -122,9 +126,11 @@ def _check_pattern(pattern: str | None) -> None:
     try:
         groups = 1 if pattern is None else re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"answer_pattern={pattern!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"answer_pattern={pattern!r} is not a valid regular expression: {error}"
+        ) from error
     if groups != 1:
-        raise ValueError(f"answer_pattern needs one group (...), got {pattern!r}")
+        raise ValueError(f"answer_pattern must have exactly one group (...), got {pattern!r}")
 
 
 def _check_template(name: str, template: str | None, needed: str) -> None:
@@ -133,7 +139,9 @@ def _check_template(name: str, template: str | None, needed: str) -> None:
     try:
         fields = {part[1] for part in string.Formatter().parse(template)}
     except ValueError as error:
-        raise ValueError(f"{name}: {error} in {template!r}; write {{{{ for a brace") from error
+        raise ValueError(
+            f"{name}: {error} in {template!r}; write {{{{ for a literal brace"
+        ) from error
     if needed not in fields:
         raise ValueError(f"{name} must contain {{{needed}}}, got {template!r}")
 
@@ -141,22 +149,22 @@ def _check_template(name: str, template: str | None, needed: str) -> None:
 def load_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
 ) -> Examples:
-    """The rows of `config.prompts`, with `demo` filled where a row carries `config.demo_field`.
+    """Load the rows of `config.prompts`; `demo` is set for rows that have `config.demo_field`.
 
     Args:
         config: what to read.
-        tokenizer: any Hugging Face tokenizer; needs an EOS token where there are demonstrations.
-        training: True refuses rows with a `canary` field: their authors forbid training on them.
+        tokenizer: any Hugging Face tokenizer; needs an EOS token if there are demonstrations.
+        training: if True, reject rows with a `canary` field, whose authors forbid training on them.
 
     Returns:
         Examples in file order; `.dropped` says how many rows were left out and why (also logged).
 
     Raises:
-        DataError: a bad row; names file, line and field.
-        ValueError: no source, or nothing left.
+        DataError: an invalid row; the message gives file, line and field.
+        ValueError: no source is set, or no row is left.
     """
     if config.prompts is None:
-        raise ConfigError("data.prompts is not set: name a .jsonl file, a folder or 'name:split'")
+        raise ConfigError("data.prompts is not set: give a .jsonl file, a folder or 'name:split'")
     dropped: Counter[str] = Counter()
     rows = _select(config, "prompts", config.prompts, dropped)
     if training:
@@ -167,9 +175,10 @@ def load_prompts(
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """The demonstrations: all rows of `config.demos`, else the rows of `config.prompts` with one.
+    """Load the demonstrations: all rows of `config.demos` if set, else the rows of `config.prompts`
+    that have one.
 
-    Every example's `demo` is filled; `answer` is where the row has it. Arguments, `.dropped` and
+    Every example has a `demo`; `answer` is set if the row has one. Arguments, `.dropped` and
     errors as in `load_prompts`; rows with a `canary` field are always refused.
     """
     source = config.demos or config.prompts
@@ -193,16 +202,17 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
-    """The rows of `config.prompts`, each with its own solution: `demo_field`, else `answer_field`.
+    """The rows of `config.prompts`, each with its reference solution: `demo_field` if present, else
+    `answer_field`.
 
     Needs no tokenizer: the examples have no token ids. Rows without a solution are left out.
 
     Raises:
-        DataError: a bad row; names file, line and field.
-        ValueError: no source, or nothing left.
+        DataError: an invalid row; the message gives file, line and field.
+        ValueError: no source is set, or no row is left.
     """
     if config.prompts is None:
-        raise ValueError("prompts is not set: name a .jsonl file, a folder or 'name:split'")
+        raise ValueError("prompts is not set: give a .jsonl file, a folder or 'name:split'")
     dropped: Counter[str] = Counter()
     found = []
     for row in _select(config, "prompts", config.prompts, dropped):
@@ -216,18 +226,18 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
         found.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
     if not found:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
-        raise ValueError(f"{config.prompts}: no row is left (dropped: {reasons})")
+        raise ValueError(f"{config.prompts}: no rows left (dropped: {reasons})")
     return found
 
 
 def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
-    """Rows of `source`, which `data.key` names, that `where` keeps, up to `limit`."""
+    """Read `source` (the value of data.`key`): the rows that pass `where`, at most `limit`."""
     rows: list[SourceRow] = []
     try:
         found = read_rows(source)
     except MissingData as error:
         unset = re.findall(r"\$\w+", os.path.expandvars(source))
-        why = f"{unset[0]} is not set" if unset else "there is no such file or folder"
+        why = f"{unset[0]} is not set" if unset else "no such file or folder"
         raise MissingData(f"data.{key}={source!r}: {why}") from error
     for row in found:
         wanted = True
@@ -246,7 +256,9 @@ def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) ->
 def _refuse_canaries(rows: Sequence[SourceRow]) -> None:
     for row in rows:
         if "canary" in row.fields:
-            row.fail("canary", "this row must not be trained on (its authors mark it so)")
+            row.fail(
+                "canary", "this row must not be used for training: it carries its authors' canary"
+            )
 
 
 def _encode(
@@ -257,19 +269,19 @@ def _encode(
     *,
     answers: bool,
 ) -> list[Example]:
-    """Write every row as text, then tokenize all texts in one call each."""
+    """Render every row as text, then tokenize prompts and demonstrations in one call each."""
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
-    # A chat template writes its own special tokens; a plain prompt gets the tokenizer's (BOS).
+    # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     prompts = _tokenize(tokenizer, texts, special=not config.chat)
     demo_texts = [_demo_text(config, row) for row in rows]
     carried = [text for text in demo_texts if text is not None]
     if carried and tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token: demonstrations could not end")
+        raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, carried, special=False))
     examples = []
     for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
         if not prompt:
-            row.fail(config.prompt_field, f"the tokenizer makes no token of {text!r:.60}")
+            row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         examples.append(
             Example(
                 id=row.text(config.id_field, required=False) or row.place,
@@ -291,7 +303,7 @@ def _tokenize(
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
     text = row.text(config.prompt_field, key="prompt_field")
-    assert text is not None  # `text` raises on a missing field
+    assert text is not None  # `row.text` raises if the field is missing
     if config.template is not None:
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
     if not config.chat:
@@ -314,7 +326,9 @@ def _demo_text(config: DataConfig, row: SourceRow) -> str | None:
 
 
 def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
-    """The row's fields as a template shows them: choices lettered, other lists one per line."""
+    """The row's fields formatted for a template: choices get letters, other lists one item per
+    line.
+    """
     shown = dict(row.fields)
     for name, value in row.fields.items():
         if isinstance(value, list):
@@ -332,7 +346,7 @@ def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
     try:
         return template.format_map(values)
     except KeyError as error:
-        row.fail(str(error.args[0]), f"is missing, and the template {template!r:.80} uses it")
+        row.fail(str(error.args[0]), f"is missing, but the template {template!r:.80} uses it")
 
 
 def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:
@@ -343,12 +357,12 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
         return text
     matches = re.findall(config.answer_pattern, text)
     if not matches:
-        row.fail(config.answer_field, f"answer_pattern {config.answer_pattern!r} finds nothing")
+        row.fail(config.answer_field, f"answer_pattern {config.answer_pattern!r} does not match")
     return matches[-1].strip()
 
 
 def _within(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
-    """None for a prompt that is too long; the example without its demonstration if that is."""
+    """Apply the length limits: None if the prompt is too long, no `demo` if the demonstration is."""
     limit = config.max_prompt_tokens
     if limit is not None and len(example.prompt) > limit:
         dropped[f"prompt longer than {limit} tokens"] += 1
@@ -363,6 +377,6 @@ def _within(config: DataConfig, example: Example, dropped: Counter[str]) -> Exam
 def _finish(source: str, kept: list[Example], dropped: Counter[str]) -> Examples:
     reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
     if not kept:
-        raise ValueError(f"{source}: no row is left (dropped: {reasons})")
+        raise ValueError(f"{source}: no rows left (dropped: {reasons})")
     logger.info("%s: kept %d rows; dropped: %s", source, len(kept), reasons)
     return Examples(kept, dropped)

@@ -1,4 +1,4 @@
-"""Which prompts and demonstrations a step takes: data sets, their order, a rank's share."""
+"""Selects each step's prompts and demonstrations: datasets, their order, this rank's share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .shift import ShiftingOrder
 
 
 class Feed:
-    """The data of one run on one of `ranks` processes; its state is the positions in the orders.
+    """The data of a run on one of `ranks` processes; its state is the position in each order.
 
-    steps: optimiser steps of the run, as the method sees them.
+    steps: optimizer steps of the run, after the method's limit on epochs.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Feed:
         self.shows = sampling.demos == "prompt"
         self.continues = any(stage.prefix for stage in sampling.stages)
         self.together = 1 + sampling.pairs
-        # rows stay where several parts of each rank's are measured against each other
+        # no balancing if the gradients of several parts of each rank's rows are compared
         self.balances = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
@@ -55,8 +55,7 @@ class Feed:
         shifts = config.data.demo_shifts or ()
         if sampling.demos == "prompt" and shifts:
             raise ValueError(
-                f"data.demo_shifts: method {self.method.name!r} learns from the demonstrations of "
-                "the sampled prompts, which are never exchanged; choose another method"
+                f"data.demo_shifts: method {self.method.name!r} trains on the demonstrations of the sampled prompts and does not support demo_shifts; choose another method"
             )
         if sampling.demos == "apart":
             self.apart = True
@@ -72,27 +71,30 @@ class Feed:
             _divides("demo_batch", self.batch, ranks)
 
     def examples(self) -> list[Example]:
-        """This rank's prompts of the next sampling."""
+        """This rank's prompts for the next sampling."""
         taken = self.prompt_order.take(self.prompt_batch)
         return [self.prompts[i] for i in taken[self.share]]
 
     def demo_rows(self, step: int) -> list[Row]:
-        """This rank's demonstrations of step `step`, if it has any apart from the prompts."""
+        """This rank's demonstrations for `step`, if they come from a separate set; otherwise none."""
         if not (self.apart and self.method.needs(step).demos):
             return []
         taken = self.demo_order.take(step, self.batch)
         rows = [demo_row(self.demos[which][i], self.demo_tokens) for which, i in taken]
-        if self.balances:  # all ranks know all of them
+        if self.balances:  # every rank has all of them already
             return shares(rows, self.ranks, self.together)[self.rank]
         return rows[self.share]
 
     def balanced(self, rollouts: list[Row]) -> list[Row]:
-        """This rank's share of all ranks' rollouts, by tokens where these are what is counted."""
+        """This rank's rollouts, rebalanced across ranks by tokens if micro-batches are sized in
+        tokens.
+        """
         return exchanged(rollouts, self.together) if self.balances else rollouts
 
     def check_budgets(self, config: TrainConfig) -> int:
-        """The most tokens of a prompt and its response; ConfigError if a row of the run can be
-        longer than what it must fit into."""
+        """Maximum length of a prompt with its response. Raises ConfigError if a row of the run may
+        exceed a token budget.
+        """
         rollouts = config.rollouts
         row = self.longest_row(rollouts.max_new_tokens)
         check_budget("micro_tokens", config.micro_tokens, row, self.together)
@@ -102,14 +104,15 @@ class Feed:
         return drawn
 
     def longest_start(self) -> int:
-        """Tokens that a response can have before it: a prompt, and what is given of its
-        demonstration."""
+        """Maximum number of tokens before a response: a prompt and, if prefixes are used, its
+        demonstration.
+        """
         if "prompt_order" not in self.orders:
             return 0
         return max(len(e.prompt) + self.continues * len(e.demo or ()) for e in self.prompts)
 
     def longest_row(self, response: int) -> int:
-        """Tokens that a row of the run can have, with responses of at most `response` tokens."""
+        """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
         shown = [self.prompts] if self.shows else []
         for examples in shown + (self.demos if self.apart else []):
@@ -117,11 +120,11 @@ class Feed:
         return max(lengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """State in plain JSON types."""
         return {name: order.state_dict() for name, order in self.orders.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; what it does not name was not read so far."""
+        """Resume from `state`; orders that it does not name start from the beginning."""
         for name, order in self.orders.items():
             if name in state:
                 order.load_state_dict(state[name])
@@ -129,4 +132,4 @@ class Feed:
 
 def _divides(name: str, value: int, ranks: int) -> None:
     if value % ranks:
-        raise ValueError(f"{name}={value}: use a multiple of the {ranks} processes")
+        raise ValueError(f"{name}={value}: use a multiple of the number of processes, {ranks}")

@@ -1,4 +1,4 @@
-"""Which rows go through the model together: micro-batches by a number of rows or of tokens."""
+"""Groups rows into micro-batches, by number of rows or number of tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from dataclasses import dataclass
 
 from .rows import Row
 
-Unit = Sequence[Row]  # rows that stay together, in their order
+Unit = Sequence[Row]  # consecutive rows that are never split
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How a rank's rows of one kind are cut into forward passes."""
+    """How a rank's rows of one kind are split into micro-batches."""
 
     rows: int | None = None
-    """Rows in one, without `tokens`; None: all."""
+    """Rows per micro-batch if `tokens` is None; None: all."""
     tokens: int | None = None
-    """Tokens in one: of the rows alone where they are packed, with their padding where not."""
+    """Tokens per micro-batch, including padding unless the rows are packed."""
     packed: bool = False
-    """Rows lie end to end instead of padded. Needs `tokens`."""
+    """Concatenate the rows instead of padding them; requires `tokens`."""
     unit: int = 1
-    """So many rows in a row stay together, and are counted as one."""
+    """Number of consecutive rows that are never split across micro-batches."""
 
     def split(self, rows: Sequence[Row], least: int = 1) -> list[list[Row]]:
-        """The micro-batches of `rows`, where they are packed `least` if there are enough rows.
+        """Split `rows` into micro-batches; with packing, into at least `least` if there are enough
+        units.
 
-        Raises ValueError for a unit beyond `tokens`.
+        Raises ValueError if a unit exceeds `tokens`.
         """
         if self.tokens is None:
             size = max(self.rows // self.unit, 1) * self.unit if self.rows else max(len(rows), 1)
@@ -51,7 +52,7 @@ class MicroBatches:
             )
 
     def _pack(self, units: Sequence[Unit], least: int) -> list[list[Unit]]:
-        """Few parts of nearly equal tokens: longest first, each to the part with the fewest."""
+        """Few parts with nearly equal tokens: greedy, longest unit first, to the emptiest part."""
         assert self.tokens is not None
         costs = list(map(self._cost, units))
         order = sorted(range(len(units)), key=lambda i: (-costs[i], i))
@@ -65,17 +66,20 @@ class MicroBatches:
                 heapq.heappush(heap, (load + costs[i], part))
             if all(load <= self.tokens for load, _ in heap):
                 return [[units[i] for i in sorted(part)] for part in parts]
-            count += 1  # ends at one unit per part
+            count += 1  # terminates: one unit per part always fits
 
     def _fill(self, units: Sequence[Unit]) -> list[list[Unit]]:
-        """Rows of like lengths together, as many as fit with their padding."""
+        """Group units of similar length, as many as fit including their padding."""
         assert self.tokens is not None
         parts: list[list[Unit]] = []
         widest = room = 0
         for unit in sorted(units, key=self._cost, reverse=True):
             if not parts or widest > room:
                 parts.append([])
-                widest, room = self._cost(unit), self.tokens  # the first of a part is its widest
+                widest, room = (
+                    self._cost(unit),
+                    self.tokens,
+                )  # units are sorted, so the first of a part is the longest
             parts[-1].append(unit)
             room -= widest
         return parts

@@ -1,4 +1,4 @@
-"""The order in which rows are visited: shuffled epochs from a seed, resumable anywhere."""
+"""The order in which rows are visited: epochs shuffled from a seed, resumable at any position."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 
 class Order:
-    """Endless epochs over `n` rows, each epoch a fresh permutation that depends on the seed alone.
+    """Infinite epochs over `n` rows, each a new permutation that depends only on the seed and the
+    epoch.
 
-    The permutation comes from Python's own generator seeded with text, which is the same on every
-    machine and version; so every rank computes the same order and no state but a position is kept.
+    The permutation comes from `random.Random` with a string seed, which is stable across machines
+    and Python versions, so every rank computes the same order and only the position is saved.
 
     Args:
         n: number of rows, at least 1.
@@ -30,16 +31,16 @@ class Order:
 
     @property
     def position(self) -> int:
-        """Rows handed out so far, over all epochs."""
+        """Number of rows taken so far, over all epochs."""
         return self._position
 
     @property
     def epoch(self) -> int:
-        """Complete passes so far."""
+        """Number of completed epochs."""
         return self._position // self.n
 
     def take(self, k: int) -> list[int]:
-        """The next `k` row numbers; runs on into the next epoch where this one ends."""
+        """The next `k` row indices, continuing into the next epoch if this one ends."""
         if k < 0:
             raise ValueError(f"k must not be negative, got {k}")
         taken: list[int] = []
@@ -53,7 +54,7 @@ class Order:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types: what `load_state_dict` needs to go on with the same order."""
+        """State for `load_state_dict`, in plain JSON types."""
         return {
             "n": self.n,
             "seed": self.seed,
@@ -62,10 +63,10 @@ class Order:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`.
+        """Resume from `state`.
 
         Raises:
-            ValueError: the state is of another order (rows, seed or shuffle differ).
+            ValueError: the state belongs to another order (rows, seed or shuffle differ).
         """
         for name in ("n", "seed", "shuffle"):
             if state[name] != getattr(self, name):

@@ -1,8 +1,8 @@
-"""From token lists to the tensors of one forward pass.
+"""Converts token lists to the tensors of one forward pass.
 
 Legend: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
-response tokens have a loss. Rows are padded on the right, or packed end to end; either way place t
-of the targets is the token after input t.
+response tokens have a loss. Rows are padded on the right, or packed end to end; either way
+`targets[t]` is the token after input t.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from .examples import Example
 
 
 class Row(NamedTuple):
-    """One completion to learn from."""
+    """One training row: a prompt and a completion."""
 
     ids: tuple[int, ...]  # prompt and response
     start: int  # index in ids of the first token that has a loss
     is_demo: bool
     advantage: float = 0.0
-    sequence: int = -1  # its number among the step's sequences, to find its log-probs again
+    sequence: int = -1  # index of the row within the step, to look up its log-probs
     weight: float = 1.0  # factor of the row's loss, > 0
-    switch: int = -1  # a rollout's tokens before this index, from start on, are a demonstration's
-    unit: int = -1  # rollouts of one unit depend on each other, as a prompt's do; -1: on no other
+    switch: int = -1  # a rollout's tokens from `start` up to this index belong to a demonstration
+    unit: int = (
+        -1
+    )  # id of a group of statistically dependent rollouts, such as a prompt's; -1: independent
 
     @property
     def response_tokens(self) -> int:
@@ -45,67 +47,75 @@ class Row(NamedTuple):
         return max(self.switch - self.start, 0)
 
     def scored(self, at: int) -> slice:
-        """Which places predict its tokens with a loss, if the row begins at place `at`."""
+        """Positions that predict the row's loss tokens, for a row that starts at position `at`."""
         return slice(at + max(self.start, 1) - 1, at + len(self.ids) - 1)
 
     @property
     def mixed(self) -> bool:
-        """Whether its first tokens with a loss are a demonstration's and the others are not."""
+        """Whether the loss tokens are a demonstration prefix followed by the policy's own tokens."""
         return self.switch > self.start and not self.is_demo
 
     @property
     def kind(self) -> tuple[bool, bool, float]:
-        """Rows of one kind may share a micro-batch: demonstration or not, mixed or not, weight."""
+        """Rows with equal kind may share a micro-batch: (is_demo, mixed, weight)."""
         return self.is_demo, self.mixed, self.weight
 
 
 class Batch(NamedTuple):
-    """The tensors of one forward pass: `[B, T]` padded, or `[1, N]` with the rows end to end.
+    """The tensors of one forward pass: `[B, T]` padded, or `[1, N]` packed.
 
-    S sequences: the rows, or two of each row that is half demonstration.
+    The S sequences are the rows, or two per row in a batch of mixed rows.
     """
 
     input_ids: Tensor  # int64
-    targets: Tensor  # int64, like input_ids: the next token where it has a loss, else -100
+    targets: Tensor  # int64, shaped like input_ids: the next token if it has a loss, else -100
     advantages: Tensor  # float32 [S], on the CPU
     is_demo: Tensor  # bool [S], on the CPU
-    starts: tuple[int, ...]  # where each row begins among the flattened tokens
-    longest: int  # tokens of the longest row
-    attention_mask: Tensor | None = None  # int64 [B, T], of padded rows
-    position_ids: Tensor | None = None  # int64 [1, N] from 0 in each row, of packed rows
-    row_bounds: Tensor | None = None  # int32 [rows + 1], of packed rows
-    cu_seqlens: Tensor | None = None  # int32 [S + 1], where the sequences are not the padded rows
+    starts: tuple[int, ...]  # offset of each row in the flattened tokens
+    longest: int  # length of the longest row
+    attention_mask: Tensor | None = None  # int64 [B, T]; padded batches only
+    position_ids: Tensor | None = (
+        None  # int64 [1, N], restarting from 0 in each row; packed batches only
+    )
+    row_bounds: Tensor | None = None  # int32 [rows + 1]; packed batches only
+    cu_seqlens: Tensor | None = None  # int32 [S + 1]; None if the sequences are the padded rows
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """What the model's own forward takes; attention stays in a row whose positions restart."""
+        """Arguments of the model's forward; restarting positions confine attention to a row."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return {
-            "input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": None,
-            # flash attention would find these in the positions, once per layer
-            "cu_seq_lens_q": self.row_bounds, "cu_seq_lens_k": self.row_bounds,
-            "max_length_q": self.longest, "max_length_k": self.longest,
-        }  # fmt: skip
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": None,
+            # flash attention would derive these from the positions in every layer
+            "cu_seq_lens_q": self.row_bounds,
+            "cu_seq_lens_k": self.row_bounds,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
 
     def laid_out(self, *like_targets: Tensor | None) -> Iterator[Any]:
-        """Each of them in the layout in which the loss takes this batch."""
+        """Yield each tensor in the layout that the loss expects for this batch."""
         for x in like_targets:
             yield x if x is None or self.cu_seqlens is None else x.flatten()
 
 
 def token_ids(parts: Iterable[Sequence[int]]) -> np.ndarray:
-    """int64 [N], all of `parts` end to end: `torch.tensor` takes seven times as long."""
+    """Concatenate `parts` into int64 [N]; seven times as fast as `torch.tensor`."""
     return np.fromiter(itertools.chain.from_iterable(parts), np.int64)
 
 
 def collate(
     rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu", packed: bool = False
 ) -> Batch:
-    """Pad `rows` into a batch, or pack them; no rows give a batch of one token without loss."""
+    """Pad or pack `rows` into a batch; without rows, a batch of one dummy token without loss."""
     rows = rows or (Row((pad_token,), 1, False),)
     lengths = np.array([len(row.ids) for row in rows])
-    first = np.array([max(row.start, 1) for row in rows])  # nothing predicts the very first token
+    first = np.array(
+        [max(row.start, 1) for row in rows]
+    )  # the first token of a row is never predicted
     width = int(lengths.max())
     if packed:
         starts = (0, *itertools.accumulate(lengths.tolist()))
@@ -123,7 +133,7 @@ def collate(
     is_demo = torch.tensor([row.is_demo for row in rows])
     bounds = starts if packed else None
     if any(row.mixed for row in rows):
-        # position t predicts token t + 1, so the demonstration's part ends one place early
+        # position t predicts token t + 1, so the demonstration part ends one position earlier
         cuts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
         bounds = (*itertools.chain(*cuts), starts[-1])
         advantages = advantages.repeat_interleave(2)
@@ -136,36 +146,46 @@ def collate(
         return None if bounds is None else there(np.array(bounds, np.int32))
 
     return Batch(
-        there(ids), there(targets), advantages, is_demo, starts[:-1], width,
+        there(ids),
+        there(targets),
+        advantages,
+        is_demo,
+        starts[:-1],
+        width,
         attention_mask=None if packed else there((places < ends).astype(np.int64)),
         position_ids=there(places) if packed else None,
-        row_bounds=ends_of(starts) if packed else None, cu_seqlens=ends_of(bounds),
-    )  # fmt: skip
+        row_bounds=ends_of(starts) if packed else None,
+        cu_seqlens=ends_of(bounds),
+    )
 
 
 class Counts(NamedTuple):
-    """How much there is of everything that a term may be divided by."""
+    """Row and token counts by which a loss term may be divided."""
 
     rollouts: float
     rollout_tokens: float  # with a loss
     demos: float
     demo_tokens: float  # with a loss
-    rows: float  # with a loss; one that is half demonstration counts once
-    tokens: float  # all that pass through the model, prompts too
+    rows: float  # with a loss; a mixed row counts once
+    tokens: float  # all tokens that pass through the model, including prompts
 
 
 def count(rows: Sequence[Row]) -> Counts:
-    """The counts of this rank's rows; those of all ranks are their sum."""
+    """The counts of this rank's rows; sum them over ranks for the global counts."""
     shown = [row.demo_tokens for row in rows]
     own = [row.response_tokens - tokens for row, tokens in zip(rows, shown, strict=True)]
     return Counts(
-        sum(n > 0 for n in own), sum(own), sum(n > 0 for n in shown), sum(shown),
-        sum(row.response_tokens > 0 for row in rows), sum(len(row.ids) for row in rows),
-    )  # fmt: skip
+        sum(n > 0 for n in own),
+        sum(own),
+        sum(n > 0 for n in shown),
+        sum(shown),
+        sum(row.response_tokens > 0 for row in rows),
+        sum(len(row.ids) for row in rows),
+    )
 
 
 def norms(counts: Counts, spec: LossSpec, pooled: bool = False) -> Pair:
-    """The divisors of the two terms from global counts; pooled: one count over all rows."""
+    """The divisors of the two terms, from global counts; pooled: both use one count over all rows."""
     rows = Pair(counts.demos, counts.rollouts)
     tokens = Pair(counts.demo_tokens, counts.rollout_tokens)
     if pooled:
@@ -176,7 +196,7 @@ def norms(counts: Counts, spec: LossSpec, pooled: bool = False) -> Pair:
 
 
 def demo_row(example: Example, tokens: int | None = None) -> Row:
-    """An example's demonstration, of which the last `tokens` have a loss; None: all."""
+    """The row of an example's demonstration; only its last `tokens` have a loss (None: all)."""
     demo = example.demo or ()
     learnt = len(demo) if tokens is None else min(tokens, len(demo))
     ids = example.prompt + demo

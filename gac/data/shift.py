@@ -1,7 +1,7 @@
-"""Demonstrations that are exchanged for others in the middle of a run.
+"""Switches the demonstration set in the middle of a run.
 
-A deployment's demonstrations may go stale, or good ones may arrive late; an experiment on it needs
-the change at a known step, the same on every rank and after every resume.
+In deployment, demonstrations may become outdated, or good ones may arrive late. An experiment needs
+this change at a known step, the same on every rank and after every resume.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ class DemoShift:
     """From optimiser step `step` on, demonstrations come from `demos`."""
 
     step: int
-    """The first step, from 0, that reads the new set; > 0."""
+    """The first step (from 0) that uses the new set; must be > 0."""
     demos: str
     """Source of the new set, read like the first one."""
 
     def __post_init__(self) -> None:
         if self.step < 1:
-            raise ValueError(f"step={self.step!r}: use a number >= 1; `demos` is the first set")
+            raise ValueError(
+                f"step={self.step!r}: use a number >= 1; data.demos is the set from step 0"
+            )
 
 
 def check_shifts(shifts: Sequence[DemoShift]) -> None:
-    """Raise ValueError unless every shift comes after the one before it."""
+    """Raise ValueError unless the steps are strictly increasing."""
     steps = [shift.step for shift in shifts]
     if steps != sorted(set(steps)):
-        raise ValueError(f"demo_shifts: steps {steps} must rise from one shift to the next")
+        raise ValueError(f"demo_shifts: steps {steps} must be strictly increasing")
 
 
 class ShiftingOrder:
-    """Which set a step reads, and which of its rows: an `Order` for each set.
+    """Selects the set and the rows of a step, with one `Order` per set.
 
     Args:
-        starts: the first step of each set, rising; the first is 0.
-        sizes: rows of each set.
+        starts: the first step of each set, increasing; the first is 0.
+        sizes: number of rows in each set.
     """
 
     def __init__(self, starts: Sequence[int], sizes: Sequence[int], seed: int) -> None:
@@ -47,7 +49,7 @@ class ShiftingOrder:
         self.orders = [Order(size, seed) for size in sizes]
 
     def take(self, step: int, k: int) -> list[tuple[int, int]]:
-        """(set, row) of the next `k` demonstrations; steps must not go back."""
+        """(set, row) of the next `k` demonstrations; `step` must not decrease."""
         number = max(i for i, start in enumerate(self.starts) if start <= step)
         return [(number, row) for row in self.orders[number].take(k)]
 
@@ -57,10 +59,10 @@ class ShiftingOrder:
         return {**first, "later": later} if later else first
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.
+        """Resume from `state`.
 
         Raises:
-            ValueError: it belongs to other sets.
+            ValueError: the state belongs to other sets.
         """
         states = [state, *state.get("later", [])]
         if len(states) != len(self.orders):

@@ -1,4 +1,4 @@
-"""Where rows come from: JSON lines (plain or gzipped), saved Hugging Face datasets, the hub."""
+"""Reads rows from JSON lines (plain or gzipped), saved Hugging Face datasets, or the Hub."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson")
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One row and where it stands, so that every later complaint can point at it."""
+    """One row and its location, so that later errors can refer to it."""
 
     fields: Mapping[str, Any]
     """The row as read."""
     source: str
-    """The file, or the data set's name and split."""
+    """The file, or the dataset's name and split."""
     number: int
     """Line of the file, or row of the data set, counted from 1."""
 
     @property
     def place(self) -> str:
-        """`file.jsonl, line 3`."""
+        """E.g. `file.jsonl, line 3`."""
         return f"{self.source}, line {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:
@@ -39,17 +39,17 @@ class SourceRow:
     def get(self, field: str, *, required: bool = True, key: str | None = None) -> Any:
         """The field's value; None when it is absent or null and not `required`.
 
-        key: of the configuration, that chose the field, for the error.
+        key: the configuration key that selected the field, for the error message.
         """
         value = self.fields.get(field)
         if value is None and required:
             state = "is null" if field in self.fields else "is missing"
             had = ", ".join(sorted(self.fields)) or "no field"
-            self.fail(field, f"{state}; the row has {had}{f': set {key}' if key else ''}")
+            self.fail(field, f"{state}; the row's fields are {had}{f': set {key}' if key else ''}")
         return value
 
     def text(self, field: str, *, required: bool = True, key: str | None = None) -> str | None:
-        """The field as text that is not blank (numbers are written out); see `get`."""
+        """The field as non-blank text (numbers are converted); see `get`."""
         value = self.get(field, required=required, key=key)
         if value is None:
             return None
@@ -65,15 +65,15 @@ class SourceRow:
 def read_rows(source: str) -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
-    `source` is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face data
-    set (`folder`, or `folder:split` where it holds several splits), or a data set of the hub
+    `source` is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face
+    dataset (`folder`, or `folder:split` if it has several splits), or a dataset on the Hub
     (`owner/name:split` or `owner/name:configuration:split`). `~` and `$NAME` are expanded.
 
     Raises:
         MissingData: a path that does not exist.
         DataError: a line that is not a JSON object.
-        ValueError: a hub name without its split.
-        MissingExtra: a Hugging Face data set without the `datasets` package.
+        ValueError: a Hub name without a split.
+        MissingExtra: a Hugging Face dataset, but `datasets` is not installed.
     """
     source = os.path.expandvars(source)
     path = Path(source).expanduser()
@@ -83,7 +83,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     if Path(folder).expanduser().is_dir():
         return _read_saved(Path(folder).expanduser(), split)
     if source.endswith(JSON_LINES) or source.startswith(("/", ".", "~", "$")):
-        raise MissingData(f"data source {source!r}: there is no such file or folder")
+        raise MissingData(f"data source {source!r}: no such file or folder")
     return _read_hub(source)
 
 
@@ -97,7 +97,7 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
             try:
                 fields = json.loads(line.decode("utf-8"))
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise DataError(f"{place}: not valid JSON in UTF-8 ({error})") from error
+                raise DataError(f"{place}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):
                 raise DataError(f"{place}: expected an object, found {type(fields).__name__}")
             yield SourceRow(fields, str(path), number)
@@ -107,11 +107,11 @@ def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
     try:
         yield from lines
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: the compressed file is damaged or cut short ({error})") from error
+        raise DataError(f"{path}: the compressed file is corrupt or truncated ({error})") from error
 
 
 def _datasets() -> Any:
-    return import_extra("datasets", "a Hugging Face data set (unlike a .jsonl file)")
+    return import_extra("datasets", "reading a Hugging Face dataset (unlike a .jsonl file)")
 
 
 def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
@@ -119,8 +119,7 @@ def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
         saved = _datasets().load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise DataError(
-            f"data source {str(folder)!r} is a folder without a saved data set: name a .jsonl file "
-            "in it, or what datasets' save_to_disk wrote"
+            f"data source {str(folder)!r} is a folder without a saved dataset: give a .jsonl file in it, or a folder written by datasets' save_to_disk"
         ) from error
     if isinstance(saved, dict):
         if split not in saved:
@@ -136,16 +135,17 @@ def _read_hub(source: str) -> Iterator[SourceRow]:
     name, *rest = source.split(":")
     if len(rest) not in (1, 2) or not all([name, *rest]):
         raise ValueError(
-            f"data source {source!r}: no such file, and not 'name:split' or "
-            "'name:configuration:split' of the Hugging Face hub"
+            f"data source {source!r}: no such file, and not of the form 'name:split' or 'name:configuration:split' (Hugging Face Hub)"
         )
     *configuration, split = rest
     datasets = _datasets()
     try:
         table = datasets.load_dataset(name, *configuration, split=split)
-    except (OSError, ValueError) as error:  # no network, no such data set, no such split
+    except (OSError, ValueError) as error:  # no network, no such dataset, no such split
         problem = " ".join(str(error).split())[:300]
-        raise DataError(f"data source {source!r} cannot be read from the hub: {problem}") from error
+        raise DataError(
+            f"data source {source!r} could not be read from the Hub: {problem}"
+        ) from error
     return _enumerate(table, source)
 
 

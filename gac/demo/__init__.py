@@ -1,4 +1,4 @@
-"""The demonstration: a tiny task on which mixing SFT and RL matters."""
+"""`gac demo`: a tiny task on which mixing SFT and RL matters."""
 
 METHODS = ("sft", "grpo", "constant", "gac", "gac-gated")
-"""What `gac demo` compares unless it is told otherwise."""
+"""Methods that `gac demo` compares by default."""

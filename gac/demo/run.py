@@ -1,7 +1,7 @@
-"""`gac demo`: train a tiny base model, post-train it by several methods, compare them.
+"""`gac demo`: train a tiny base model, post-train it with several methods, and compare them.
 
-Every stage is an ordinary run in its own folder, started as `gac train` would; a stage that is
-finished is not run again, and an interrupted one resumes from its checkpoint.
+Every stage is an ordinary `gac train` run in its own folder. Finished stages are skipped, and
+interrupted ones resume from their checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import METHODS
 from .settings import short
 from .task import write_task
 
-GATE = (0.01, 0.10)  # the base must find a few right subtractions, not many
+GATE = (0.01, 0.10)  # accepted subtraction accuracy of the base model: low, but not zero
 
 
 def run_demo(
@@ -55,8 +55,8 @@ def run_demo(
     folders = [Path(c.out) for c in runs.values()]
     page = write_report(folders, out)
     print(f"\n{results_table(folders)}\n")
-    print(f"All of it took {time.perf_counter() - started:.0f} s on this machine.")
-    print(f"The report: {page}")
+    print(f"Total time: {time.perf_counter() - started:.0f} s.")
+    print(f"Report: {page}")
     print("Next: gac demo --methods gac constant --seeds 3, or train your own model:")
     print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
     return 0
@@ -69,10 +69,10 @@ def make_base(
     gate: tuple[float, float] | None = None,
     data: str = "base",
 ) -> Path:
-    """The base model's folder, trained on the task's file `data` if it is not there yet.
+    """Train the base model on the task's file `data`, unless it exists, and return its folder.
 
-    A base that never solves a subtraction, or solves many, makes a dull comparison: then the next
-    seed is tried until the accuracy is inside `gate`. What was measured is printed.
+    A base that solves no subtractions, or many, makes the comparison uninformative, so seeds are
+    tried until the accuracy is within `gate`. Each accuracy is printed.
     """
     low, high = GATE if gate is None else gate
     for seed in seeds:
@@ -85,61 +85,83 @@ def make_base(
         if low <= found["-"] <= high:
             return run / "model"
     raise RunError(
-        f"no base with a subtraction accuracy in [{low}, {high}] in {len(seeds)} seeds; see {out}"
+        f"no base model reached a subtraction accuracy in [{low}, {high}] with {len(seeds)} seeds; see {out}"
     )
 
 
 def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
     task = out / "task"
     data = {"prompts": str(task / "prompts.jsonl"), "demo_field": "solution"}
-    return load(TrainConfig, {
-        "out": str(run),
-        "data": data | rest.pop("data", {}),
-        "reward": "gac.demo.task:reward",
-        "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
-        "eval": {
-            "data": {"prompts": str(task / "eval.jsonl")},
-            "max_new_tokens": 9, "batch": None, "split_field": "op",
-        } | rest.pop("eval", {}),
-        "checkpoint_every": 20,
-        **rest,
-    })  # fmt: skip
+    return load(
+        TrainConfig,
+        {
+            "out": str(run),
+            "data": data | rest.pop("data", {}),
+            "reward": "gac.demo.task:reward",
+            "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
+            "eval": {
+                "data": {"prompts": str(task / "eval.jsonl")},
+                "max_new_tokens": 9,
+                "batch": None,
+                "split_field": "op",
+            }
+            | rest.pop("eval", {}),
+            "checkpoint_every": 20,
+            **rest,
+        },
+    )
 
 
 def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
-    """Plain SFT of a random model on the weak teacher's answers."""
+    """SFT of a randomly initialized model on the weak teacher's answers."""
     task = out / "task"
-    return _config(out, run, {
-        "model": {"path": str(task / "init"), "random_init": True},
-        "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
-        "method": {"name": "sft"}, "name": "base",
-        "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
-        "steps": steps, "demo_batch": 64, "seed": seed, "checkpoint_every": 100,
-        "eval": {"samples": 4, "temperature": 1.0},
-    })  # fmt: skip
+    return _config(
+        out,
+        run,
+        {
+            "model": {"path": str(task / "init"), "random_init": True},
+            "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
+            "method": {"name": "sft"},
+            "name": "base",
+            "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
+            "steps": steps,
+            "demo_batch": 64,
+            "seed": seed,
+            "checkpoint_every": 100,
+            "eval": {"samples": 4, "temperature": 1.0},
+        },
+    )
 
 
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
     """One post-training run from the base; only the method and the seed differ between runs.
 
-    Methods that learn from the sampled prompts' own demonstrations get them on every subtraction;
-    all others get a set of 256 apart from the prompts.
+    Methods that train on demonstrations of the sampled prompts get one for every subtraction; all
+    others get a separate set of 256.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
     if TABLE[name]().sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
-    return _config(out, out / f"{name}-{seed}", {
-        "model": {"path": str(base)},
-        "data": data,
-        "method": {"name": name, **short(name, steps)},
-        "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
-        "steps": steps, "demo_batch": 32, "seed": seed,
-        "eval": {"every": 20}, "monitor_kl_every": 10, "export": False,
-    })  # fmt: skip
+    return _config(
+        out,
+        out / f"{name}-{seed}",
+        {
+            "model": {"path": str(base)},
+            "data": data,
+            "method": {"name": name, **short(name, steps)},
+            "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
+            "steps": steps,
+            "demo_batch": 32,
+            "seed": seed,
+            "eval": {"every": 20},
+            "monitor_kl_every": 10,
+            "export": False,
+        },
+    )
 
 
 def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
-    """Run each configuration in a process of its own, `jobs` at a time; finished ones are kept."""
+    """Run each configuration in its own process, `jobs` at a time; finished runs are skipped."""
     waiting = {name: c for name, c in runs.items() if not _finished(c)}
     going: dict[str, subprocess.Popen] = {}
     threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
@@ -152,7 +174,9 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
                 path = out / f"{name}.yaml"
                 save(config, path)
                 print(f"training {name} ({config.steps} steps) ...", flush=True)
-                log = None if jobs == 1 else (out / f"{name}.log").open("w")  # two bars would mix
+                log = (
+                    None if jobs == 1 else (out / f"{name}.log").open("w")
+                )  # progress bars of several runs would overwrite each other
                 command = [sys.executable, "-m", "gac.cli", "train", str(path)]
                 going[name] = subprocess.Popen(
                     command, env=environment, preexec_fn=die_with_parent, stderr=log
@@ -170,11 +194,15 @@ def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
             process.wait()
 
 
-_libc = ctypes.CDLL(None)  # opened here: after a fork, another thread's lock may be held for ever
+_libc = ctypes.CDLL(
+    None
+)  # loaded at import: after a fork, a lock held by another thread would never be released
 
 
 def die_with_parent() -> None:
-    """Ask Linux to stop this process when its parent dies, so that a rerun finds no one at work."""
+    """Ask Linux to stop this process when its parent dies, so that a rerun does not meet orphaned
+    processes.
+    """
     if sys.platform == "linux":
         _libc.prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 

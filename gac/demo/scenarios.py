@@ -1,8 +1,8 @@
-"""Scenarios of the demo's task, each a configuration: `python -m gac.demo.scenarios`.
+"""Scenarios for the demo task, one configuration each: `python -m gac.demo.scenarios`.
 
-In each, something about the demonstrations, the rewards or the base differs from `base`, the
-demo's own setting. The command writes data, bases and OUT/NAME.yaml; then, for instance,
-`gac train OUT/spoil.yaml --set method=gac-gated` or `gac study OUT/spoil.yaml --methods ...`.
+Each changes the demonstrations, the rewards or the base model of `base`, the demo's own setting.
+The command writes the data, the base models and OUT/NAME.yaml; then run, for example, `gac train
+OUT/spoil.yaml --set method=gac-gated` or `gac study OUT/spoil.yaml --methods ...`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gac.train_config import TrainConfig
 from .run import make_base, method_config
 from .task import rows, write_rows, write_task, wrong
 
-CHANGE = 0.4  # the share of a run after which what changes has changed
-SPARSE = 0.05  # subtractions per addition in the data of the base that hardly subtracts
+CHANGE = 0.4  # fraction of a run after which the scenario's change takes effect
+SPARSE = 0.05  # subtractions per addition in the training data of the `sparse` base model
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What differs from the demo's own setting."""
+    """Differences from the demo's own setting."""
 
     words: str
     base: str = "first"
@@ -42,7 +42,7 @@ class Scenario:
     flipped: float = 0.0
     """Share of the rewards that are flipped after the change."""
     op: str | None = None
-    """The only operation that is asked and evaluated; None: both."""
+    """Train and evaluate on this operation only; None: both."""
 
 
 SCENARIOS = {
@@ -51,18 +51,24 @@ SCENARIOS = {
     "wrong": Scenario("demonstrations whose digits are random", demos="wrong"),
     "noisy": Scenario("35 % of the rewards are flipped after the change", flipped=0.35),
     "sparse": Scenario(
-        "subtraction alone, which the base solves in less than 1 % of its attempts",
-        base="sparse", op="-",
+        "subtraction only, which the base model solves in less than 1 % of its attempts",
+        base="sparse",
+        op="-",
     ),
-    "late": Scenario("demonstrations whose digits are random until the change",
-                     demos="wrong", later="demos"),
-    "second": Scenario("as base, from another base model", base="second"),
-    "half": Scenario("after the change, half of the demonstrations have random digits",
-                     later="half"),
-    "turn": Scenario("demonstrations of addition until the change, of subtraction afterwards",
-                     demos="plus", later="demos"),
-}  # fmt: skip
-BASES = {  # file of its data, seeds to try, accepted share of solved subtractions
+    "late": Scenario(
+        "demonstrations whose digits are random until the change", demos="wrong", later="demos"
+    ),
+    "second": Scenario("same as base, but with another base model", base="second"),
+    "half": Scenario(
+        "after the change, half of the demonstrations have random digits", later="half"
+    ),
+    "turn": Scenario(
+        "demonstrations of addition until the change, and of subtraction afterwards",
+        demos="plus",
+        later="demos",
+    ),
+}
+BASES = {  # data file, seeds to try, accepted subtraction accuracy
     "first": ("base", range(5), (0.01, 0.10)),
     "second": ("base", range(5, 10), (0.01, 0.10)),
     "sparse": ("sparse", range(5), (0.0, 0.0099)),
@@ -72,7 +78,7 @@ BASES = {  # file of its data, seeds to try, accepted share of solved subtractio
 def write_scenarios(
     out: Path, names: Sequence[str] = tuple(SCENARIOS), steps: int = 160, base_steps: int = 400
 ) -> dict[str, TrainConfig]:
-    """Write the data, train the bases that are missing, write out/NAME.yaml for each name."""
+    """Write the data, train the missing base models and write out/NAME.yaml for each name."""
     task = out / "task"
     if not (task / "plus.jsonl").exists():
         write_task(task, seed=0)
@@ -89,7 +95,8 @@ def write_scenarios(
 
 
 def write_more(task: Path, seed: int) -> None:
-    """wrong.jsonl: demos.jsonl with random digits; half.jsonl: every other one of them.
+    """Write the scenarios' data. wrong.jsonl: demos.jsonl with random digits. half.jsonl: random
+    digits in every other row.
     sparse.jsonl: base.jsonl with fewer subtractions. eval_minus.jsonl: 200 held-out subtractions.
     plus.jsonl: 256 additions as weak as demos.jsonl."""
     rng = random.Random(f"scenarios:{seed}")
@@ -132,13 +139,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and write the scenarios; returns the exit code."""
     listed = "\n".join(f"  {name:8} {scenario.words}" for name, scenario in SCENARIOS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m gac.demo.scenarios", description=f"{__doc__}\n\n{listed}",
+        prog="python -m gac.demo.scenarios",
+        description=f"{__doc__}\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/scenarios"))
     parser.add_argument("--names", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
-    parser.add_argument("--steps", type=int, default=160, help="optimiser steps of a run")
-    parser.add_argument("--base-steps", type=int, default=400, help="of the models to start from")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps per run")
+    parser.add_argument(
+        "--base-steps", type=int, default=400, help="optimizer steps for training the base models"
+    )
     args = parser.parse_args(argv)
     for name in write_scenarios(args.out, args.names, args.steps, args.base_steps):
         print(f"{args.out / name}.yaml: {SCENARIOS[name].words}")

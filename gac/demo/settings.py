@@ -1,4 +1,4 @@
-"""The methods' own lengths and schedules, squeezed into a run of a few steps."""
+"""Durations and schedules of the methods, scaled to short demo runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from gac.methods import METHODS
 
 
 def short(name: str, steps: int) -> dict[str, Any]:
-    """Fields of method `name` for a demo run of `steps`; published lengths are for about 800."""
+    """Fields of method `name` for a demo run of `steps` steps; published durations assume about
+    800.
+    """
     prior = {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}
     decaying = {"peak": 0.9, "valley": 0.05, "decay": int(0.6 * steps)}
     fields: dict[str, dict[str, Any]] = {
@@ -17,12 +19,13 @@ def short(name: str, steps: int) -> dict[str, Any]:
         "sft-best": {"epochs": 20},
         "sft-then-rl": {"sft_steps": steps // 2},
         **{key: {"schedule": decaying} for key in ["hpcd", "chord-mu", "chord"]},
-        "wcf": {"schedule": {"peak": 0.5, "valley": 0.02, "warmup": steps // 4,
-                             "decay": steps // 2}},
+        "wcf": {
+            "schedule": {"peak": 0.5, "valley": 0.02, "warmup": steps // 4, "decay": steps // 2}
+        },
         **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
         "dwa": {"window": max(steps // 16, 1)},
         "gac-early-refresh": {"early_steps": steps // 8},
-    }  # fmt: skip
+    }
     scheduled = any(field.name == "prior" for field in dataclasses.fields(METHODS[name]))
     own_prior = not scheduled or name.startswith(("gac-prior", "gac-gated"))
     return fields.get(name, {}) | ({} if own_prior else {"prior": prior})

@@ -1,10 +1,11 @@
-"""A task on which mixing matters: addition can be found by rewards, subtraction must be shown.
+"""A task on which mixing matters: addition can be learned from rewards, subtraction needs
+demonstrations.
 
-Two four-digit numbers, `+` or `-`, digits interleaved from the units up, so that a small model can
-work column by column: 0038+0047 is asked as "+87340000=" and answered column by column with the
-result's digit and a mark that says whether something is carried or borrowed. The reward wants the
-length, the four digits and the last mark. The base model adds badly and hardly subtracts; the
-demonstrations show subtraction only, and many of them are wrong.
+A prompt is two four-digit numbers and `+` or `-`, with the digits interleaved from the units up so
+that a small model can work column by column: 0038+0047 is written as "+87340000=". The answer
+gives, for each column, the result digit and a mark for a carry or borrow. The reward checks the
+length, the four digits and the last mark. The base model is poor at addition and hardly ever
+subtracts correctly; the demonstrations cover only subtraction, and many of them are wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def prompt(a: int, b: int, op: str) -> str:
 
 
 def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """Result digit and mark of each column; with `rng`, each carry is forgotten at that rate."""
+    """Result digit and mark of each column; with `rng`, each carry is forgotten with probability
+    `forget`.
+    """
     out, carry = [], 0
     for _ in range(DIGITS):
         x, y = a % 10, b % 10
@@ -59,36 +62,47 @@ def reward(completion: str, example: Any) -> float:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, made on the spot."""
+    """Build a character-level tokenizer."""
     words = ["<pad>", "<eos>", "<unk>", *ALPHABET]
     model = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     model.decoder = Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=model,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def model_config(vocabulary: int, pad: int, eos: int) -> Qwen2Config:
-    """A Qwen2 of 0.3 million weights."""
+    """A Qwen2 configuration with 0.3 million parameters."""
     return Qwen2Config(
-        vocab_size=vocabulary, hidden_size=96, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True, initializer_range=0.1, pad_token_id=pad, eos_token_id=eos,
+        vocab_size=vocabulary,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        pad_token_id=pad,
+        eos_token_id=eos,
         bos_token_id=None,
-    )  # fmt: skip
+    )
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """JSON lines with prompt, answer and solution."""
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def rows(
     rng: random.Random, ops: Sequence[str], forget: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """One row per entry of `ops`; with `forget`, the solution forgets carries at that rate."""
+    """One row per entry of `ops`; with `forget`, solutions forget carries with that probability."""
     out = []
     for i, op in enumerate(ops):
         a, b, _ = problem(rng, op)
@@ -100,8 +114,9 @@ def rows(
 
 
 def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same rows, those that subtract with a weak demonstration, for methods that want
-    demonstrations of the sampled prompts."""
+    """The same rows, with a weak demonstration for each subtraction, for methods that need
+    demonstrations of the sampled prompts.
+    """
     rng, out = random.Random(f"demos:{seed}"), []
     for row in prompts:
         op, digits = row["prompt"][0], row["prompt"][1:-1]
@@ -111,21 +126,26 @@ def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, A
 
 
 def wrong(demos: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same demonstrations, every digit of the solution replaced by a random one."""
+    """The same demonstrations with every digit of the solution replaced by a random one."""
     rng = random.Random(f"wrong:{seed}")
     return [
-        row | {"solution": "".join(rng.choice("0123456789") if c.isdigit() else c
-                                   for c in row["solution"])}
+        row
+        | {
+            "solution": "".join(
+                rng.choice("0123456789") if c.isdigit() else c for c in row["solution"]
+            )
+        }
         for row in demos
-    ]  # fmt: skip
+    ]
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """All files of the task: data, tokenizer and the configuration of the model.
+    """Write all files of the task: data, tokenizer and model configuration.
 
-    base.jsonl: what the base model learns from (few subtractions, carries often forgotten).
-    demos.jsonl: 256 subtractions, borrows forgotten at 0.3. prompts.jsonl: half of each.
-    prompts_demos.jsonl: the same prompts, each subtraction with such a demonstration.
+    base.jsonl: training data of the base model (few subtractions, carries often forgotten).
+    demos.jsonl: 256 subtractions, with borrows forgotten with probability 0.3. prompts.jsonl: half
+    of each.
+    prompts_demos.jsonl: the same prompts, with such a demonstration for each subtraction.
     eval.jsonl: 200 held-out problems, half of each.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Evaluation beside training: the tasks are read once, then asked again and again."""
+"""Evaluation during training: tasks are loaded once and evaluated repeatedly."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .task import EvalSettings, answer, split_of
 
 
 class Evaluator:
-    """The tasks of a run; false when there is none.
+    """Evaluates a run's tasks. Falsy if there are none.
 
-    reward: the run's own, for tasks that name no other.
+    reward: the run's reward, used for tasks that do not set their own.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class Evaluator:
         return bool(self.jobs)
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """A row of eval.jsonl: accuracy, accuracy/<split or task>, response_length, seconds."""
+        """Evaluate all tasks and return a row of eval.jsonl: accuracy, accuracy/<split or task>,
+        response_length, seconds.
+        """
         started = time.perf_counter()
         row: dict[str, Any] = {}
         for name, job in self.jobs.items():
@@ -43,13 +45,15 @@ class Evaluator:
         return {**row, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
-        """Give back what the rewards hold."""
+        """Release the rewards' resources."""
         for job in self.jobs.values():
             job.reward.close()
 
 
 def _refuse_equal_columns(jobs: Mapping[str, Job]) -> None:
-    """A split of the first task may be named like a further task, or like a split of one."""
+    """Raise ConfigError if a split of the first task shares a column name with another task or its
+    splits.
+    """
     first = jobs.get("")
     if first is None:
         return

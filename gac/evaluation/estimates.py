@@ -1,6 +1,6 @@
 """Estimates with intervals: pass@k, accuracy over prompts, differences of paired scores.
 
-Samples of one prompt are never treated as independent: the unit is the prompt.
+Samples of one prompt are not independent, so the unit is the prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 Z95 = NormalDist().inv_cdf(0.975)
-DRAWS = 10_000  # resamples of a bootstrap
+DRAWS = 10_000  # bootstrap resamples
 
 
 class Difference(NamedTuple):
@@ -25,12 +25,13 @@ class Difference(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of `k` of `samples` responses drawn without replacement is right.
+    """Probability that at least one of `k` responses, drawn without replacement from `samples`, is
+    correct.
 
-    It is 1 - C(n - c, k) / C(n, k) for c right ones of n, unbiased for k fresh samples.
+    Equals 1 - C(n - c, k) / C(n, k) for c correct out of n responses; unbiased for k fresh samples.
 
     Raises:
-        ValueError: k outside of [1, samples], or correct outside of [0, samples].
+        ValueError: k is outside [1, samples], or correct is outside [0, samples].
 
     Source:
         arXiv 2107.03374, equation 1.
@@ -45,8 +46,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     """95 % Wilson interval of the mean score over prompts.
 
-    Its sample size is n p (1 - p) / variance, at least n: with one right-or-wrong sample per prompt
-    that is n, and more samples make a prompt count for more. At a mean of 0 or 1 it is n.
+    The effective sample size is n p (1 - p) / variance, but at least n. It equals n for one binary
+    sample per prompt or a mean of 0 or 1, and grows with the number of samples per prompt.
 
     Args:
         means: the mean score of each prompt, in [0, 1].
@@ -58,7 +59,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
         ValueError: a score outside of [0, 1].
 
     Source:
-        Wilson 1927; the effective size is that of clustered samples (Kish 1965).
+        Wilson 1927; effective sample size for clustered samples: Kish 1965.
     """
     values = np.asarray(means, dtype=float)
     n = len(values)
@@ -77,7 +78,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean; (nan, nan) below two values."""
+    """95 % percentile bootstrap interval of the mean; (nan, nan) for fewer than two values."""
     data = np.asarray(values, dtype=float)
     if len(data) < 2:
         return math.nan, math.nan

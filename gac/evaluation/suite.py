@@ -1,4 +1,5 @@
-"""`gac eval`: a model on several tasks, its results kept task by task, compared with earlier ones.
+"""`gac eval`: evaluates a model on several tasks, saves results after each task and can compare
+them with earlier ones.
 
 OUT/results.json        per task: accuracy, interval, pass@k; a finished task is not run again
 OUT/samples.jsonl.gz    every answer of every finished task
@@ -46,7 +47,7 @@ RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """`gac eval`: a model, and what it is asked."""
+    """Configuration of `gac eval`: a model and its tasks."""
 
     model: ModelConfig = ModelConfig()
     """The model to evaluate."""
@@ -55,25 +56,29 @@ class EvalConfig:
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)
     """Several tasks by name, each with `data`, `reward`, `samples`, `temperature` and so on."""
     reward: Any = "math"
-    """The reward of tasks that name none: as in training."""
+    """Default reward for tasks that do not set one; same format as in training."""
     out: str = "evals"
-    """Where results and answers of `tasks` are kept; finished tasks are not run again."""
+    """Output folder for the results and answers of `tasks`. Finished tasks are not rerun."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Sampling seed."""
 
     def __post_init__(self) -> None:
         if self.tasks and self.settings.data.prompts:
-            raise ValueError("tasks and settings.data.prompts are both set: give one of them")
+            raise ValueError("tasks and settings.data.prompts are both set: set only one of them")
         check_names(self.tasks)
         for name, task in self.tasks.items():
             if not task.data.prompts:
-                raise ValueError(f"tasks.{name}.data.prompts is missing: name its file or data set")
+                raise ValueError(
+                    f"tasks.{name}.data.prompts is missing: set it to a file or data set"
+                )
         if self.settings.every or self.settings.tasks:
-            raise ValueError("settings.every and settings.tasks belong to training: use tasks")
+            raise ValueError(
+                "settings.every and settings.tasks apply only to training: use tasks instead"
+            )
 
 
 class Job(NamedTuple):
-    """A task ready to run: its data were read and its reward was built before any work."""
+    """A task that is ready to run: its data is loaded and its reward is built."""
 
     task: EvalTask
     examples: Examples
@@ -81,34 +86,40 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """The single task of `settings`: accuracy, accuracy/<split>, response_length and so on."""
+    """Run the single task in `settings`; returns accuracy, accuracy/<split>, response_length and so
+    on.
+    """
     accelerator = _join(config)
     found: dict[str, Any] = {}
-    _ask(config, accelerator.device, {"": config.settings},
-         lambda _, job, run: found.update(flat(run(job), job.task)))  # fmt: skip
+    _ask(
+        config,
+        accelerator.device,
+        {"": config.settings},
+        lambda _, job, run: found.update(flat(run(job), job.task)),
+    )
     setup.leave()
     return found
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
-    """Run every task whose results the folder `config.out` does not hold yet.
+    """Run every task that has no results in `config.out` yet.
 
     Args:
-        config: the model, and what it is asked.
+        config: the model and its tasks.
         against: another results.json or its folder; adds the paired difference over shared prompts.
 
     Returns:
-        What results.json then holds: accuracies with their intervals, by task.
+        The contents of results.json: accuracies with their intervals, by task.
 
     Raises:
-        ConfigError: `config.out` belongs to other settings, or `against` holds no results.
+        ConfigError: `config.out` holds results for different settings, or `against` has no results.
     """
     out = Path(config.out)
     other = read_samples(against) if against else None
     writable_folder("out", out)
     accelerator = _join(config)
     results, answers = _resume(config, out)
-    accelerator.wait_for_everyone()  # a rank that reads late must not find this run's results
+    accelerator.wait_for_everyone()  # a slow rank must not read results that this run has written
     missing = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
 
     def keep(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
@@ -137,7 +148,7 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
 def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[str, Any]:
     """A task's summary as columns of eval.jsonl: accuracy, accuracy/<split>, response_length.
 
-    prefix: a further task's name; its columns are accuracy/<name> and accuracy/<name>/<split>.
+    prefix: name of an additional task; its columns are accuracy/<name> and accuracy/<name>/<split>.
     """
     found, tail = summary(answers, task), f"/{prefix}" if prefix else ""
     return {
@@ -150,26 +161,30 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
 
 
 def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dict[str, Job]:
-    """Read the data and build the reward of each task; `reward` is for those that name none."""
+    """Load the data and build the reward of each task; `reward` is the default for tasks that set
+    none.
+    """
     jobs = {}
     for name, task in tasks.items():
         try:
             examples = load_prompts(task.data, tokenizer)
             for example in examples:
-                split_of(task, example)  # refused before any work
+                split_of(task, example)  # fail before any work
             own = reward if task.reward is None else task.reward
             jobs[name] = Job(task, examples, own if isinstance(own, Reward) else build_reward(own))
-        except ValueError as error:  # what a part refuses, bad rows, and absent files
+        except ValueError as error:  # invalid settings, invalid rows and missing files
             raise ConfigError(f"tasks.{name}: {error}" if name else str(error)) from error
     return jobs
 
 
 def read_samples(source: Path) -> dict[str, list[Answer]]:
-    """The answers by task beside a results.json; `source` is that file or its folder."""
+    """Read the answers by task, stored next to a results.json; `source` is that file or its folder."""
     folder = source.parent if source.name == RESULTS else source
     path = folder / SAMPLES
     if not path.is_file():
-        raise ConfigError(f"{source}: no {SAMPLES} there; give the folder of an earlier gac eval")
+        raise ConfigError(
+            f"{source}: no {SAMPLES} found; use the output folder of an earlier gac eval"
+        )
     found: dict[str, list[Answer]] = {}
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -182,7 +197,7 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: not what gac eval writes, or damaged ({error}); delete its folder")
+    return ConfigError(f"{path}: not a gac eval result, or damaged ({error}); delete its folder")
 
 
 def _join(config: EvalConfig) -> Accelerator:
@@ -190,9 +205,11 @@ def _join(config: EvalConfig) -> Accelerator:
 
 
 def _ask(
-    config: EvalConfig, device: torch.device, tasks: Mapping[str, EvalTask],
+    config: EvalConfig,
+    device: torch.device,
+    tasks: Mapping[str, EvalTask],
     use: Callable[[str, Job, Callable[[Job], list[Answer]]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Load the model and call `use(name, job, run)` for each task, on every process."""
     with refusals_are(ConfigError):
         tokenizer = load_tokenizer(config.model)
@@ -210,7 +227,7 @@ def _ask(
 
 
 def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, list[Answer]]]:
-    """Results and answers of the tasks that are finished; nothing where OUT is new."""
+    """Results and answers of the finished tasks; empty if OUT is new."""
     path = out / RESULTS
     if not path.exists():
         return {"tasks": {}}, {}
@@ -230,7 +247,7 @@ def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, li
 
 
 def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
-    """All that decides a task's answers and scores, as plain JSON types."""
+    """All settings that affect a task's answers and scores, as plain JSON types."""
     reward = config.reward if task.reward is None else task.reward
     plain = {"model": dump(config.model), **dump(task), "reward": reward, "seed": config.seed}
     return json.loads(json.dumps(plain, default=str))
@@ -250,7 +267,9 @@ def _compare(mine: Sequence[Answer], other: Sequence[Answer], source: Any) -> di
 
 
 def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """Samples first: a task that results.json names has its answers. The main process writes."""
+    """Write from the main process, samples first, so that every task in results.json has its
+    answers.
+    """
     if collectives.rank():
         return
     out.mkdir(parents=True, exist_ok=True)

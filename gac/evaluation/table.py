@@ -7,18 +7,18 @@ from typing import Any
 
 from gac.cells import aligned, percent, span
 
-HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "cut off", "dropped")
+HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "truncated", "dropped")
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """One line per task and per split of it, in percent; a last column where it was compared."""
+    """One line per task and split, in percent, with a last column if results were compared."""
     return aligned(results_lines(results))
 
 
 def results_lines(results: Mapping[str, Any]) -> list[list[str]]:
-    """The table's cells, its head first; lines of splits begin with two spaces."""
+    """The table's cells, header first. Split rows are indented by two spaces."""
     compared = any("against" in row for row in results["tasks"].values())
-    lines = [[*HEAD, "against"] if compared else list(HEAD)]
+    lines = [[*HEAD, "difference"] if compared else list(HEAD)]
     for name, row in results["tasks"].items():
         lines.append([*_cells(name, row), *([_against(row)] if compared else [])])
         for split, part in row["splits"].items():
@@ -32,8 +32,14 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
     size = f"{row['prompts']} x {row['samples']}"
     cut, dropped = percent(row["truncated"]), str(row["dropped"])
     return [
-        name, percent(row["accuracy"]), span(row["ci95"]), passed or "-", size, cut, dropped,
-    ]  # fmt: skip
+        name,
+        percent(row["accuracy"]),
+        span(row["ci95"]),
+        passed or "-",
+        size,
+        cut,
+        dropped,
+    ]
 
 
 def _against(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One task: the answers of a model to held-out prompts, and what they amount to.
+"""One evaluation task: a model's answers to held-out prompts, and their summary.
 
 Legend: Q prompts, K samples per prompt.
 """
@@ -27,28 +27,29 @@ from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A data set, how the model answers it, and what scores the answers."""
+    """A data set, its generation settings and its reward."""
 
     data: DataConfig = DataConfig()
-    """Prompts and gold answers; `data.prompts` null: nothing to evaluate."""
+    """Prompts and gold answers. If `data.prompts` is null, nothing is evaluated."""
     reward: Any = None
-    """A name, a mapping or package.module:function; null: the reward of the whole configuration."""
+    """A name, a mapping or package.module:function; null: the configuration's top-level reward."""
     samples: int = 1
     """Responses per prompt; accuracy is their mean (avg@k)."""
     temperature: float = 0.0
     """0: greedy."""
     top_p: float = 1.0
-    """Nucleus of the sampling."""
+    """Nucleus sampling threshold."""
     max_new_tokens: int = 1024
-    """Longest response, in tokens."""
+    """Maximum response length in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts of one token each that end a response, beside the end token."""
+    """Single-token strings that end a response, in addition to the EOS token."""
     batch: int | None = 64
-    """Responses generated at once; null: all. Processes share the batches."""
+    """Responses per generation batch; null: all. Batches are distributed over processes."""
     split_field: str | None = None
-    """A field of the rows: accuracy is also given for each of its values."""
+    """Row field to split results by: accuracy is also reported for each of its values."""
     pass_at: tuple[int, ...] = ()
-    """Each k of pass@k, at most `samples`; a response is right when its score is 1."""
+    """Values of k for pass@k, at most `samples`. A response is correct if its score is at least 1.
+    """
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_new_tokens"):
@@ -65,20 +66,21 @@ class EvalTask:
                 raise ValueError(f"pass_at={k!r}: use numbers in [1, samples={self.samples}]")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples={self.samples} at temperature=0 are all the same: set a temperature"
+                f"samples={self.samples} at temperature=0 would all be identical: set temperature > 0"
             )
 
 
 @dataclass(frozen=True)
 class EvalSettings(EvalTask):
-    """Evaluation beside training."""
+    """Evaluation during training."""
 
     every: int = 0
-    """Optimiser steps between evaluations during training; 0: only before the first step, which is
-    recorded as step 0, and after the last."""
+    """Optimizer steps between evaluations; 0: evaluate only before the first step (recorded as step
+    0) and after the last.
+    """
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)
-    """Further tasks by name, each with `data`, `reward`, `samples` and so on; recorded as
-    accuracy/NAME. The best checkpoint is chosen by the task above."""
+    """Additional tasks by name, each with `data`, `reward`, `samples` and so on; recorded as
+    accuracy/NAME. The best checkpoint is selected by the main task above."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +88,7 @@ class EvalSettings(EvalTask):
 
 
 def check_names(tasks: Iterable[str]) -> None:
-    """Raise ValueError for a task's name that a column or a table cannot show unmistakably."""
+    """Raise ValueError for a task name that would be ambiguous in a column or table."""
     for name in tasks:
         if not name or not name.isprintable() or name != name.strip() or "/" in name:
             raise ValueError(
@@ -99,26 +101,30 @@ class Answer(NamedTuple):
     """One response to one prompt."""
 
     number: int
-    """Place of the prompt in the data."""
+    """Index of the prompt in the data."""
     id: str
     split: str | None
     response: str
     length: int
-    """Tokens, the stop token included."""
+    """Length in tokens, including the stop token."""
     score: float | None
     """None: the reward dropped the row."""
     truncated: bool
-    """The length limit cut it off."""
+    """Whether the length limit cut it off."""
 
 
 def answer(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example],
-    reward: Any, task: EvalTask, seed: int,
-) -> list[Answer]:  # fmt: skip
-    """Q x K answers in the order of the examples, on every rank.
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    reward: Any,
+    task: EvalTask,
+    seed: int,
+) -> list[Answer]:
+    """Generate and score Q x K answers, in the order of the examples; returned on every rank.
 
-    A batch has a seed of its own, so any number of processes gives the same answers. The global
-    generators stay as they were.
+    Each batch has its own seed, so the answers do not depend on the number of processes. The global
+    RNG state is left unchanged.
     """
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
     starts = range(0, len(examples), per_call)
@@ -127,25 +133,38 @@ def answer(
     responses: list[tuple[int, ...]] = []
     with torch.random.fork_rng():
         for turn in range(calls(model, len(mine))):
-            # in lockstep a rank whose batches are done still has to take part in the others'
+            # with sharded weights, a rank that has finished its batches must still join the others'
+            # calls
             start = mine[turn] if turn < len(mine) else len(examples)
             part = range(start, min(start + per_call, len(examples)))
             torch.manual_seed((seed << 32) + start)
             responses += generate(
-                model, tokenizer, [examples[i].prompt for i in part],
-                max_new_tokens=task.max_new_tokens, temperature=task.temperature,
-                top_p=task.top_p, samples=task.samples, stop=task.stop,
-            )  # fmt: skip
+                model,
+                tokenizer,
+                [examples[i].prompt for i in part],
+                max_new_tokens=task.max_new_tokens,
+                temperature=task.temperature,
+                top_p=task.top_p,
+                samples=task.samples,
+                stop=task.stop,
+            )
             owners += [i for i in part for _ in range(task.samples)]
-    # one by one: a rank may have no response, and an empty batch decodes to one empty text
+    # one by one: a rank may have no responses, and an empty batch would decode to one empty string
     texts = [str(tokenizer.decode(list(r), skip_special_tokens=True)) for r in responses]
     scores = reward(texts, [examples[i] for i in owners])
     stops = set(stop_tokens(tokenizer, task.stop))
     found = [
-        Answer(i, examples[i].id, split_of(task, examples[i]), text, len(tokens), score,
-               not tokens or tokens[-1] not in stops)
+        Answer(
+            i,
+            examples[i].id,
+            split_of(task, examples[i]),
+            text,
+            len(tokens),
+            score,
+            not tokens or tokens[-1] not in stops,
+        )
         for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
-    ]  # fmt: skip
+    ]
     everyone = [a for one in gather(found) for a in one]
     return sorted(everyone, key=lambda a: a.number)
 
@@ -153,16 +172,21 @@ def answer(
 def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
     """accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, splits.
 
-    Values that nothing was measured for are None.
+    Values without any measurement are None.
     """
     out = _accuracy(answers)
     scored = [a for a in answers if a.score is not None]
     by_prompt = _scores_by_prompt(scored)
     passed = {
-        str(k): _mean([pass_at_k(len(s), sum(x >= 1 for x in s), k)
-                       for s in by_prompt.values() if len(s) >= k])
+        str(k): _mean(
+            [
+                pass_at_k(len(s), sum(x >= 1 for x in s), k)
+                for s in by_prompt.values()
+                if len(s) >= k
+            ]
+        )
         for k in task.pass_at
-    }  # fmt: skip
+    }
     splits = {a.split: None for a in answers if a.split is not None}
     return {
         **out,
@@ -176,7 +200,7 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
 
 
 def prompt_means(answers: Sequence[Answer]) -> dict[str, float]:
-    """The mean score of each prompt that has one, by its id."""
+    """The mean score of each prompt with at least one score, by prompt id."""
     scored = [a for a in answers if a.score is not None]
     ids = {a.number: a.id for a in scored}
     return {ids[i]: sum(s) / len(s) for i, s in _scores_by_prompt(scored).items()}
@@ -198,7 +222,7 @@ def _accuracy(answers: Sequence[Answer]) -> dict[str, Any]:
 def _scores_by_prompt(scored: Sequence[Answer]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     for a in scored:
-        assert a.score is not None  # the caller left the others out
+        assert a.score is not None  # filtered by the caller
         found[a.number].append(a.score)
     return found
 
@@ -208,7 +232,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def split_of(task: EvalTask, example: Example) -> str | None:
-    """The example's value of `split_field`. Raises ConfigError where the row lacks it."""
+    """The example's value of `split_field`. Raises ConfigError if the row lacks it."""
     if task.split_field is None:
         return None
     if task.split_field not in example.extra:

@@ -1,1 +1,1 @@
-"""What keeps a run from being lost: checkpoints, guards, replay of skipped steps."""
+"""Fault tolerance: checkpoints, guards, heartbeats, replay of skipped steps."""

@@ -1,10 +1,11 @@
-"""Checkpoints by torch.distributed.checkpoint: written aside, made visible by one rename.
+"""Checkpoints with torch.distributed.checkpoint: written to a temporary folder, then published by
+one rename.
 
     checkpoints/step-00000120/     sharded tensors and progress.json
-    checkpoints/damaged-00000140/  one that failed its checksums, kept out of the way
+    checkpoints/damaged-00000140/  a checkpoint that failed its checksums, moved aside
 
-The same files load on any number of processes. All ranks see one file system; every function is
-called by all of them.
+A checkpoint loads on any number of processes. All ranks must share a file system, and call every
+function that does not say otherwise.
 """
 
 from __future__ import annotations
@@ -37,27 +38,31 @@ from gac.errors import CheckpointError, NoCheckpoint
 from gac.parallel.collectives import gather, rank, ranks
 
 logger = logging.getLogger(__name__)
-# one process is what a run without torchrun means
+# a run without torchrun has one process on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-MODEL = "model."  # what the names of the model's tensors start with
+MODEL = "model."  # prefix of the model's tensor names
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 BLOCK = 1 << 24  # bytes read at once for a checksum
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any],
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: dict[str, Any],
     further: dict[str, Tensor] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write checkpoint `step` under `folder`. Returns its path.
 
-    further: other tensors of the run, sharded like the parameters.
+    further: additional tensors of the run, sharded like the parameters.
 
     Raises CheckpointError, on every rank, if any rank could not write its part.
     """
     final, aside = _path(folder, step), folder / f".writing-{step:08d}"
     stepped = bool(optimizer.state)
     tensors, moments = get_state_dict(model, optimizer)
-    if not stepped:  # torch made a state to save; training must go on as if it had not
+    if not stepped:  # get_state_dict created optimizer state in order to save it; undo that
         optimizer.state.clear()
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if further:
@@ -72,7 +77,7 @@ def save(
 
 
 def write_weights(path: Path, model: nn.Module, further: dict[str, Tensor]) -> None:
-    """The model's tensors and `further` ones, in the same format."""
+    """Write the model's tensors and `further`, in the same format."""
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if further:
         state["further"] = further
@@ -83,7 +88,7 @@ def write_weights(path: Path, model: nn.Module, further: dict[str, Tensor]) -> N
 def load(
     path: Path, model: nn.Module, optimizer: Optimizer, further: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fill all but `path` from the checkpoint there, in place; returns its progress."""
+    """Load the checkpoint at `path` into the other arguments, in place; returns its progress."""
     progress = read_progress(path)
     tensors, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
@@ -99,9 +104,9 @@ def load(
 
 
 def load_weights(path: Path, model: nn.Module, further: dict[str, Tensor] | None = None) -> None:
-    """Fill the model of one process from a checkpoint, or from what `write_weights` wrote.
+    """Load a checkpoint, or the output of `write_weights`, into `model` in a single process.
 
-    further: other tensors that were written, filled in place.
+    further: additional saved tensors, loaded in place.
     """
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if further:
@@ -111,7 +116,7 @@ def load_weights(path: Path, model: nn.Module, further: dict[str, Tensor] | None
 
 
 def model_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the model in a checkpoint, by name and without its values (meta)."""
+    """The model's tensors in a checkpoint, by name, on the meta device (without values)."""
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         name.removeprefix(MODEL): torch.empty(
@@ -123,14 +128,16 @@ def model_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some of the model's tensors, whole, in this process alone; `wanted`: of `model_tensors`."""
+    """Read some of the model's tensors, unsharded, in this process only; `wanted`: a subset of
+    `model_tensors`.
+    """
     tensors = {name: torch.empty_like(x, device="cpu") for name, x in wanted.items()}
     dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
     return tensors
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors. Raises CheckpointError if it is damaged."""
+    """The progress saved with the tensors. Raises CheckpointError if it is damaged."""
     try:
         record = json.loads((path / PROGRESS).read_text())
         content = record["content"]
@@ -148,18 +155,22 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The last intact checkpoint; damaged ones after it are named in a warning and renamed.
+    """The newest intact checkpoint, or None; newer, damaged ones are renamed with a warning.
 
-    Each rank checks a share of the files, and all ranks return the same answer.
+    Each rank checks a share of the files; all ranks return the same result.
     """
     for path in reversed(complete(folder)):
         found = [f for f in gather(_fault(path)) if f]
         if not found:
             return path
         aside = path.with_name(path.name.replace("step-", "damaged-"))
-        logger.warning("%s is damaged (%s); it is now %s, and the checkpoint before it is used",
-                       path, found[0], aside.name)  # fmt: skip
-        gather(None)  # nobody renames while another still reads
+        logger.warning(
+            "%s is damaged (%s); renamed it to %s, falling back to the previous checkpoint",
+            path,
+            found[0],
+            aside.name,
+        )
+        gather(None)  # barrier: do not rename while another rank is still reading
         if rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -168,12 +179,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def at(folder: Path, step: int) -> Path:
-    """The finished checkpoint of `step`. Raises CheckpointError, naming those that there are."""
+    """The finished checkpoint of `step`. If there is none, raises NoCheckpoint, which lists the
+    available steps.
+    """
     path = _path(folder, step)
     found = complete(folder)
     if path not in found:
         there = ", ".join(str(int(p.name.removeprefix("step-"))) for p in found) or "none"
-        raise NoCheckpoint(f"step {step} is not in {folder}: there are {there}")
+        raise NoCheckpoint(f"no checkpoint of step {step} in {folder}; available steps: {there}")
     return path
 
 
@@ -194,7 +207,9 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
-    """Every rank's result of `work`; if one of them failed, all raise instead of waiting for it."""
+    """Run `work` on every rank and gather the results; if one rank fails, all raise instead of
+    hanging.
+    """
     result, fault = None, None
     try:
         result = work()
@@ -206,14 +221,13 @@ def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
         free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
         raise CheckpointError(
             f"a checkpoint could not be written under {folder}, where {free:.1f} MB are free "
-            f"({faults[0]}); make room or mend the disk and give the same command again: it goes "
-            "on from the last finished one"
+            f"({faults[0]}); free some space or fix the disk, then rerun the command to resume from the last finished checkpoint"
         )
     return [r for r, _ in results]
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong, through torch's wrapper."""
+    """First line of the underlying error, unwrapped from torch's CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -234,7 +248,9 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _publish(aside: Path, final: Path, content: dict[str, Any]) -> None:
-    content = json.loads(json.dumps(content))  # tuples become lists before they are summed
+    content = json.loads(
+        json.dumps(content)
+    )  # turn tuples into lists before computing the checksum
     with (aside / PROGRESS).open("w") as file:
         json.dump({"checksum": _checksum_of(content), "content": content}, file)
         file.flush()
@@ -242,18 +258,18 @@ def _publish(aside: Path, final: Path, content: dict[str, Any]) -> None:
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     folder = os.open(final.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename survives a power cut
+    os.fsync(folder)  # so that the rename survives a power failure
     os.close(folder)
 
 
 def _mine(path: Path) -> list[str]:
-    """The files that this rank wrote; rank 0 also answers for the index."""
+    """The files that this rank wrote; for rank 0 also the index."""
     names = [p.name for p in path.glob(f"__{rank()}_*.distcp")]
     return [*names, ".metadata"] if rank() == 0 else names
 
 
 def _checksums(path: Path, names: list[str]) -> dict[str, list[int]]:
-    """name -> [bytes, crc32]."""
+    """Map each name to [size in bytes, crc32]."""
     out = {}
     for name in names:
         size = crc = 0
@@ -269,7 +285,7 @@ def _checksum_of(content: dict[str, Any]) -> int:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with this rank's share of a checkpoint's files, if anything is."""
+    """The first fault in this rank's share of a checkpoint's files, or None."""
     try:
         files = read_progress(path)["files"]
         share = sorted(files)[rank() :: ranks()]

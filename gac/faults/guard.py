@@ -1,4 +1,4 @@
-"""Which optimiser steps are not applied, and when a run is given up."""
+"""Decides which optimizer steps to skip and when to abort the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When an optimiser step is skipped, and when the run is given up."""
+    """When to skip an optimizer step, and when to abort the run."""
 
     max_norm: float = 1e5
-    """A step whose gradient norm is above this, or not finite, is not applied."""
+    """Skip a step whose gradient norm is above this or not finite."""
     patience: int = 5
-    """So many skipped steps in a row stop the run, after a checkpoint."""
+    """Consecutive skipped steps after which the run saves a checkpoint and aborts."""
     keep: int = 3
-    """Skipped batches that are saved under out/replay for `gac replay`; each with its weights."""
+    """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
+    """
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:
@@ -28,15 +29,15 @@ class GuardConfig:
 
 
 class Guard:
-    """Judges every step before the optimiser sees its gradient, and counts the bad ones."""
+    """Checks every step before the optimizer applies it, and counts the skipped ones."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.skipped = self.in_a_row = self.kept = 0
-        self.fault: str | None = None  # of the last skipped step
+        self.fault: str | None = None  # why the last skipped step was skipped
 
     def judge(self, norm: float, losses: Mapping[str, float]) -> str | None:
-        """Why the step must be skipped, or None. All arguments are global over ranks."""
+        """The reason to skip the step, or None. All arguments must already be reduced over ranks."""
         fault = None
         for name, value in {**losses, "grad_norm": norm}.items():
             if not math.isfinite(value):
@@ -52,16 +53,16 @@ class Guard:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run must stop."""
+        """Whether too many consecutive steps were skipped."""
         return self.in_a_row >= self.config.patience
 
     def state_dict(self) -> dict[str, int]:
-        """Plain JSON types; a run that was given up starts counting afresh."""
+        """State in plain JSON types; after an aborted run the consecutive count restarts at 0."""
         in_a_row = 0 if self.exhausted else self.in_a_row
         return {"skipped": self.skipped, "in_a_row": in_a_row, "kept": self.kept}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`."""
+        """Resume from `state`."""
         self.skipped, self.in_a_row, self.kept = (
             state[name] for name in ("skipped", "in_a_row", "kept")
         )

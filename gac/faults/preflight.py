@@ -1,4 +1,4 @@
-"""What is checked before a run starts: its folder, the disk, the checkpoint it goes on from."""
+"""Checks before a run starts: the run directory, disk space, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -15,18 +15,28 @@ from gac.errors import BadFolder, ConfigError, RunError
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank
 
-FORMAT = 2  # of what a checkpoint holds; raised when an older one cannot be gone on from
-# keys of TrainConfig, with all below them, that a run may change when it goes on: none changes what
-# is learned from
+FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
+# keys of TrainConfig, with all their subkeys, that may change on resume: none affects which data is
+# trained on
 HARMLESS = {
-    "out", "name", "steps", "eval", "micro_batch", "micro_tokens", "checkpoint_every",
+    "out",
+    "name",
+    "steps",
+    "eval",
+    "micro_batch",
+    "micro_tokens",
+    "checkpoint_every",
     "keep_checkpoints",
-    "trackers", "export", "guards", "parallel", "rollouts.vllm",
-}  # fmt: skip
+    "trackers",
+    "export",
+    "guards",
+    "parallel",
+    "rollouts.vllm",
+}
 
 
 def check_folder(out: Path) -> None:
-    """Raise BadFolder unless every rank can write in `out` and all see the same folder."""
+    """Raise BadFolder unless rank 0 can write to `out` and every rank sees the file it wrote."""
     path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
     fault = None
     try:
@@ -34,10 +44,12 @@ def check_folder(out: Path) -> None:
             out.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"gac")
     except OSError as error:
-        fault = f"the run directory cannot be written ({error.strerror}): choose another `out`"
+        fault = f"the run directory is not writable ({error.strerror}): choose another `out`"
     faults = gather(fault)
     if not any(faults) and not path.exists():
-        fault = f"rank {rank()} does not see the files of rank 0: `out` must be on a shared disk"
+        fault = (
+            f"rank {rank()} does not see the files of rank 0: `out` must be on a shared file system"
+        )
     faults = [f for f in (*faults, *gather(fault)) if f]
     if rank() == 0:
         _remove(path)
@@ -46,7 +58,9 @@ def check_folder(out: Path) -> None:
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
-    """Raise RunError unless `checkpoints` checkpoints of `model` with AdamW's moments fit."""
+    """Raise RunError unless the disk has space for `checkpoints` checkpoints of `model` and AdamW's
+    moments.
+    """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     need, free = checkpoints * (weights + moments), shutil.disk_usage(out).free
@@ -58,7 +72,9 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
 
 
 def check_budget(key: str, tokens: int | None, longest: int, together: int) -> None:
-    """Raise ConfigError unless `together` rows of `longest` tokens fit into the key's `tokens`."""
+    """Raise ConfigError unless `together` rows of `longest` tokens fit into `tokens`, the value of
+    `key`.
+    """
     need = longest * together
     if tokens is not None and tokens < need:
         rows = "the longest row" if together == 1 else f"{together} rows that stay together"
@@ -69,14 +85,14 @@ def check_budget(key: str, tokens: int | None, longest: int, together: int) -> N
 
 
 def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: bool) -> None:
-    """Raise ConfigError unless a run configured as `now` may go on from a checkpoint's progress.
+    """Raise ConfigError unless a run with configuration `now` may resume from a checkpoint's
+    `progress`.
 
-    resize: with another number of processes too.
+    resize: also allow a different number of processes.
     """
     if progress.get("format") != FORMAT:
         raise ConfigError(
-            "the checkpoint in `out` was written by another version of gac: end the run with that "
-            "version, or choose another `out`"
+            "the checkpoint in `out` was written by another version of gac: finish the run with that version, or choose another `out`"
         )
     saved, was, ranks = progress["config"], progress["ranks"], collectives.ranks()
     old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
@@ -87,8 +103,8 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
     ]
     if differing:
         raise ConfigError(
-            "the checkpoint in `out` belongs to another configuration; go on with that one, or "
-            "choose another `out`:\n  " + "\n  ".join(differing)
+            "the checkpoint in `out` has a different configuration; resume with that one, or choose another `out`:\n  "
+            + "\n  ".join(differing)
         )
     if was != ranks and not resize:
         raise ConfigError(
@@ -114,4 +130,4 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        return  # below a file: there was nothing to remove
+        return  # `out` is below a file, so there is nothing to remove

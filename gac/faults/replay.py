@@ -1,4 +1,4 @@
-"""`gac replay`: compute a skipped step again, and each of its rows on its own."""
+"""`gac replay`: recompute a skipped step, and each of its rows separately."""
 
 from __future__ import annotations
 
@@ -20,29 +20,38 @@ from . import checkpoint, skipped
 
 
 def replay(path: Path) -> dict[str, Any]:
-    """Compute the step kept at `path` again, in one process.
+    """Recompute the step saved at `path`, in one process.
 
-    Returns what was recorded, what came out now, and the rows whose loss or gradient is not finite.
+    Returns the recorded values, the recomputed values, and the rows whose loss or gradient is not
+    finite.
     """
     kept, weights = skipped.load(path)
     compute = Recompute(load(TrainConfig, path.parents[1] / "config.yaml"), kept, weights)
     again = compute(kept.step)
     alone = [compute(dataclasses.replace(kept.step, rows=(row,))) for row in kept.step.rows]
     culprits = [
-        {"row": i, "demonstration": row.is_demo, "advantage": row.advantage, **found,
-         "text": compute.tokenizer.decode(list(row.ids))}
+        {
+            "row": i,
+            "demonstration": row.is_demo,
+            "advantage": row.advantage,
+            **found,
+            "text": compute.tokenizer.decode(list(row.ids)),
+        }
         for i, (row, found) in enumerate(zip(kept.step.rows, alone, strict=True))
         if not all(map(math.isfinite, found.values()))
-    ]  # fmt: skip
+    ]
     recorded = {
-        "step": kept.step.number, "fault": kept.fault, "grad_norm": kept.norm,
-        "rollout_loss": kept.losses.rollout, "demo_loss": kept.losses.demo,
-    }  # fmt: skip
+        "step": kept.step.number,
+        "fault": kept.fault,
+        "grad_norm": kept.norm,
+        "rollout_loss": kept.losses.rollout,
+        "demo_loss": kept.losses.demo,
+    }
     return {"recorded": recorded, "again": again, "culprits": culprits}
 
 
 class Recompute:
-    """Gradients under the weights of a skipped step; of the run, only its models are loaded."""
+    """Recomputes gradients under the weights of a skipped step; loads only the models of the run."""
 
     def __init__(self, config: TrainConfig, kept: skipped.SkippedStep, weights: Path) -> None:
         needs, self.weights = kept.step.needs, kept.weights
@@ -69,5 +78,6 @@ class Recompute:
         self.model.zero_grad(set_to_none=True)
         return {
             "grad_norm": float(norm),
-            "rollout_loss": found.losses.rollout, "demo_loss": found.losses.demo,
-        }  # fmt: skip
+            "rollout_loss": found.losses.rollout,
+            "demo_loss": found.losses.demo,
+        }

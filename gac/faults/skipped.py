@@ -1,8 +1,8 @@
-"""A skipped step on disk: the very `Step` that was computed, with its weights and what came out.
+"""A skipped step on disk: the exact `Step`, the model's weights and the results.
 
 replay/step-00000012/rank-0.pt    the step, one file per rank with the rank's rows
-replay/step-00000012/weights/     the model before the step, shared by skipped steps in a row,
-                                  and a method's moving averages
+replay/step-00000012/weights/     the model before the step and the method's moving averages, shared
+by consecutive skipped steps
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gac.training.step import Step
 
 from . import checkpoint
 
-FORMAT = 2  # of the files, raised when an older program's cannot be read
+FORMAT = 2  # version of the files; incremented when older ones can no longer be read
 
 
 @dataclass(frozen=True)
@@ -33,52 +33,60 @@ class SkippedStep:
 
     step: Step
     weights: Pair | None
-    """Of the two terms, from a solver; None: the step's own mix."""
+    """The solver's weights of the two terms; None: the step's own mix."""
     fault: str
     """Why it was skipped."""
     norm: float
-    """Of the gradient."""
+    """Gradient norm."""
     losses: Pair
-    """Over all ranks."""
+    """The two loss terms, reduced over all ranks."""
 
     def keep(
         self, folder: Path, model: nn.Module, tracked: dict[str, Tensor], first: Path | None
     ) -> Path:
-        """Write the step under `folder`; every rank calls it. Returns its path.
+        """Write the step under `folder` and return its path. Call it on every rank.
 
-        tracked: moving averages of gradients. first: where the first of the skipped steps in a row
-        was kept, if this is a later one: the weights are still the same.
+        tracked: moving averages of gradients. first: path of the first step in the current series
+            of skipped steps, whose weights this one shares; None: this is the first.
         """
         path = folder / f"step-{self.step.number:08d}"
         if first is None:
             checkpoint.write_weights(path / "weights", model, tracked)
         path.mkdir(parents=True, exist_ok=True)
         plain: dict[str, Any] = {
-            "format": FORMAT, "step": self.step.plain(), "fault": self.fault, "norm": self.norm,
+            "format": FORMAT,
+            "step": self.step.plain(),
+            "fault": self.fault,
+            "norm": self.norm,
             "weights": None if self.weights is None else tuple(self.weights),
-            "losses": tuple(self.losses), "shares": (first or path).name,
-        }  # fmt: skip
+            "losses": tuple(self.losses),
+            "shares": (first or path).name,
+        }
         torch.save(plain, path / f"rank-{rank()}.pt")
         return path
 
 
 def load(path: Path) -> tuple[SkippedStep, Path]:
-    """The step kept at `path`, with the rows of all ranks, and where its weights are.
+    """The step saved at `path`, with the rows of all ranks, and the path of its weights.
 
     Raises ConfigError if there is none, or if another version wrote it.
     """
     files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
     if not files:
-        raise ConfigError(f"{path} holds no kept step: give a folder of RUN/replay")
+        raise ConfigError(f"{path} contains no saved step: give a folder in RUN/replay")
     parts = [torch.load(file, weights_only=True) for file in files]
     if parts[0].get("format") != FORMAT:
-        raise ConfigError(f"{path} was kept by another version of gac: replay it with that one")
+        raise ConfigError(
+            f"{path} was written by another version of gac: replay it with that version"
+        )
     plain = parts[0]  # all but rows and log-probs are the same on every rank
     skipped = SkippedStep(
         _merged([Step.restore(part["step"]) for part in parts]),
         None if plain["weights"] is None else Pair(*plain["weights"]),
-        plain["fault"], plain["norm"], Pair(*plain["losses"]),
-    )  # fmt: skip
+        plain["fault"],
+        plain["norm"],
+        Pair(*plain["losses"]),
+    )
     return skipped, path.parent / plain["shares"] / "weights"
 
 

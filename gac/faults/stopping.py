@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the training loop answers between two steps."""
+"""Turns Ctrl-C and SIGTERM into a request that the training loop handles between steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` the first signal sets `stop.asked`, a second one acts at once.
+    """`with StopRequest() as stop:` the first signal sets `stop.asked`; the second one takes effect
+    immediately.
 
-    Outside the main thread nothing is caught, because Python allows no handler there.
+    A no-op outside the main thread, where Python does not allow signal handlers.
     """
 
     def __init__(self) -> None:
@@ -28,15 +29,17 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self._restore()
-        logger.warning("stopping after this step; once more to stop at once")
+        logger.warning("stopping after this step; repeat to stop immediately")
 
     def _restore(self) -> None:
         for number, handler in self._old.items():

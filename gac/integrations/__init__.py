@@ -1,1 +1,1 @@
-"""Adaptive mixing inside other trainers: one file per trainer, and what they share."""
+"""Adaptive mixing in other trainers: one module per trainer, plus shared code."""

@@ -1,4 +1,4 @@
-"""From a data set of expert answers to rows with token ids, as the trainer writes its prompts."""
+"""Tokenizes a data set of expert answers, formatting prompts as the trainer does."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ COLUMNS = ({"prompt", "completion"}, {"messages"})
 
 
 def check_columns(name: str, columns: Sequence[str]) -> None:
-    """Raise ValueError unless rows with these columns are demonstrations."""
+    """Raise ValueError unless these are the columns of a demonstration data set."""
     if not any(wanted <= set(columns) for wanted in COLUMNS):
         raise ValueError(
-            f"{name} has the columns {sorted(columns)}: give prompt and completion, or messages"
+            f"{name} has the columns {sorted(columns)}: expected prompt and completion, or messages"
         )
 
 
 def encode(
     row: Mapping[str, Any], place: str, tokenizer: Any, template: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """{"ids": prompt and completion, "start": length of the prompt} of one demonstration.
+    """Tokenize one demonstration; returns {"ids": prompt and completion, "start": length of the
+    prompt}.
 
-    A completion of plain text ends with EOS. Of a conversation the last message is learnt, which
-    must be the assistant's; what a chat template writes after EOS is not, as no rollout has it.
+    A plain-text completion ends with EOS. In a conversation, the completion is the last message,
+    which must be the assistant's. Anything that the chat template adds after EOS is dropped,
+    because rollouts do not contain it.
 
     Args:
         row: prompt and completion (texts, or lists of messages), or messages.
-        place: what errors call the row.
+        place: how errors refer to the row.
         tokenizer: a Hugging Face tokenizer with an EOS token.
-        template: further keywords of `apply_chat_template`.
+        template: additional keyword arguments for `apply_chat_template`.
 
-    Raises ValueError for a row that has nothing to learn from.
+    Raises ValueError for an empty or malformed row.
     """
     if "messages" in row and "completion" not in row:
         prompt, completion = row["messages"][:-1], row["messages"][-1:]
     else:
         prompt, completion = row["prompt"], row["completion"]
     if not completion:
-        raise ValueError(f"{place} has the completion {completion!r}: remove the row")
+        raise ValueError(f"{place}: the completion {completion!r} is empty; remove the row")
     if isinstance(completion, str):
         head = list(tokenizer(prompt)["input_ids"])
         tail = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
@@ -50,9 +52,9 @@ def encode(
     else:
         head, tail = _conversation(prompt, completion, place, tokenizer, template or {})
     if not head:
-        raise ValueError(f"{place} has the prompt {prompt!r}, which is no token: give it a text")
+        raise ValueError(f"{place}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
     if not tail:
-        raise ValueError(f"{place} has a completion of no tokens, {completion!r}: remove the row")
+        raise ValueError(f"{place}: the completion {completion!r} has no tokens; remove the row")
     return {"ids": head + tail, "start": len(head)}
 
 
@@ -66,16 +68,18 @@ def _conversation(
     """Token ids of a conversation up to the assistant's turn, and of that turn."""
     role = completion[-1].get("role")
     if role != "assistant":
-        raise ValueError(f"{place} ends with a message by {role!r}: the last must be assistant's")
+        raise ValueError(f"{place}: the last message has role {role!r}, expected 'assistant'")
     if not completion[-1].get("content") and not completion[-1].get("tool_calls"):
-        raise ValueError(f"{place} ends with a message without content: remove the row")
+        raise ValueError(f"{place}: the last message has no content; remove the row")
     keywords = {"tokenize": True, "return_dict": True, **template}
     head, whole = (
-        list(tokenizer.apply_chat_template(turns, add_generation_prompt=asks, **keywords)[
-            "input_ids"
-        ])
+        list(
+            tokenizer.apply_chat_template(turns, add_generation_prompt=asks, **keywords)[
+                "input_ids"
+            ]
+        )
         for turns, asks in ((prompt, True), ([*prompt, *completion], False))
-    )  # fmt: skip
+    )
     if whole[: len(head)] != head:
         raise ValueError(
             f"{place}: the chat template does not begin the whole conversation with its prompt: "
@@ -90,8 +94,9 @@ def _conversation(
 def tokenized(
     dataset: Any, name: str, tokenizer: Any, template: Mapping[str, Any] | None = None
 ) -> Any:
-    """The Dataset of `encode`'s columns; `name` is what errors call `dataset`. Raises ValueError
-    for other columns than a demonstration's and for the first bad row."""
+    """Tokenize a Dataset with `encode`. `name` is how errors refer to `dataset`. Raises ValueError
+    for unexpected columns and for the first invalid row.
+    """
     check_columns(name, dataset.column_names)
     return dataset.map(
         _encode_numbered,
@@ -113,7 +118,7 @@ def _encode_numbered(
 
 
 def read(path: str) -> Any:
-    """The Dataset in a .jsonl or .parquet file, or in a folder written by `save_to_disk`."""
+    """Load a Dataset from a .jsonl or .parquet file, or from a folder written by `save_to_disk`."""
     from datasets import Dataset, load_from_disk
 
     kinds = {".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
@@ -127,15 +132,17 @@ def read(path: str) -> Any:
 
 
 def row_of(encoded: Mapping[str, Any]) -> Row:
-    """The row of `encode`'s result; advantage 1 is what SHAPED demonstrations are weighted by."""
+    """Convert the result of `encode` to a Row. Its advantage of 1 is the weight for SHAPED
+    demonstrations.
+    """
     return Row(tuple(encoded["ids"]), encoded["start"], is_demo=True, advantage=1.0)
 
 
 def demo_norm(rows: Sequence[Row], spec: LossSpec, ranks: int) -> float:
-    """The `demo_norm` of a step with these demonstrations, whose gradients `ranks` average."""
+    """The `demo_norm` of a step with these demonstrations when gradients are averaged over `ranks`."""
     return norms(count(rows), spec).demo / ranks
 
 
 def share(rows: Sequence[Row], part: int, parts: int) -> list[Row]:
-    """The rows of micro-batch and rank number `part` of `parts`: every so-many-th one."""
+    """Every `parts`-th row, starting at index `part`."""
     return list(rows[part::parts])

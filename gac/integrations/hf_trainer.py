@@ -1,4 +1,4 @@
-"""What every trainer built on transformers' Trainer and TRL's GRPO needs around a mixture."""
+"""Shared code for trainers built on transformers' Trainer and TRL's GRPO."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from gac.mixer import Mixer
 from .rollouts import rollout_moments
 
 if TYPE_CHECKING:
-    from typing import Any as Trainer  # a mixin has what it is mixed into
+    from typing import Any as Trainer  # a mixin can use its host class's attributes
 else:
     Trainer = object
 
 
 class StepMixin(Trainer):
-    """Keeps the demonstrations of the optimiser step under way, the log and the checkpoints."""
+    """Manages the current optimizer step's demonstrations, the log and the checkpoints."""
 
     mixer: Mixer
-    _drawn: Any = None  # the demonstrations of the step under way
-    _micro_batch = 0  # its micro-batches so far
+    _drawn: Any = None  # demonstrations of the current step
+    _micro_batch = 0  # number of its micro-batches so far
     _scored: tuple[Tensor, Tensor | None] | None = None  # the rollouts' log-probs and entropy
 
     def begin_step(self, pick: Callable[[list[int]], Sequence[Any]]) -> None:
-        """Draw the step's demonstrations in its first micro-batch; `pick` turns numbers to rows."""
+        """Draw the step's demonstrations in its first micro-batch; `pick` maps indices to rows."""
         if self._drawn is None:
             self._drawn, self._micro_batch = pick(self.mixer.draw()), 0
 
     def own_share(self) -> Sequence[Any] | None:
-        """This rank's demonstrations in this micro-batch; None where no rank has any.
+        """This rank's demonstrations in this micro-batch, or None if no rank has any.
 
-        The empty list still wants a forward: sharded weights need every rank.
+        An empty list still requires a forward pass: sharded weights need every rank.
         """
         assert self._drawn is not None
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -46,7 +46,7 @@ class StepMixin(Trainer):
         return self._drawn[first + rank :: ranks * self.current_gradient_accumulation_steps]
 
     def end_micro_batch(self) -> None:
-        """Close the step with its last micro-batch, and log it."""
+        """End the micro-batch; after the last one, end the step and log its metrics."""
         self._micro_batch += 1
         if self.accelerator.sync_gradients:
             for name, value in self.mixer.close().items():
@@ -54,14 +54,16 @@ class StepMixin(Trainer):
             self._drawn = None
 
     def observe_rollouts(self, mask: Tensor, advantages: Tensor, ref: Tensor | None) -> None:
-        """Tell the mixer of the rollouts whose loss was just computed; see `rollout_moments`."""
+        """Report the rollouts whose loss was just computed to the mixer; see `rollout_moments`."""
         assert self._scored is not None
         (logps, entropy), self._scored = self._scored, None
         self.mixer.observe(rollout_moments(logps, mask, advantages, entropy=entropy, ref_logps=ref))
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*args, **keywords)
-        if torch.is_grad_enabled():  # the policy's; old and reference log-probs need no gradient
+        if (
+            torch.is_grad_enabled()
+        ):  # the policy's log-probs; old and reference ones are computed without gradients
             self._scored = found[:2]
         return found
 
@@ -73,19 +75,21 @@ class StepMixin(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        # swift can take the weights alone from a checkpoint, and starts anew otherwise
+        # swift can load only the weights from a checkpoint and otherwise start fresh
         if checkpoint is not None and not getattr(self.args, "resume_only_model", False):
             self.mixer.load(checkpoint)
 
 
 def base_model(trainer: Any) -> Any:
-    """The transformers model under accelerate's and peft's wraps."""
+    """The transformers model inside accelerate's and peft's wrappers."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def refused(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """Options of transformers and accelerate that no mixture supports: whether set, and a way."""
+    """Unsupported transformers and accelerate options: name -> (whether it is set, what to do
+    instead).
+    """
     args, accelerator = trainer.args, trainer.accelerator
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -102,18 +106,18 @@ def refused(trainer: Any) -> dict[str, tuple[bool, str]]:
         ),
         "peft_config": (
             any(adapter.is_prompt_learning for adapter in adapters),
-            "virtual tokens shift the demonstrations: use LoRA",
+            "virtual tokens would misalign the demonstrations: use LoRA",
         ),
-        "torch_compile": (args.torch_compile, "it is not supported: set it to False"),
+        "torch_compile": (args.torch_compile, "set it to False"),
         "gradient_checkpointing_kwargs": (
             args.gradient_checkpointing and checkpointing.get("use_reentrant", False),
-            "reentrant checkpointing allows one forward per backward: set use_reentrant to False",
+            "reentrant checkpointing allows only one forward per backward: set use_reentrant to False",
         ),
     }
 
 
 def refuse(name: str, found: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError for the first option of `found` that is set; `name` is the trainer's."""
+    """Raise ValueError for the first unsupported option that is set; `name` is the trainer's name."""
     for option, (is_set, use) in found.items():
         if is_set:
-            raise ValueError(f"{name} refuses {option}: {use}")
+            raise ValueError(f"{name} does not support {option}: {use}")

@@ -1,4 +1,4 @@
-"""What the controller wants to know of rollouts that a trainer has scored."""
+"""Controller statistics of rollouts that a trainer has scored."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from gac_kernels import TokenMoments, loss_from_logprobs
 
 
 def rollout_moments(
-    logps: Tensor,  # [B, T]: of the tokens, under the policy
-    mask: Tensor,  # [B, T]: not 0 where a token is learnt
+    logps: Tensor,  # [B, T]: token log-probabilities under the policy
+    mask: Tensor,  # [B, T]: nonzero for tokens that are trained on
     advantages: Tensor,  # [B], [B, 1] or [B, T]
     *,
     entropy: Tensor | None = None,  # [B, T], nats
-    ref_logps: Tensor | None = None,  # [B, T]: under the reference policy
+    ref_logps: Tensor | None = None,  # [B, T]: token log-probabilities under the reference policy
 ) -> TokenMoments:
-    """The moments of `gac_kernels` for a batch of rollouts; no gradient flows.
+    """Compute the `gac_kernels` moments of a batch of rollouts, without gradients.
 
-    Without `entropy` or `ref_logps` their part of the moments is nan, "not measured".
+    Without `entropy` or `ref_logps`, the corresponding moments are nan ("not measured").
     """
     live = mask != 0
     if advantages.dim() == 2:
         advantages = advantages.expand(mask.shape)
     moments = loss_from_logprobs(
-        logps.detach(), torch.where(live, 0, -100), advantages.float(),
-        torch.zeros(len(mask), dtype=torch.bool), ref_logps=ref_logps,
+        logps.detach(),
+        torch.where(live, 0, -100),
+        advantages.float(),
+        torch.zeros(len(mask), dtype=torch.bool),
+        ref_logps=ref_logps,
         entropy=None if entropy is None else entropy.detach(),
-    ).moments  # fmt: skip
+    ).moments
     assert moments is not None
     return moments

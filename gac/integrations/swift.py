@@ -1,9 +1,10 @@
-"""Adaptive mixing in ms-swift 4.6, through a plugin file with the one line
+"""Adaptive mixing in ms-swift 4.6, through a plugin file that contains the single line
 
     import gac.integrations.swift
 
-passed as --external_plugins. GRPO then learns the demonstrations of --chord_sft_dataset at a weight
-that adapts, in the place of swift's CHORD. docs/integrations/swift.md says what is refused.
+passed as --external_plugins. GRPO then also trains on the demonstrations of --chord_sft_dataset
+with an adaptive weight, replacing swift's CHORD. docs/integrations/swift.md lists unsupported
+options.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from gac_kernels import LossOutput, LossSpec
 from .demonstrations import demo_norm
 from .hf_trainer import StepMixin, base_model, refuse, refused
 
-OPTIONS = "GAC_METHOD"  # swift's command line has no room for ours
+OPTIONS = "GAC_METHOD"  # swift's command line cannot be extended
 
 
 class GACGRPOTrainer(StepMixin, GRPOTrainer):
     """swift's GRPOTrainer with the CHORD dataset as demonstrations.
 
-    `chord_sft_per_device_train_batch_size` demonstrations per process and micro-batch; the method
-    is the JSON in the environment variable GAC_METHOD (a name, or a mapping of name and fields).
+    Uses `chord_sft_per_device_train_batch_size` demonstrations per process and micro-batch. The
+    environment variable GAC_METHOD gives the method as JSON: a name, or a mapping with its name and
+    fields.
     """
 
     def _prepare_chord_dataset(self) -> None:
-        self.chord_sft_iterator = None  # swift's own CHORD stays out of the loss
+        self.chord_sft_iterator = None  # disables swift's own CHORD loss
         if not self.chord_sft_dataset:
-            raise ValueError("chord_sft_dataset is empty: name a data set of demonstrations")
+            raise ValueError("chord_sft_dataset is empty: set it to a data set of demonstrations")
         if not self.args.chord_sft_per_device_train_batch_size:
             raise ValueError(
-                "chord_sft_per_device_train_batch_size is not set: give the demonstrations of each "
-                "process and micro-batch"
+                "chord_sft_per_device_train_batch_size is not set: set it to the number of demonstrations per process and micro-batch"
             )
         refuse("gac.integrations.swift", _refused(self))
         slots = self.accelerator.num_processes * self.args.gradient_accumulation_steps
@@ -70,21 +71,21 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
             mask = mask & ~grpo_batch.truncated_mask[:, None]
         ref = grpo_batch.ref_per_token_logps
         self.observe_rollouts(mask, grpo_batch.advantages, ref)
-        # Trainer divides what this returns by the number of micro-batches
+        # Trainer divides the returned loss by the number of micro-batches
         parts = self.current_gradient_accumulation_steps
         loss = self.mixer.rollouts(own / parts) + self.mixer.demos(self._demo_loss(model))
         self.end_micro_batch()
         return parts * loss, metrics
 
     def _compute_loss_chunked(self, *args: Any, **keywords: Any) -> Tensor:
-        raise ValueError("chunks of a micro-batch (dynamic_num_samples) are not supported")
+        raise ValueError("chunked micro-batches (dynamic_num_samples) are not supported")
 
     def _demonstration(self, number: int) -> dict[str, Any]:
         """One encoded row of the dataset."""
         row = self.chord_sft_dataset[number]
         if row.get("loss_scale") is not None:
             raise ValueError(
-                "loss_scale weighs single tokens: use --loss_scale default or last_round"
+                "per-token loss_scale is not supported: use --loss_scale default or last_round"
             )
         if _learnt(row) == 0:
             raise ValueError(
@@ -93,11 +94,13 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         return row
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """The demonstrations' loss on this rank and micro-batch; sums and ranks' means add up."""
+        """This rank's demonstration loss for the micro-batch. Summing over micro-batches and
+        averaging over ranks gives the step's loss.
+        """
         rows, device = self.own_share(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
-        # every rank makes a forward: without a row of its own, one whose tokens are not learnt
+        # every rank runs a forward; a rank without rows uses one with all targets masked
         batch = to_device(self.template.data_collator(rows or self._drawn[:1]), device)
         labels, spec = batch.pop("labels"), self.mixer.spec
         targets = labels.roll(-1, 1)
@@ -115,27 +118,30 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
 
 
 def _learnt(row: dict[str, Any]) -> int:
-    """Tokens of an encoded row that have a loss; the first one has nothing before it."""
+    """Number of tokens with a loss in an encoded row. The first token has no context, so it never
+    counts.
+    """
     return sum(label != -100 for label in row["labels"][1:])
 
 
 def _score(targets: Tensor, spec: LossSpec, norm: float, head: Head) -> LossOutput:
-    """The demonstrations' term from hidden states, inside the model's own forward."""
+    """Compute the demonstration term from hidden states, inside the model's own forward."""
     ones = torch.ones(len(targets))
     return head.loss(targets, ones, ones.bool(), mu=1.0, spec=spec, demo_norm=norm)
 
 
 def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """What would be left out of the mixture or weighted wrongly."""
+    """Unsupported options, which would be ignored or weighted incorrectly."""
     template, args = trainer.template, trainer.args
     return refused(trainer) | {
         "model": (trainer.is_multimodal, "images are not supported: use a text model"),
         "use_liger_kernel": (
-            args.use_liger_kernel, "Liger's loss gives no log-probabilities: set it to False"
+            args.use_liger_kernel,
+            "Liger's loss does not return log-probabilities: set it to False",
         ),
-        "padding_free": (template.padding_free, "it is not supported: set it to False"),
+        "padding_free": (template.padding_free, "set it to False"),
         "sequence_parallel_size": (template.sequence_parallel_size > 1, "set it to 1"),
-    }  # fmt: skip
+    }
 
 
 TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.{GACGRPOTrainer.__name__}"

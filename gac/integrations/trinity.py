@@ -1,11 +1,11 @@
-"""Adaptive mixing in Trinity-RFT 0.6, by one dotted path in its configuration:
+"""Adaptive mixing in Trinity-RFT 0.6, enabled by one dotted path in its configuration:
 
     algorithm:
       algorithm_type: gac.integrations.trinity.GACAlgorithm
 
-It stands in the place of `mix_chord`: expert rows come from the auxiliary buffer, and mu adapts.
-Every term is divided by its count over the whole training step, so neither micro-batches nor ranks
-change the gradient. docs/integrations/trinity.md says what is refused.
+It replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive.
+Each term is divided by its count over the whole training step, so the gradient does not depend on
+the number of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gac.mixer import Mixer, served
 from gac_kernels import LossSpec, loss_from_logprobs
 
 REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
-# What each row carries: counts over the whole training step, the denominators of its loss.
+# Fields added to each row: counts over the whole training step, used as loss denominators.
 COUNTS = ("rollouts", "rollout_tokens", "demos", "demo_tokens")
 
 
 class GACAlgorithm(MIXCHORDAlgorithm):
-    """Trinity's `mix_chord` with our loss and counts, and without its KL and entropy."""
+    """Trinity's `mix_chord` with our loss and counts, without its KL and entropy losses."""
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class GACAlgorithm(MIXCHORDAlgorithm):
 
     @classmethod
     def check_config(cls, config: Any) -> None:
-        """Raise ValueError for what would be weighted wrongly; give the loss its folder."""
+        """Raise ValueError for unsupported settings, and set the loss's state folder."""
         super().check_config(config)
         algorithm, trainer = config.algorithm, config.trainer
         actor = ((trainer.trainer_config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
@@ -60,14 +60,14 @@ class GACAlgorithm(MIXCHORDAlgorithm):
         }
         for name, (value, use) in wanted.items():
             if value not in (None, use):
-                raise ValueError(f"GACAlgorithm refuses {name}={value!r}: use {use!r}")
+                raise ValueError(f"GACAlgorithm does not support {name}={value!r}: use {use!r}")
         if algorithm.policy_loss_fn_args is None:
             algorithm.policy_loss_fn_args = GACPolicyLoss.default_args()
         algorithm.policy_loss_fn_args.setdefault("state_dir", config.checkpoint_job_dir)
 
 
 class GACSampleStrategy(MixSampleStrategy):
-    """Trinity's mixed batches, whose rows also carry the step's counts."""
+    """Trinity's mixed batches, with the step's counts added to each row."""
 
     async def sample(self, step: int) -> tuple[list[Experience], dict[str, Any], list[Any]]:
         rows, metrics, shown = await super().sample(step)
@@ -76,7 +76,9 @@ class GACSampleStrategy(MixSampleStrategy):
 
 
 def count_rows(rows: list[Experience]) -> None:
-    """Write the counts of the whole step into each row. ValueError for an empty demonstration."""
+    """Write the counts of the whole step into each row. Raises ValueError for an empty
+    demonstration.
+    """
     counts = dict.fromkeys(COUNTS, 0)
     for row in rows:
         expert = row.info["is_expert"]
@@ -95,62 +97,91 @@ def count_rows(rows: list[Experience]) -> None:
 
 
 class GACPolicyLoss(PolicyLossFn):
-    """(1 - mu) times the clipped policy loss of the rollouts, mu times the demonstrations' loss.
+    """(1 - mu) times the rollouts' clipped policy loss plus mu times the demonstration loss.
 
     Args:
-        method: a method by name, or a mapping of its name and fields; see `gac.Mixer`.
-        state_dir: where rank 0 keeps the controller of each step, gac_<step>/gac.json.
+        method: a method name, or a mapping with its name and fields; see `gac.Mixer`.
+        state_dir: folder in which rank 0 saves the controller after each step, as
+            gac_<step>/gac.json.
         clip_range, clip_range_low, clip_range_high, clip_ratio_c: as in Trinity's ppo.
         kl_coef: weight of the k3 KL to the reference, on rollouts only.
         loss_agg_mode: "token-mean" or "seq-mean-token-mean", over the whole training step.
     """
 
     def __init__(
-        self, backend: str = "verl", method: Any = "gac", state_dir: str | None = None,
-        clip_range: float | None = 0.2, clip_range_low: float | None = None,
-        clip_range_high: float | None = None, clip_ratio_c: float | None = 3.0,
-        kl_coef: float = 0.0, loss_agg_mode: str = "token-mean",
-    ) -> None:  # fmt: skip
+        self,
+        backend: str = "verl",
+        method: Any = "gac",
+        state_dir: str | None = None,
+        clip_range: float | None = 0.2,
+        clip_range_low: float | None = None,
+        clip_range_high: float | None = None,
+        clip_ratio_c: float | None = 3.0,
+        kl_coef: float = 0.0,
+        loss_agg_mode: str = "token-mean",
+    ) -> None:
         super().__init__(backend=backend)
         if loss_agg_mode not in REDUCTIONS:
             raise ValueError(f"loss_agg_mode={loss_agg_mode!r}: use one of {', '.join(REDUCTIONS)}")
         if not state_dir:
             raise ValueError(
-                "policy_loss_fn_args.state_dir is empty: name a folder for the controller's state"
+                "policy_loss_fn_args.state_dir is empty: set it to a folder for the controller's state"
             )
         self.method, self.state_dir = served(choose(METHODS, method)), Path(state_dir)
         self.rollout_options: dict[str, Any] = {
             "clip_low": clip_range if clip_range_low is None else clip_range_low,
             "clip_high": clip_range if clip_range_high is None else clip_range_high,
-            "dual_clip": clip_ratio_c, "kl_coef": kl_coef,
+            "dual_clip": clip_ratio_c,
+            "kl_coef": kl_coef,
             "rollout_reduction": REDUCTIONS[loss_agg_mode],
-        }  # fmt: skip
+        }
         self.mixer: Mixer | None = None
-        self.step, self.seen = 0, 0  # the step under way, and its rows that this rank has seen
+        self.step, self.seen = (
+            0,
+            0,
+        )  # current step, and number of its rows that this rank has processed
 
-    def __call__(  # the names of the arguments choose the fields that Trinity hands over
-        self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor,
-        expert_mask: Tensor, step: Tensor, ref_logprob: Tensor, gac_rollouts: Tensor,
-        gac_rollout_tokens: Tensor, gac_demos: Tensor, gac_demo_tokens: Tensor, gac_rows: Tensor,
+    def __call__(  # Trinity selects the fields to pass by argument name
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        expert_mask: Tensor,
+        step: Tensor,
+        ref_logprob: Tensor,
+        gac_rollouts: Tensor,
+        gac_rollout_tokens: Tensor,
+        gac_demos: Tensor,
+        gac_demo_tokens: Tensor,
+        gac_rows: Tensor,
         **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+    ) -> tuple[Tensor, dict[str, float]]:
         fields = (gac_rollouts, gac_rollout_tokens, gac_demos, gac_demo_tokens, gac_rows)
         rollouts, rollout_tokens, demos, demo_tokens, rows = (int(x[0]) for x in fields)
         mixer = self._mixer(int(step[0]), demos)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         spec = LossSpec(
-            demo_weight=mixer.spec.demo_weight, demo_shape=mixer.spec.demo_shape,
+            demo_weight=mixer.spec.demo_weight,
+            demo_shape=mixer.spec.demo_shape,
             **self.rollout_options,
-        )  # fmt: skip
+        )
         count = rollout_tokens if spec.rollout_reduction == "token" else rollouts
         experts = expert_mask.bool()
-        # CHORD's rows of experts carry the advantage 0; SHAPED demonstrations are weighted by 1
+        # CHORD gives expert rows the advantage 0, but SHAPED demonstrations need a weight of 1
         advantages = torch.where(experts[:, None], 1.0, advantages)
         out = loss_from_logprobs(
-            logprob, torch.where(action_mask.bool(), 0, -100), advantages, experts, mu=mixer.mu,
-            old_logps=old_logprob, ref_logps=ref_logprob, spec=spec,
-            rollout_norm=count / ranks, demo_norm=demo_tokens / ranks,
-        )  # fmt: skip
+            logprob,
+            torch.where(action_mask.bool(), 0, -100),
+            advantages,
+            experts,
+            mu=mixer.mu,
+            old_logps=old_logprob,
+            ref_logps=ref_logprob,
+            spec=spec,
+            rollout_norm=count / ranks,
+            demo_norm=demo_tokens / ranks,
+        )
         if not torch.is_grad_enabled():
             return out.loss, {}
         mixer.observe(out.moments)
@@ -163,12 +194,12 @@ class GACPolicyLoss(PolicyLossFn):
         return out.loss, {f"gac/{name}": value for name, value in log.items()}
 
     def _mixer(self, step: int, demos: int) -> Mixer:
-        """The mixer of this step; after a restart, as the step before left it."""
+        """The mixer for this step, restored from the previous step after a restart."""
         if step != self.step:
             if self.mixer is not None and self.seen:
-                raise RuntimeError(f"step {self.step} ended after {self.seen} rows of this rank")
+                raise RuntimeError(f"step {self.step} ended after {self.seen} rows on this rank")
             if self.mixer is None:
-                # Trinity's buffer keeps the order of the demonstrations; ours is not used
+                # Trinity's buffer orders the demonstrations; the mixer's order is not used
                 self.mixer = Mixer(self.method, rows=1, batch=max(demos, 1))
                 if step > 1:
                     self.mixer.load(self.state_dir / f"gac_{step - 1}")
@@ -178,7 +209,7 @@ class GACPolicyLoss(PolicyLossFn):
         return self.mixer
 
     def _close(self, rollout_tokens: int, demo_tokens: int) -> dict[str, float]:
-        """End the step on all ranks, and keep the controller for a restart."""
+        """End the step on all ranks and save the controller for a restart."""
         assert self.mixer is not None
         log = self.mixer.close()
         found = log.pop("demo_tokens")

@@ -1,7 +1,7 @@
 """Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also learns from demonstrations.
 
-loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu moves after each
-optimiser step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md says what is refused.
+loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu is updated after
+each optimizer step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md lists unsupported options.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class GACMixin(StepMixin):
-    """Put it before GRPOTrainer, or a subclass of it, in the bases of a trainer.
+    """Mixin that adds demonstrations to a trainer. List it before GRPOTrainer, or a subclass of it,
+    among the bases.
 
-    Args, beside the trainer's own:
+    Args, in addition to the trainer's own:
         demo_dataset: a Dataset with prompt and completion (texts or messages), or messages.
-        demo_batch: demonstrations of each optimiser step, over all processes.
+        demo_batch: demonstrations per optimizer step, over all processes.
         controller: a ControllerConfig or a method, see `gac.Mixer`; None = GAC's defaults.
 
     Logs gac/mu, gac/mu_star, gac/alpha, gac/prior, gac/rollout_loss, gac/demo_loss,
-    gac/sft_variance, gac/rl_variance, gac/disagreement and, where there is a reference, gac/kl.
-    Raises ValueError for options of the trainer that the mixture does not support.
+    gac/sft_variance, gac/rl_variance, gac/disagreement and, with a reference model, gac/kl.
+    Raises ValueError for unsupported trainer options.
     """
 
     def __init__(
@@ -52,29 +53,30 @@ class GACMixin(StepMixin):
         **keywords: Any,
     ) -> None:
         if not isinstance(demo_dataset, Dataset):
-            raise TypeError(f"demo_dataset is a {type(demo_dataset).__name__}: use a Dataset")
+            raise TypeError(f"demo_dataset must be a Dataset, got {type(demo_dataset).__name__}")
         super().__init__(*args, **keywords)
         refuse("GACTrainer", _refused(self))
         self.mixer = Mixer(
             controller, rows=len(demo_dataset), batch=demo_batch, seed=self.args.seed
         )
-        template = {"tools": getattr(self, "tools", None) or None,
-                    "chat_template": getattr(self, "chat_template", None),
-                    **(getattr(self, "chat_template_kwargs", None) or {})}  # fmt: skip
+        template = {
+            "tools": getattr(self, "tools", None) or None,
+            "chat_template": getattr(self, "chat_template", None),
+            **(getattr(self, "chat_template_kwargs", None) or {}),
+        }
         with self.accelerator.main_process_first():
             self._demos = tokenized(demo_dataset, "demo_dataset", self.processing_class, template)
         attach_head(base_model(self))
         if self.beta == 0:
             logger.warning(
-                "beta=0.0: there is no reference model, so no KL is known and alpha stays as it "
-                "is; beta=1e-30 measures the KL and moves nothing"
+                "beta=0.0: without a reference model, the KL is unknown and alpha stays constant; use beta=1e-30 to measure the KL without changing the training"
             )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if "pixel_values" in inputs:
-            raise ValueError("the prompts have images: GACTrainer learns from texts only")
+            raise ValueError("the prompts contain images: GACTrainer supports text only")
         own = super()._compute_loss(model, inputs)
-        if not self.model.training:  # an evaluation is the trainer's own
+        if not self.model.training:  # evaluation uses the trainer's own loss
             return own
         self.begin_step(lambda numbers: [row_of(row) for row in self._demos.select(numbers)])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -85,7 +87,9 @@ class GACMixin(StepMixin):
         return loss
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """The demonstrations' loss on this rank and micro-batch; sums and ranks' means add up."""
+        """This rank's demonstration loss for the micro-batch. Summing over micro-batches and
+        averaging over ranks gives the step's loss.
+        """
         rows, device = self.own_share(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
@@ -100,17 +104,17 @@ class GACMixin(StepMixin):
 
 
 class GACTrainer(GACMixin, GRPOTrainer):
-    """GRPOTrainer with demonstrations at a weight that adapts; see GACMixin."""
+    """GRPOTrainer with adaptively weighted demonstrations; see GACMixin."""
 
 
 def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
-    """The demonstrations' term from hidden states, inside the model's own forward."""
+    """Compute the demonstration term from hidden states, inside the model's own forward."""
     if (
         head.hidden is not None
         and head.weight is not None
         and not torch.is_autocast_enabled(head.hidden.device.type)
     ):
-        # cast_lm_head_to_fp32 keeps the head wider than the hidden states
+        # with cast_lm_head_to_fp32, the head has higher precision than the hidden states
         head = replace(head, hidden=head.hidden.to(head.weight.dtype))
     return head.loss(
         batch.targets, batch.advantages, batch.is_demo, mu=1.0, spec=spec, demo_norm=norm
@@ -118,7 +122,7 @@ def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
 
 
 def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """What would be left out of the mixture or weighted wrongly."""
+    """Unsupported options, which would be ignored or weighted incorrectly."""
     return refused(trainer) | {
         "processing_class": (
             isinstance(trainer.processing_class, ProcessorMixin),
@@ -126,10 +130,10 @@ def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
         ),
         "use_liger_kernel": (
             getattr(trainer, "use_liger_kernel", False),
-            "Liger's loss gives no log-probabilities: set it to False",
+            "Liger's loss does not return log-probabilities: set it to False",
         ),
         "router_aux_loss_coef": (
             getattr(trainer, "aux_loss_enabled", False),
-            "the router loss has no share in the mixture: set it to 0",
+            "the router loss is not part of the mixture: set it to 0",
         ),
     }

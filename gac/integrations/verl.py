@@ -1,12 +1,12 @@
-"""Adaptive mixing in verl 0.9, by configuration alone:
+"""Adaptive mixing in verl 0.9, enabled by configuration alone:
 
     actor_rollout_ref.actor.policy_loss._target_=gac.integrations.verl.GACPolicyLoss
     +actor_rollout_ref.actor.policy_loss.demo_path=demos.parquet
     +actor_rollout_ref.actor.policy_loss.demo_batch=64
 
-verl's own policy loss, of any mode, stays as it is and is weighted by 1 - mu. Within each optimiser
+verl's own policy loss, in any mode, is unchanged and weighted by 1 - mu. Within each optimiser
 step the actor makes a second pass over that step's demonstrations, weighted by mu.
-docs/integrations/verl.md says what is refused.
+docs/integrations/verl.md lists unsupported options.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_
 
 @dataclass
 class GACPolicyLoss(PolicyLossConfig):
-    """verl's options of the policy loss, and ours. Making one puts `GACWorker` in verl's place."""
+    """verl's policy-loss options plus ours. Creating an instance makes verl use `GACWorker` as its
+    actor worker.
+    """
 
     demo_path: str = ""
     """Demonstrations: a .jsonl or .parquet file or a saved Dataset; prompt and completion, or
     messages."""
     demo_batch: int = 0
-    """Demonstrations of each optimiser step (mini-batch), over all ranks."""
+    """Demonstrations per optimizer step (mini-batch), over all ranks."""
     method: Any = field(default_factory=lambda: {"name": "gac"})
-    """A method by name, or a mapping of its name and fields; see `gac.Mixer`."""
+    """A method name, or a mapping with its name and fields; see `gac.Mixer`."""
     demo_seed: int = 0
-    """Of the order of the demonstrations."""
+    """Seed for the order of the demonstrations."""
 
     def __post_init__(self) -> None:
         if not self.demo_path:
-            raise ValueError("policy_loss.demo_path is empty: name a file of demonstrations")
+            raise ValueError("policy_loss.demo_path is empty: set it to a file of demonstrations")
         if self.demo_batch < 1:
             raise ValueError(
                 f"policy_loss.demo_batch={self.demo_batch!r}: use a number of demonstrations >= 1"
@@ -67,7 +69,9 @@ class GACPolicyLoss(PolicyLossConfig):
 
 
 class GACWorker(TrainingWorker):
-    """verl's training worker; with a `GACPolicyLoss` its optimiser steps learn demonstrations."""
+    """verl's training worker. With a `GACPolicyLoss`, its optimizer steps also train on
+    demonstrations.
+    """
 
     mixture: Mixture | None = None
 
@@ -95,9 +99,12 @@ class GACWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0,
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if self.mixture is not None and torch.distributed.get_rank() == 0:
             Path(local_path).mkdir(parents=True, exist_ok=True)
             self.mixture.mixer.save(local_path)  # before the barrier that ends verl's own saving
@@ -124,22 +131,24 @@ class Mixture:
         self.pad = tokenizer.eos_token_id if pad is None else pad
         self.mixer = Mixer(
             choose(METHODS, options.method),
-            rows=len(self.demos), batch=options.demo_batch, seed=options.demo_seed,
-        )  # fmt: skip
+            rows=len(self.demos),
+            batch=options.demo_batch,
+            seed=options.demo_seed,
+        )
         self.one_pass = engine.forward_backward_batch
         engine.forward_backward_batch = self.passes
 
     def passes(
         self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
-        """The gradients of verl's batch, then those of the demonstrations onto them."""
+        """Compute the gradients of verl's batch, then add those of the demonstrations."""
         output = self.one_pass(data, loss_function, forward_only=forward_only)
         if not forward_only:
             self.one_pass(self.demo_data(data), self.demo_loss)
         return output
 
     def rollout_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
-        """verl's own loss, weighted by 1 - mu; what it scored goes to the mixer."""
+        """verl's own loss, weighted by 1 - mu; reports the scored rollouts to the mixer."""
         loss, metrics = self.policy_loss(model_output=model_output, data=data, dp_group=dp_group)
         if not torch.is_grad_enabled():
             return loss, metrics
@@ -150,21 +159,24 @@ class Mixture:
         names = {"response_mask", "advantages", "ref_log_prob"} & set(data.keys())
         batch = data.select(*names).to_padded_tensor()
         moments = rollout_moments(
-            logps, batch["response_mask"], batch["advantages"], entropy=entropy,
+            logps,
+            batch["response_mask"],
+            batch["advantages"],
+            entropy=entropy,
             ref_logps=batch.get("ref_log_prob", None),
-        )  # fmt: skip
+        )
         self.mixer.observe(moments)
         return self.mixer.rollouts(loss), metrics
 
     def demo_data(self, data: TensorDict) -> TensorDict:
-        """This rank's demonstrations of the step, as verl's engine takes them."""
+        """This rank's demonstrations for the step, in the format that verl's engine expects."""
         ranks = self.engine.get_data_parallel_size()
         drawn = [row_of(row) for row in self.demos.select(self.mixer.draw())]
         self.norm = demo_norm(drawn, self.mixer.spec, ranks)
         rows = share(drawn, self.engine.get_data_parallel_rank(), ranks)
         count = -(-len(drawn) // ranks)
         size = min(tu.get(data, "micro_batch_size_per_gpu", default=None) or count, count)
-        # every rank makes as many forwards: the missing rows are one token without a loss
+        # every rank runs the same number of forwards: pad with one-token rows without a loss
         rows += [Row((self.pad,), 1, True)] * (-(-count // size) * size - len(rows))
 
         def jagged(parts: list[Tensor]) -> Tensor:
@@ -181,22 +193,28 @@ class Mixture:
         )
 
     def demo_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
-        """The demonstrations' term of a micro-batch, weighted by mu."""
+        """The demonstration term of a micro-batch, weighted by mu."""
         ids, ends = data["input_ids"].values(), data["input_ids"].offsets()
-        # place t scores token t + 1; no row learns its first token, so none sees its neighbour's
+        # position t predicts token t + 1; a row's first token is never a target, so rows do not
+        # leak into each other
         targets = torch.where(data["loss_mask"].values(), ids, -100).roll(-1)
         sequences = len(ends) - 1
         out = loss_from_logprobs(
-            model_output["log_probs"].values(), targets, torch.ones(sequences),
-            torch.ones(sequences, dtype=torch.bool), mu=1.0, cu_seqlens=ends.int(),
-            spec=self.mixer.spec, demo_norm=self.norm,
-        )  # fmt: skip
+            model_output["log_probs"].values(),
+            targets,
+            torch.ones(sequences),
+            torch.ones(sequences, dtype=torch.bool),
+            mu=1.0,
+            cu_seqlens=ends.int(),
+            spec=self.mixer.spec,
+            demo_norm=self.norm,
+        )
         self.mixer.observe(out.moments)
         return self.mixer.demos(out.loss), {}
 
 
 def refuse(engine: Any, model: Any) -> None:
-    """Raise ValueError for what would be weighted wrongly or was never run."""
+    """Raise ValueError for settings that would be weighted incorrectly or are untested."""
     parallel = getattr(engine, "ulysses_sequence_parallel_size", 1)
     refused = {
         "strategy": (engine.strategy != "fsdp2", engine.strategy, "fsdp2"),
@@ -206,4 +224,4 @@ def refuse(engine: Any, model: Any) -> None:
     }
     for name, (present, value, use) in refused.items():
         if present:
-            raise ValueError(f"GACPolicyLoss refuses {name}={value}: use {use}")
+            raise ValueError(f"GACPolicyLoss does not support {name}={value}: use {use}")

@@ -1,4 +1,4 @@
-"""Aligned-MTL: a mix of gradients made orthogonal and equally long."""
+"""Aligned-MTL: combines the gradients after making them orthogonal and of equal norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class AlignedMTL(GramSolver):
-    """The preferred mix of the gradients after their principal components are made equal.
+    """Preference-weighted sum of the gradients after their principal components are equalized.
 
     Weights may be negative, so it may ascend on one term.
     """
@@ -21,7 +21,7 @@ class AlignedMTL(GramSolver):
     source: ClassVar[str] = "arXiv 2305.19000"
 
     mode: Literal["min", "rmse"] = "min"
-    """The common length: of the smallest eigenvalue, or of their mean."""
+    """Common scale of the components: the smallest eigenvalue, or the mean eigenvalue."""
     preference: tuple[float, float] = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
 

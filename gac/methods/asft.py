@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ASFT(Method):
-    """Demonstration tokens weigh p, plus a KL between the whole distributions of both policies."""
+    """Weights demonstration tokens by p and adds a full-vocabulary KL between the policy and the
+    initial policy.
+    """
 
     name: ClassVar[str] = "asft"
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2509.23753"
-    cost: ClassVar[str] = "reference forward of the demonstrations, full-vocabulary KL"
+    cost: ClassVar[str] = "reference forward pass on the demonstrations, full-vocabulary KL"
 
     kl_weight: float = 0.1
-    """Weight of the KL; the released program's default."""
+    """Weight of the KL; the default of the released code."""
     kl_direction: Literal["forward", "reverse"] = "forward"
-    """forward: KL(reference || policy), as the released program; reverse: as the publication."""
+    """forward: KL(reference || policy), as in the released code; reverse: as in the publication."""
 
     def needs(self, step: int) -> Needs:
         return Needs(rollouts=False)

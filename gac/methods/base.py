@@ -1,8 +1,10 @@
-"""What a method is: frozen hyperparameters, explicit state, and a few questions the trainer asks.
+"""The method interface: frozen hyperparameters, explicit state, and a few functions that the
+trainer calls.
 
-What does a step need (`needs`), how is it sampled (`sampling`), what is its loss (`loss`), how are
-the two terms mixed (`mix`)? The rest has a default. The trainer never names a method. It keeps the
-state that a method returns, in plain JSON types, and saves it with the checkpoint.
+`needs` says what a step requires, `sampling` how rows are sampled, `loss` what is minimized, and
+`mix` how the two terms are weighted. Only `mix` has no default. The trainer does not depend on any
+particular method. It keeps the state that the method returns, in plain JSON types, and saves it in
+checkpoints.
 Legend: N tokens, Q prompts, K rollouts per prompt.
 """
 
@@ -35,11 +37,11 @@ class Mix(NamedTuple):
     mu: float
     scale: float = 1.0
     final: bool = False
-    """The run may end after this step, before its last one."""
+    """End the run after this step, even if steps remain."""
 
     @classmethod
     def weights(cls, demo: float, rollout: float) -> Mix:
-        """From the weight of each term; their sum must not be 0."""
+        """Build from the weight of each term; their sum must not be 0."""
         return cls(demo / (demo + rollout), demo + rollout)
 
     @property
@@ -49,7 +51,7 @@ class Mix(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What one step provides and measures."""
+    """What the trainer must provide and measure in one step."""
 
     rollouts: bool = True
     """The policy is sampled."""
@@ -62,13 +64,13 @@ class Needs(NamedTuple):
     parts: int = 0
     """0: one gradient of the mixed loss. n: n separate gradients of each of the two terms."""
     bias: bool = False
-    """With `parts`: also both gradients without phi and without the clip."""
+    """With `parts`: also measure both gradients without phi and without clipping."""
     average: float = 0.0
-    """With `parts`: rate of the moving averages that replace the gradients; 0: none do."""
+    """With `parts`: rate of the moving averages that replace the gradients; 0: no averaging."""
     losses_after: bool = False
     """The losses of the batch are measured again after the update."""
     trim: float = 0.1
-    """Share of the demonstrations that the recorded sigma_s^2 leaves out at each end."""
+    """Fraction of the demonstrations trimmed at each end for the logged sigma_s^2."""
     sketch: int = 0
     """Size of the head sketch of each unit's gradient; 0: none."""
     norms: bool = False
@@ -76,7 +78,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:
-        """What is needed to serve all of `needs`, at least one."""
+        """The combined requirements of all `needs`, of which there must be at least one."""
         return functools.reduce(lambda a, b: cls._make(map(max, a, b)), needs)
 
 
@@ -89,33 +91,33 @@ class Loss(NamedTuple):
     """[N] loss of each token, differentiable through `TokenView.logps`, instead of the fused
     one."""
     pooled: bool = False
-    """Both terms are divided by one count over all rows."""
+    """Both terms are divided by a common count over all rows."""
     reference: bool = False
-    """`token` reads the last layer of the frozen initial policy."""
+    """`token` uses the LM head of the frozen initial policy."""
 
 
 class Outcome(NamedTuple):
-    """What an applied step has measured."""
+    """Measurements of an applied update."""
 
     evidence: Evidence | None
-    """For the signals, under `Needs.signals`."""
+    """Evidence for the signals, if `Needs.signals` is set."""
     before: Pair
-    """The losses that were descended on."""
+    """The losses before the update."""
     after: Pair | None
-    """Those of the same batch under the new weights, under `Needs.losses_after`."""
+    """The losses of the same batch after the update, if `Needs.losses_after` is set."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What training knows when the weights of the next step are chosen; None = not measured.
+    """Measurements available when the weights of the next step are chosen; None: not measured.
 
-    Every value is of the step before, over all ranks.
+    All values are from the previous step, over all ranks.
     """
 
     step: int
     """Optimiser steps done so far."""
     signals: Signals | None = None
-    """The controller's three inputs, on the steps after a refresh only."""
+    """The controller's three signals; set only in the step after a refresh."""
     kl: float | None = None
     """Mean k3 KL to the reference policy per rollout token, nats."""
     entropy: float | None = None
@@ -129,11 +131,14 @@ class Observation:
     demo_loss: float | None = None
     """The reduced demonstration term."""
     corrections: Corrections | None = None
-    """Covariance and biases of the two gradients, beside `signals` where the source has them."""
+    """Covariance and biases of the two gradients, given with `signals` if the source measures them.
+    """
 
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Inverse of `dataclasses.asdict` through JSON, which turns named tuples into lists."""
+        """Rebuild from `dataclasses.asdict` after a JSON round trip, which turns named tuples into
+        lists.
+        """
         kinds = {"signals": Signals, "corrections": Corrections}
         return cls(
             **{
@@ -145,21 +150,22 @@ class Observation:
 
 @dataclass(frozen=True)
 class Method:
-    """How one method combines SFT and RL.
+    """Base class of the methods that combine SFT and RL.
 
     Fields of a subclass are its hyperparameters and become configuration keys. State is a mapping
-    of plain JSON types that goes in and comes out, so that every checkpoint holds it.
+    of plain JSON types that is passed in and returned, so that checkpoints can save it.
     """
 
     name: ClassVar[str] = ""
-    """What a configuration calls it: `method: NAME`."""
+    """Name in the configuration: `method: NAME`."""
     family: ClassVar[str] = ""
-    """Its group in lists of methods."""
+    """Group in lists of methods."""
     source: ClassVar[str] = ""
     """Where the formula is published."""
     cost: ClassVar[str] = "none"
-    """Work per step beyond one forward pass of every row and one backward pass of those that
-    learn."""
+    """Cost per step beyond one forward pass over all rows and one backward pass over the rows that
+    are trained on.
+    """
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
 
@@ -172,17 +178,16 @@ class Method:
         return Sampling()
 
     def loss(self, base: LossSpec) -> Loss:
-        """What the method minimises; `base` is the run's section `loss`."""
+        """What the method minimizes; `base` is the `loss` section of the configuration."""
         return Loss(base)
 
     def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
         """Advantages and row weights from rewards.
 
         Args:
-            rewards: [Q, K], of K rollouts of each of Q prompts.
-            demos: [Q] rewards of demonstrations that are members of their prompt's group; None:
-                they are not.
-            kind: how rewards are normalised, as `rollouts.advantages`.
+            rewards: [Q, K] rewards of K rollouts for each of Q prompts.
+            demos: [Q] rewards of the demonstrations if they are in their prompt's group, else None.
+            kind: normalization of the rewards, as in `rollouts.advantages`.
         """
         return group_credit(rewards, demos, kind)
 
@@ -191,11 +196,11 @@ class Method:
         return {}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        """Choose the weights of the next step; the one method that a subclass must have.
+        """Choose the weights of the next step. Subclasses must implement this method.
 
         Args:
             state: the state so far.
-            last: what training knows, measured in the step before.
+            last: measurements from the previous step.
 
         Returns:
             The new state, and the weights.
@@ -203,13 +208,13 @@ class Method:
         raise NotImplementedError
 
     def notice(self, before: State, after: State) -> str | None:
-        """What a user should hear of the change that `mix` has made to the state."""
+        """Log message for a state change made by `mix`, or None."""
         return None
 
     def solve(
         self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:
-        """Change the weights after both gradients are known, under `Needs.parts`.
+        """Change the weights once both gradients are known; called if `Needs.parts` is set.
 
         Args:
             state: the state so far.
@@ -224,13 +229,13 @@ class Method:
         return state, mix.pair
 
     def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
-        """Learn from an update that was applied.
+        """Update the state after an applied update.
 
         Returns:
-            The new state, and what the signal source read, in a step with signals.
+            The new state, and the reading of the signal source in a step with signals.
         """
         return state, None
 
     def report(self, state: State) -> dict[str, float | None]:
-        """Further columns of `metrics.jsonl`, such as mu_star, prior and alpha."""
+        """Extra columns for `metrics.jsonl`, such as mu_star, prior and alpha."""
         return {}

@@ -1,4 +1,4 @@
-"""CAGrad: the best worst descent near the mean gradient."""
+"""CAGrad: the best worst-case descent near the mean gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class CAGrad(GramSolver):
-    """The direction of best worst descent within a ball around the mean gradient."""
+    """The direction with the best worst-case descent within a ball around the mean gradient."""
 
     name: ClassVar[str] = "cagrad"
     source: ClassVar[str] = "arXiv 2110.14048"

@@ -14,7 +14,9 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class CHORD(Method):
-    """mu follows a schedule; demonstration tokens weigh `weight`. Defaults: CHORD-mu."""
+    """mu follows a schedule; demonstration tokens are weighted by `weight`. The defaults are
+    CHORD-mu.
+    """
 
     name: ClassVar[str] = "chord-mu"
     family: ClassVar[str] = "schedule"
@@ -46,7 +48,7 @@ class CHORDPhi(CHORD):
 
 @dataclass(frozen=True)
 class CHORDBoth(CHORD):
-    """The schedule and phi together, which the paper's tables call CHORD."""
+    """The schedule combined with phi, called CHORD in the paper's tables."""
 
     name: ClassVar[str] = "chord"
 
@@ -55,13 +57,17 @@ class CHORDBoth(CHORD):
 
 
 HPCD = preset(
-    CHORD, "hpcd",
-    "High peak, cosine decay: our reading of a schedule that the paper names and does not define.",
-    source="the paper, figure 2 (HPCD; undefined)", schedule=MixSchedule.hpcd(),
-)  # fmt: skip
+    CHORD,
+    "hpcd",
+    "High peak, cosine decay: our interpretation of a schedule that the paper names but does not define.",
+    source="the paper, figure 2 (HPCD; undefined)",
+    schedule=MixSchedule.hpcd(),
+)
 
 WCF = preset(
-    CHORD, "wcf",
-    "Warm-up, cosine, floor: our reading of a schedule that the paper names and does not define.",
-    source="the paper, figure 2 (WCF; undefined)", schedule=MixSchedule.wcf(),
-)  # fmt: skip
+    CHORD,
+    "wcf",
+    "Warm-up, cosine, floor: our interpretation of a schedule that the paper names but does not define.",
+    source="the paper, figure 2 (WCF; undefined)",
+    schedule=MixSchedule.wcf(),
+)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference(Method):
-    """Prefers a prompt's best response to its worst one.
+    """Trains the policy to prefer a prompt's best response over its worst.
 
-    Responses are drawn from the reference, which the published methods take as given data;
-    prompts whose responses all earn the same reward give no pair.
+    Responses are sampled from the reference policy; the published methods use a fixed dataset
+    instead. Prompts whose responses all get the same reward are skipped.
     """
 
     family: ClassVar[str] = "preference"
-    cost: ClassVar[str] = "reference forward of the pairs"
+    cost: ClassVar[str] = "reference forward pass on the pairs"
 
     def needs(self, step: int) -> Needs:
         return Needs(demos=False, kl=True)
@@ -35,14 +35,14 @@ class Preference(Method):
         return Sampling(from_reference=True, pairs=True)
 
     def loss(self, base: LossSpec) -> Loss:
-        # the mean over sequences of a pair's loss, which both of its rows carry
+        # both rows of a pair carry the pair's loss, so this is the mean over pairs
         return Loss(replace(base, rollout_reduction="sequence"), token=self.token_loss)
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
 
     def token_loss(self, tokens: TokenView) -> Tensor:
-        """[N] loss of each token: that of its pair."""
+        """[N] loss of each token, which is the loss of its pair."""
         batch = tokens.batch
         if batch.ref is None:
             raise ValueError("ref_logps=None: pairs need the reference's log-probs")
@@ -63,17 +63,17 @@ class Preference(Method):
 
 @dataclass(frozen=True)
 class DPO(Preference):
-    """Prefers a prompt's best response to its worst: -log sigmoid(beta h).
+    """Trains the policy to prefer a prompt's best response over its worst: -log sigmoid(beta h).
 
     h is the difference of the two log-ratios to the reference, summed over tokens. The responses
-    are drawn from the reference.
+    are sampled from the reference policy.
     """
 
     name: ClassVar[str] = "dpo"
     source: ClassVar[str] = "arXiv 2305.18290, equation 7"
 
     beta: float = 0.1
-    """Strength of the tie to the reference, > 0."""
+    """Strength of the pull towards the reference policy, > 0."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -85,16 +85,17 @@ class DPO(Preference):
 
 @dataclass(frozen=True)
 class IPO(Preference):
-    """DPO's pairs, with a squared distance of h to the margin 1 / (2 tau)."""
+    """DPO's pairs, with the squared distance of h from the margin 1 / (2 tau) as the loss."""
 
     name: ClassVar[str] = "ipo"
     source: ClassVar[str] = "arXiv 2310.12036, equation 17"
 
     tau: float = 0.5
-    """The wanted difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
+    """The target difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
     normalize: bool = True
-    """Each log-ratio is divided by its response's length, as common libraries do; the publication
-    writes sums."""
+    """Divide each log-ratio by the length of its response, as common libraries do; the publication
+    uses sums.
+    """
 
     def __post_init__(self) -> None:
         if not self.tau > 0:

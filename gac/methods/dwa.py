@@ -1,4 +1,4 @@
-"""DWA: more weight to the term whose loss falls more slowly."""
+"""DWA: gives more weight to the term whose loss falls more slowly."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .loss_weights import LossWeights, positive_losses
 
 @dataclass(frozen=True)
 class DWA(LossWeights):
-    """Softmax weights of how much of each loss is left after a window of steps."""
+    """Softmax weights from the ratio of each loss to its value one window of steps earlier."""
 
     name: ClassVar[str] = "dwa"
     source: ClassVar[str] = "arXiv 1803.10704"
 
     temperature: float = 2.0
-    """Of the softmax, > 0; the paper tries 1, 2 and 4."""
+    """Softmax temperature, > 0; the paper tries 1, 2 and 4."""
     window: int = 25
-    """Steps in the place of the publication's epoch."""
+    """Number of steps that replaces the publication's epoch."""
 
     def __post_init__(self) -> None:
         dwa_step(DWAState(), (1.0, 1.0), self.window)  # both raise on a value out of range

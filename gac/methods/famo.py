@@ -1,4 +1,4 @@
-"""FAMO: equal rates of descent, from the losses of one batch before and after the update."""
+"""FAMO: equalizes the rates of descent, using the losses of one batch before and after the update."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from .loss_weights import LossWeights
 
 @dataclass(frozen=True)
 class FAMO(LossWeights):
-    """Learned weights under which the logarithms of both losses fall at one rate.
+    """Learned weights that make the logarithms of both losses fall at the same rate.
 
-    The RL loss is the surrogate less a bound from below, and the weights of a step use the losses
-    of the step before. `rollout_floor` must hold for the run's advantages: divided by the group's
-    deviation, K rollouts reach sqrt(K - 1) in size, and the clip lets 1.2 times that through.
+    The RL loss is the surrogate minus a lower bound, and the weights of a step use the losses of
+    the previous step. `rollout_floor` must be a valid bound for the run's advantages: divided by
+    the group's standard deviation, those of K rollouts reach sqrt(K - 1) in magnitude, and clipping
+    allows 1.2 times that.
     """
 
     name: ClassVar[str] = "famo"
     source: ClassVar[str] = "arXiv 2306.03792"
-    cost: ClassVar[str] = "forward of every row before and after the update"
+    cost: ClassVar[str] = "forward pass over every row before and after the update"
 
     lr: float = 0.025
     """Step size of the logits (Adam)."""
     decay: float = 1e-3
     """Weight decay of the logits."""
     rollout_floor: float = -3.2
-    """No RL loss is below it; losses that are count as it. The default is for K = 8."""
+    """Lower bound of the RL loss; losses below it are raised to it. The default is for K = 8."""
 
     def needs(self, step: int) -> Needs:
         return Needs(losses_after=True)
@@ -51,8 +52,9 @@ class FAMO(LossWeights):
         if outcome.after is None:
             return state, None
         before, after = self._bounded(outcome.before), self._bounded(outcome.after)
-        moved = famo_step(_restore(state["famo"]), before, after, self._floors, lr=self.lr,
-                          decay=self.decay)  # fmt: skip
+        moved = famo_step(
+            _restore(state["famo"]), before, after, self._floors, lr=self.lr, decay=self.decay
+        )
         if moved is None:
             return state, None
         return {"famo": _plain(moved), "losses": list(outcome.before)}, None

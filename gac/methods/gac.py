@@ -18,40 +18,38 @@ from .base import Loss, Method, Mix, Needs, Observation, Outcome, State
 
 @dataclass(frozen=True)
 class GAC(ControllerConfig, Method):
-    """The guided adaptive controller; its fields are the controller's own."""
+    """The guided adaptive controller; most fields are those of `ControllerConfig`."""
 
     name: ClassVar[str] = "gac"
     family: ClassVar[str] = "noise-aware"
     source: ClassVar[str] = "the paper, section 3 and Algorithm 1"
-    cost: ClassVar[str] = "reference forward of the rollouts, on refresh steps"
+    cost: ClassVar[str] = "reference forward pass on the rollouts, on refresh steps"
 
     prior: PriorChoice = Prior()
-    """mu_prior(t), e.g. {name: random, low: 0.2} or, for the same kind, {hold: 50}."""
+    """mu_prior(t), e.g. {name: random, low: 0.2}, or {hold: 50} to keep the kind of prior."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
-    """Where the signals come from: the paper's proxies, spoilt ones, true gradients of all
-    parameters, the head's sketch, or the accumulating gradient."""
+    """Source of the signals: the paper's proxies, degraded proxies, true gradients of all
+    parameters, a sketch of the LM head gradient, or the accumulated gradient.
+    """
     gradient_parts: int = 4
-    """Micro-batches of each side whose gradients a source of true gradients is given, >= 2."""
+    """Number of micro-batch gradients per term for `signals: gradients`, >= 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gradient_parts < 2:
             raise ValueError(
-                f"gradient_parts={self.gradient_parts!r}: use 2 or more, for a variance"
+                f"gradient_parts={self.gradient_parts!r}: use 2 or more; a variance needs at least two"
             )
         wanted = self.signals.wanted
         if self.gate is not None and not wanted.aligned:
             raise ValueError(
-                "gate: these signals do not tell the inner product of both gradients; set "
-                "signals: gradients or sketch"
+                "gate: these signals do not include the inner product of the two gradients; set signals: gradients, sketch or accumulator"
             )
         if self.gate is not None and wanted.norms and (self.mu_min == 0 or self.mu_max == 1):
             raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_max={self.mu_max!r}: under signals: accumulator, a "
-                "term without weight is not seen, and a closed gate stays closed; use e.g. 0.02 "
-                "and 0.98"
+                f"mu_min={self.mu_min!r}, mu_max={self.mu_max!r}: with signals: accumulator, a term with weight 0 cannot be measured, so a closed gate would never reopen; use e.g. 0.02 and 0.98"
             )
 
     def loss(self, base: LossSpec) -> Loss:
@@ -77,7 +75,8 @@ class GAC(ControllerConfig, Method):
         return notice(before["controller"].get("alarm"), after["controller"]["alarm"])
 
     def needs(self, step: int) -> Needs:
-        # update t sees what step t - 1 measured; the very first signals start the averages early
+        # update t uses the measurements of step t - 1; step 0 measures too, to start the averages
+        # early
         refresh = step == 0 or self.is_refresh(step + 1)
         needs = Needs(kl=refresh or self.alpha_every == "step", signals=refresh)
         if refresh:
@@ -108,6 +107,6 @@ class GAC(ControllerConfig, Method):
             known["doubted"] = 0.0 if alarm is None else alarm[-1]
         if isinstance(self.signals, ProxySignals):
             return known
-        # the recorded signals are the proxies; beside them what the source last said
+        # the logged signals are the proxies; add the latest reading of the source
         names = [f"read_{name}" for name in Signals._fields]
         return known | dict(zip(names, state["read"] or [None] * 3, strict=True))

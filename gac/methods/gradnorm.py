@@ -14,10 +14,11 @@ from .loss_weights import positive_losses
 
 @dataclass(frozen=True)
 class GradNorm(GramSolver):
-    """Learned weights under which both weighted gradients have the norm that their rate asks for.
+    """Learned weights that move each weighted gradient norm to a target set by the term's training
+    rate.
 
-    With `asymmetry` 0 the norms are made equal. Otherwise the term whose loss fell less gets more;
-    for RL the loss is 1 - mean reward.
+    With `asymmetry` 0 the norms are made equal. Otherwise the term whose loss fell less gets a
+    larger weight; for RL the loss is 1 - mean reward.
     """
 
     name: ClassVar[str] = "gradnorm"
@@ -26,7 +27,7 @@ class GradNorm(GramSolver):
     asymmetry: float = 1.5
     """The publication's alpha."""
     lr: float = 0.025
-    """Step of a weight in units of its gradient norm over the mean one."""
+    """Step size of a weight, in units of its gradient norm over the mean norm."""
 
     def init(self) -> State:
         return {**super().init(), "weights": [1.0, 1.0], "initial": None}

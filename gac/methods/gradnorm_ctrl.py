@@ -14,18 +14,18 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class GradNormControl(GramSolver):
-    """mu = |g_s| / (|g_s| + |g_r|), measured now and then.
+    """mu = |g_s| / (|g_s| + |g_r|), measured every `update_every` steps.
 
-    It favours the larger gradient, the opposite of balancing; `invert` gives that.
+    This favors the larger gradient, the opposite of balancing; set `invert` to balance.
     """
 
     name: ClassVar[str] = "gradnorm-ctrl"
     family: ClassVar[str] = "rule"
     source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
-    cost: ClassVar[str] = "second gradient buffer, on measuring steps"
+    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
 
     update_every: int = 10
-    """Steps between two measurements; mu stays in between."""
+    """Steps between measurements; mu is constant in between."""
     invert: bool = False
     """mu = |g_r| / (|g_s| + |g_r|) instead."""
 

@@ -1,4 +1,4 @@
-"""What the gradient solvers share: two gradients per step, weights from their inner products."""
+"""Base class of the gradient solvers: two gradients per step, weights from their inner products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import Loss, Method, Mix, Needs, Observation, State
 
 @dataclass(frozen=True)
 class GramSolver(Method):
-    """A weighting of the two gradients that depends on their inner products."""
+    """Weights the two gradients by a function of their inner products."""
 
     family: ClassVar[str] = "gradient solver"
     cost: ClassVar[str] = "second gradient buffer"
@@ -32,17 +32,17 @@ class GramSolver(Method):
         return {"skipped": 0, "cosine": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix(0.5)  # what is logged for a skipped step; `solve` replaces it
+        return state, Mix(0.5)  # logged for a skipped step; otherwise `solve` replaces it
 
     def needs(self, step: int) -> Needs:
         return Needs(parts=1)
 
     def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
-        """The published weights, and the state after them; None where a number is not finite."""
+        """Return the new state and the published weights; None if a value is not finite."""
         return state, self.closed_form(gram)
 
     def closed_form(self, gram: Gram) -> Weights | None:
-        """The weights of a solver without a state."""
+        """The weights of a stateless solver."""
         raise NotImplementedError
 
     def solve(

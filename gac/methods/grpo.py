@@ -1,4 +1,4 @@
-"""GRPO: the model's own rollouts only; and the variants that differ in values or in the ratio."""
+"""GRPO, which trains on rollouts only, and its variants."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class GRPO(Method):
 
 @dataclass(frozen=True)
 class DrGRPO(GRPO):
-    """GRPO without division by the group's deviation or by the length of a response.
+    """GRPO without normalization by the group's standard deviation or the response length.
 
-    Every response counts `loss.max_tokens` tokens (default: the longest that may be sampled).
+    Every response counts as `loss.max_tokens` tokens (default: the maximum completion length).
     """
 
     name: ClassVar[str] = "dr-grpo"
@@ -53,7 +53,7 @@ class DrGRPO(GRPO):
 class DAPO(GRPO):
     """GRPO with a higher upper clip, no KL, and a mean over all tokens.
 
-    Groups without contrast have no gradient here, but are not sampled anew as in the publication.
+    Groups with equal rewards have no gradient, but they are not resampled as in the publication.
     """
 
     name: ClassVar[str] = "dapo"
@@ -65,15 +65,22 @@ class DAPO(GRPO):
     """The ratio is clipped above at 1 + clip_high."""
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, clip_low=self.clip_low, clip_high=self.clip_high, kl_coef=0.0,
-                            rollout_reduction="token"))  # fmt: skip
+        return Loss(
+            replace(
+                base,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                kl_coef=0.0,
+                rollout_reduction="token",
+            )
+        )
 
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
     """GRPO with one ratio per response: the geometric mean of its tokens' ratios, clipped.
 
-    The clip acts where rollouts are reused (`rollouts.reuse` > 1).
+    The clip only takes effect if rollouts are reused (`rollouts.reuse` > 1).
     """
 
     name: ClassVar[str] = "gspo"

@@ -1,4 +1,4 @@
-"""GTA: SFT and RL together, but RL alone where the two gradients conflict."""
+"""GTA: SFT and RL together, but only RL when the two gradients conflict."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class GTA(GramSolver):
-    """The sum of both gradients; the RL gradient alone where their cosine is negative.
+    """The weighted sum of the two gradients, or only the RL gradient if their cosine is negative.
 
-    The publication has the policy write a guess first, learnt by SFT, and the rest by RL. Free
-    text has no such part: `guess_tokens` takes the end of a demonstration for it (our adaptation).
+    In the publication, the policy first writes a guess, which is trained by SFT; the rest is
+    trained by RL. Free text has no guess, so `guess_tokens` uses the end of a demonstration instead
+    (our adaptation).
     """
 
     name: ClassVar[str] = "gta"

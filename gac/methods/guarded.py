@@ -1,4 +1,4 @@
-"""A constant mu behind an alarm: protection from demonstrations that go bad, for nothing."""
+"""Constant mu with an alarm: protects against demonstrations that turn bad, at no extra cost."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .constant import Constant
 
 @dataclass(frozen=True)
 class Guarded(Constant):
-    """The same mu at every step, and 0 after the demonstrations' loss jumped up, until it falls."""
+    """Constant mu, set to 0 after the demonstration loss jumps up, until it jumps down again."""
 
     name: ClassVar[str] = "guarded"
     family: ClassVar[str] = "noise-aware"
     source: ClassVar[str] = "docs/controller.md"
 
     mu: float = 0.4
-    """Weight of the demonstrations while they are not presumed wrong, in [0, 1]."""
+    """Weight of the demonstrations while the alarm is off, in [0, 1]."""
     alarm: Alarm = Alarm()
-    """When their loss has jumped."""
+    """Detects jumps of the demonstration loss."""
 
     def init(self) -> State:
         return {"alarm": None}

@@ -17,10 +17,10 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class HPT(Method):
-    """A prompt with at most `switch` right rollouts is learnt from its demonstration alone.
+    """Prompts with at most `switch` correct rollouts are trained only on their demonstration.
 
-    RL as in the released program: centred advantages, no clip, sums over `loss.max_tokens`. Its
-    rule of skipping updates with a gradient norm above 80 is not included.
+    RL follows the released code: centred advantages, no clipping, sums divided by
+    `loss.max_tokens`. Its rule to skip updates with a gradient norm above 80 is not implemented.
     """
 
     name: ClassVar[str] = "hpt"
@@ -28,14 +28,15 @@ class HPT(Method):
     source: ClassVar[str] = "arXiv 2509.04419"
 
     switch: int = 0
-    """Most right rollouts of a prompt that is learnt by SFT."""
+    """Largest number of correct rollouts at which a prompt is trained by SFT."""
     correct: float = 0.5
-    """A rollout is right if its reward is above this."""
+    """A rollout is correct if its reward is above this."""
     sft_coef: float = 1.0
-    """Factor of the SFT loss, > 0; the publication uses 0.3 for 1.5B weights."""
+    """Factor of the SFT loss, > 0; the publication uses 0.3 for a 1.5B model."""
     table: tuple[float, ...] | None = None
-    """Soft gate: SFT weight of a prompt by its number of right rollouts, 0 to K, in [0, 1]; the
-    rest is its RL weight. null: the hard gate."""
+    """Soft gate: SFT weight in [0, 1] of a prompt with 0, 1, ..., K correct rollouts; its RL weight
+    is 1 minus that. null: the hard gate.
+    """
     entropy_coef: float = 0.001
     """Weight of the entropy bonus on rollouts."""
     weight: DemoWeight = DemoWeight.ONE
@@ -48,10 +49,17 @@ class HPT(Method):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(
-            base, demo_weight=self.weight, demo_reduction="token", clip_low=None, clip_high=None,
-            entropy_coef=self.entropy_coef, rollout_reduction="constant",
-        ))  # fmt: skip
+        return Loss(
+            replace(
+                base,
+                demo_weight=self.weight,
+                demo_reduction="token",
+                clip_low=None,
+                clip_high=None,
+                entropy_coef=self.entropy_coef,
+                rollout_reduction="constant",
+            )
+        )
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", advantages="centered")

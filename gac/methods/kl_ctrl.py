@@ -1,4 +1,4 @@
-"""KL-ctrl: mu falls with the distance to the initial policy."""
+"""KL-ctrl: mu falls as the KL to the initial policy grows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from .base import Needs, Observation
 from .rules import Rule
 
-LEAST = 1e-6  # nats: a policy that never left the reference has no scale of its own
+LEAST = 1e-6  # nats; lower bound of the mean KL, for a policy that has not left the reference
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class KLControl(Rule):
     """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
 
     name: ClassVar[str] = "kl-ctrl"
-    cost: ClassVar[str] = "reference forward of the rollouts"
+    cost: ClassVar[str] = "reference forward pass on the rollouts"
 
     def needs(self, step: int) -> Needs:
         return Needs(kl=True)

@@ -1,4 +1,4 @@
-"""What each method is, in words: the list that `gac methods` prints."""
+"""The list of methods that `gac methods` prints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from . import METHODS
 from .base import Method, Needs
 
 DEMOS = {"apart": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
-STEPS = 1000  # of the run that is looked at here: every method has shown all it does by then
-COMPLETIONS = 8  # rollouts per prompt in the examples that are looked at here
+STEPS = 1000  # number of steps to inspect; by then every method has needed everything it ever needs
+COMPLETIONS = 8  # rollouts per prompt assumed here
 
 
 def methods_table() -> str:
-    """By family, each method: name, what it is, source, what it needs, extra cost per step."""
+    """Table of the methods by family: name, summary, source, requirements and extra cost per step."""
     width = max(map(len, METHODS))
     lines = []
     for family, members in families().items():
@@ -27,15 +27,17 @@ def methods_table() -> str:
             indent = " " * (width + 4)
             lines.append(
                 textwrap.fill(
-                    words, 100, initial_indent=f"  {method.name:{width}}  ",
+                    words,
+                    100,
+                    initial_indent=f"  {method.name:{width}}  ",
                     subsequent_indent=indent,
                 )
-            )  # fmt: skip
+            )
     return "\n".join(lines)
 
 
 def families() -> dict[str, list[type[Method]]]:
-    """Family -> its methods, in the order of the table of methods."""
+    """Family -> its methods, in the order of `METHODS`."""
     found: dict[str, list[type[Method]]] = {}
     for method in METHODS.values():
         found.setdefault(method.family, []).append(method)
@@ -43,12 +45,12 @@ def families() -> dict[str, list[type[Method]]]:
 
 
 def summary(method: type[Method]) -> str:
-    """The first paragraph of the class's own documentation."""
+    """The first paragraph of the class docstring."""
     return " ".join((method.__doc__ or "").split("\n\n")[0].split())
 
 
 def needs(method: Method) -> tuple[str, ...]:
-    """What the trainer has to provide, read off the method's own declarations."""
+    """What the trainer must provide, derived from the method's declarations."""
     found = Needs.union(map(method.needs, range(STEPS)))
     sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec(max_tokens=1))
     sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"

@@ -1,4 +1,4 @@
-"""What the weightings by losses share: a positive loss for each term."""
+"""Base class for loss weighting, with a positive loss for each term."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Observation
 
-LEAST = 1e-3  # a loss of exactly 0 has no ratio
+LEAST = 1e-3  # lower bound of a loss, so that ratios are finite
 
 
 def positive_losses(last: Observation) -> Pair | None:
     """(demonstration loss, 1 - mean reward), each at least 1e-3; None before the first step.
 
-    The policy-gradient surrogate is near 0 and changes its sign, so it measures no progress. The
-    publications have no such term; this reading is ours, for rewards in [0, 1].
+    The policy-gradient surrogate is near 0 and changes sign, so it does not measure progress. The
+    publications have no such term; 1 - mean reward is our choice, for rewards in [0, 1].
     """
     if last.demo_loss is None or last.reward_mean is None:
         return None

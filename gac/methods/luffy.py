@@ -1,4 +1,4 @@
-"""LUFFY: a demonstration as one more, off-policy, member of each prompt's group."""
+"""LUFFY: adds the demonstration to each prompt's group as an off-policy rollout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .base import Loss, Method, Mix, Observation, State
 class LUFFY(Method):
     """Each group holds K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
-    The baseline is the mean reward of the whole group, without its deviation; no clip; the sum of
-    all tokens' losses over rows times `loss.max_tokens`. All as in the released training script.
+    The baseline is the mean reward of the whole group; advantages are not divided by the standard
+    deviation, and there is no clipping. The sum of all token losses is divided by rows times
+    `loss.max_tokens`. All as in the released training script.
     """
 
     name: ClassVar[str] = "luffy"
@@ -28,20 +29,25 @@ class LUFFY(Method):
     entropy_coef: float = 0.001
     """Weight of the entropy bonus on rollouts."""
     weight: DemoWeight = DemoWeight.SHAPED
-    """Token weight of the demonstrations; any but shaped leaves out their advantage."""
+    """Token weight of the demonstrations; all except shaped ignore the advantage."""
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(
-            base, demo_weight=self.weight, demo_shape=self.shape, clip_low=None, clip_high=None,
-            entropy_coef=self.entropy_coef, rollout_reduction="constant",
+            base,
+            demo_weight=self.weight,
+            demo_shape=self.shape,
+            clip_low=None,
+            clip_high=None,
+            entropy_coef=self.entropy_coef,
+            rollout_reduction="constant",
             demo_reduction="constant",
-        )  # fmt: skip
+        )
         return Loss(spec, pooled=True)
 
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use 2 or more, one is the demonstration"
+                f"rollouts.completions={completions!r}: use 2 or more, because one of them is the demonstration"
             )
         group = (Stage(completions - 1),)
         return Sampling("prompt", group, demo_in_group=True, advantages="centered")

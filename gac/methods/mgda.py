@@ -12,7 +12,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class MGDA(GramSolver):
-    """The shortest convex combination of both gradients, which descends on both terms.
+    """The shortest convex combination of the two gradients, which descends on both terms.
 
     The paper's number of Frank-Wolfe iterations has no effect for two objectives: one is exact.
     """

@@ -14,18 +14,18 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """Moving averages replace both gradients; their weights take one projected step per update."""
+    """Replaces both gradients by moving averages; the weights take one projected step per update."""
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
-    cost: ClassVar[str] = "four more gradient buffers, two of them kept"
+    cost: ClassVar[str] = "four extra gradient buffers, two of them kept between steps"
 
     rate: float = 0.1
     """beta in (0, 1]: y <- y + beta (g - y)."""
     lr: float = 0.1
-    """Step size of the weights on inner products divided by their trace."""
+    """Step size of the weights, for inner products divided by their trace."""
     decay: float = 0.5
-    """Both rates fall as (step + 1)^-decay."""
+    """`rate` and `lr` decay as (step + 1)^-decay."""
     regularization: float = 0.0
     """rho >= 0, added to the diagonal of the inner products."""
 

@@ -14,16 +14,16 @@ from .gram_solver import GramSolver
 class NashMTL(GramSolver):
     """The Nash bargaining solution: along the bisector of the two gradients.
 
-    It is exact here, so the paper's number of inner steps has no effect.
+    The solution is exact here, so the paper's number of inner steps has no effect.
     """
 
     name: ClassVar[str] = "nash-mtl"
     source: ClassVar[str] = "arXiv 2202.01017"
 
     max_norm: float | None = 1.0
-    """Largest norm of the update, as published; null: none, and the update has norm sqrt(2)."""
+    """Largest norm of the update, as published; null: no limit, and the norm is sqrt(2)."""
     scale: float = 1.0
-    """Factor of the update, the paper's "lr scale"; AdamW hardly feels it."""
+    """Scale of the update, the paper's "lr scale"; has almost no effect with AdamW."""
 
     def __post_init__(self) -> None:
         nash_mtl(Gram(1.0, 0.0, 1.0), self.max_norm)  # raises on a value out of range

@@ -1,4 +1,4 @@
-"""PCGrad: each gradient without its part against the other."""
+"""PCGrad: removes the conflicting component of each gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class PCGrad(GramSolver):
-    """Where the gradients conflict, each loses its part along the other; then they are added."""
+    """If the gradients conflict, each is projected onto the normal plane of the other; then they
+    are added.
+    """
 
     name: ClassVar[str] = "pcgrad"
     source: ClassVar[str] = "arXiv 2001.06782"

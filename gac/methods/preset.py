@@ -13,13 +13,14 @@ _made: dict[str, type[Method]] = {}  # every preset, for pickle
 
 
 def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
-    """A frozen subclass of `base` under `name`; `changes` are its new defaults or attributes.
+    """Create a frozen subclass of `base` called `name`; `changes` override its defaults or class
+    attributes.
 
     Raises:
-        TypeError: a change that `base` has no field or class attribute for.
+        TypeError: `base` has no such field or class attribute.
     """
     hints = typing.get_type_hints(base, include_extras=True)
-    known = base.__dataclass_fields__  # class variables are listed there, too
+    known = base.__dataclass_fields__  # includes class variables
     attributes: dict[str, Any] = {"name": name, "__doc__": doc, "__module__": base.__module__}
     defaults = []
     for key, value in changes.items():
@@ -29,7 +30,7 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
             defaults.append((key, hints[key], field(default=value)))
         else:
             attributes[key] = value
-    attributes["__reduce__"] = _by_name  # pickle looks for a class where it was defined
+    attributes["__reduce__"] = _by_name  # pickle could not find the class in its module
     title = "".join(part.capitalize() for part in name.split("-"))
     made = make_dataclass(title, defaults, bases=(base,), namespace=attributes, frozen=True)
     _made[name] = made
@@ -37,7 +38,7 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
 
 
 def _by_name(method: Method) -> tuple[Any, ...]:
-    """How pickle takes a preset apart."""
+    """`__reduce__` of a preset: its name and field values."""
     values = {f.name: getattr(method, f.name) for f in fields(method)}
     return _restore, (type(method).name, values)
 

@@ -12,14 +12,16 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class RewardThreshold(Method):
-    """mu = max(0, threshold - mean reward of the step before), at most 1."""
+    """mu = threshold - mean reward of the previous step, clipped to [0, 1]."""
 
     name: ClassVar[str] = "reward-threshold"
     family: ClassVar[str] = "rule"
     source: ClassVar[str] = "arXiv 2508.11408, appendix B.1"
 
     threshold: float = 0.5
-    """Mean reward from which on demonstrations are left out; the publication tries 0.5 and 0.7."""
+    """Mean reward at or above which demonstrations get no weight; the publication tries 0.5 and
+    0.7.
+    """
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
 

@@ -1,4 +1,4 @@
-"""RewVar-ctrl: mu is inverse to the variance of the rewards."""
+"""RewVar-ctrl: mu is inversely proportional to the variance of the rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from .base import Observation
 from .rules import Rule
 
-LEAST = 1e-6  # squared reward: added to the variance, so that equal rewards divide by something
+LEAST = 1e-6  # squared reward; added to the variance to avoid division by zero when all rewards are equal
 
 
 @dataclass(frozen=True)

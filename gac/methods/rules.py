@@ -1,7 +1,8 @@
-"""What the rule controllers share: a rule from one measured number to mu, and its constant.
+"""Base class of the rule controllers: mu as a function of one measured quantity and a calibrated
+constant.
 
-The paper gives none of the constants. Here the first steps run at a fixed mu, and the constant is
-chosen so that the rule would have given that mu on average.
+The paper does not give the constants. Here the first steps use a fixed mu, and the constant is
+chosen so that the rule gives this mu at the mean measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class Rule(Method):
-    """mu follows a number that training measures."""
+    """mu is a function of one quantity measured in training."""
 
     family: ClassVar[str] = "rule"
     source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
@@ -25,9 +26,9 @@ class Rule(Method):
     sign: int = 1
     """1: the printed rule; -1: the opposite direction."""
     calibration: int = 50
-    """Steps at `mu_init` from which the rule's constant is taken."""
+    """Steps at `mu_init` used to calibrate the rule's constant."""
     mu_init: float = 0.58
-    """mu of these steps, and the mean that the rule would have had on them."""
+    """mu during calibration, and the rule's value at the mean measurement."""
     mu_min: float = 0.02
     """Smallest mu afterwards."""
     mu_max: float = 0.98
@@ -42,23 +43,22 @@ class Rule(Method):
             raise ValueError(f"calibration={self.calibration!r}: use a number >= 1")
         if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
             raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: use "
-                "numbers in this order in [0, 1]"
+                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: use 0 <= mu_min <= mu_init <= mu_max <= 1"
             )
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))
 
     def measured(self, last: Observation) -> float | None:
-        """The number that the rule follows; None where it is not known."""
+        """The measured quantity that drives the rule; None if not measured."""
         raise NotImplementedError
 
     def constant(self, mean: float) -> float:
-        """The constant with which `rule(mean, constant)` is `mu_init`."""
+        """The constant for which `rule(mean, constant)` equals `mu_init`."""
         raise NotImplementedError
 
     def rule(self, value: float, constant: float) -> float:
-        """mu before it is bounded."""
+        """mu before clipping to [mu_min, mu_max]."""
         raise NotImplementedError
 
     def init(self) -> State:

@@ -18,7 +18,7 @@ class SDMGrad(GramSolver):
     """MGDA whose inner products come from two independent halves of the batch.
 
     The publication draws three batches per step; here the halves give the weights and their mean
-    gives the direction, at no further backward. The inner loop's optimum is taken exactly.
+    gives the direction, without an extra backward pass. The inner loop is solved exactly.
     """
 
     name: ClassVar[str] = "sdmgrad"

@@ -33,6 +33,9 @@ class SFT(Method):
 
 
 DFT = preset(
-    SFT, "dft", "SFT whose tokens weigh their own probability p, which is not differentiated.",
-    source="arXiv 2508.05629", weight=DemoWeight.P,
-)  # fmt: skip
+    SFT,
+    "dft",
+    "SFT with each token weighted by its own probability p, which is not differentiated.",
+    source="arXiv 2508.05629",
+    weight=DemoWeight.P,
+)

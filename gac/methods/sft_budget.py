@@ -1,4 +1,4 @@
-"""SFT-light and SFT-best: SFT on so many demonstrations for so many epochs."""
+"""SFT-light and SFT-best: SFT on a fixed number of demonstrations and epochs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .sft import SFT
 
 @dataclass(frozen=True)
 class SFTBest(SFT):
-    """SFT for three epochs of 5000 demonstrations; the best evaluation's weights are kept."""
+    """SFT for three epochs on 5000 demonstrations; keeps the weights of the best evaluation."""
 
     name: ClassVar[str] = "sft-best"
     source: ClassVar[str] = "the paper, appendix H (SFT variants)"
     keeps_best: ClassVar[bool] = True
 
     examples: int = 5000
-    """Demonstrations used, the first ones of the set."""
+    """Number of demonstrations, taken from the start of the set."""
     epochs: int = 3
-    """Passes over them; the run ends there if its `steps` have not run out."""
+    """Passes over them; the run then ends even if `steps` remain."""
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs"):
@@ -36,21 +36,21 @@ class SFTBest(SFT):
 
 @dataclass(frozen=True)
 class SFTLight(SFTBest):
-    """SFT for one epoch of 1000 demonstrations, stopped early where the loss stops falling.
+    """SFT for one epoch on 1000 demonstrations, stopped early when the loss stops falling.
 
-    In a single epoch every batch is new to the model, so that its loss before the update is a
-    validation loss; a moving average of it that has not fallen for `patience` steps is a plateau.
+    In a single epoch every batch is unseen, so its loss before the update is a validation loss.
+    Training stops when the moving average of this loss has not fallen for `patience` steps.
     """
 
     name: ClassVar[str] = "sft-light"
     keeps_best: ClassVar[bool] = False
 
     examples: int = 1000
-    """Demonstrations used, the first ones of the set."""
+    """Number of demonstrations, taken from the start of the set."""
     epochs: int = 1
-    """Passes over them; the run ends there if its `steps` have not run out."""
+    """Passes over them; the run then ends even if `steps` remain."""
     patience: int = 5
-    """Steps without a lower average loss after which training stops."""
+    """Number of steps without a lower average loss before training stops."""
     decay: float = 0.7
     """Decay of the moving average of the loss, per step."""
 

@@ -1,4 +1,4 @@
-"""SFT, then GRPO from where it ended: the usual sequence."""
+"""SFT followed by GRPO: the usual sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Loss, Method, Mix, Needs, Observation, State
 
 @dataclass(frozen=True)
 class SFTThenRL(Method):
-    """Demonstrations alone for some steps, then rollouts alone; one optimiser throughout."""
+    """Only demonstrations for some steps, then only rollouts; one optimizer throughout."""
 
     name: ClassVar[str] = "sft-then-rl"
     family: ClassVar[str] = "single signal"

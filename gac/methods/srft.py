@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class SRFT(Method):
     """Entropy-weighted cross-entropy and policy gradient on demonstrations, likelihood on rollouts.
 
-    With H the mean token entropy of a response: demonstrations lose 0.5 exp(-H) (-log p) - A p,
-    right rollouts 0.1 exp(H) (-log p), wrong ones log p. The means are over each side's tokens.
+    With H the mean token entropy of a response, the loss is 0.5 exp(-H) (-log p) - A p for
+    demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones, averaged
+    over the tokens of each term.
     """
 
     name: ClassVar[str] = "srft"
@@ -33,19 +34,21 @@ class SRFT(Method):
     sft_scale: float = 0.5
     """Factor of exp(-H) in the SFT weight."""
     rl_scale: float = 0.1
-    """Factor of exp(H) in the weight of right rollouts."""
+    """Factor of exp(H) in the weight of correct rollouts."""
     shape: float | None = None
-    """c: the demonstrations' RL loss is -A p / (p + c) instead, as a public program has it."""
+    """c: use -A p / (p + c) as the RL loss of demonstrations, as in a public implementation."""
     correct: float = 0.5
-    """A rollout is right if its reward is above this."""
+    """A rollout is correct if its reward is above this."""
     least_logp: float | None = None
-    """Tokens of wrong rollouts below this log-probability are not pushed further down; null, as
-    published: pushed without bound."""
+    """Tokens of incorrect rollouts are not pushed below this log-probability; null, as published:
+    no limit.
+    """
 
     def loss(self, base: LossSpec) -> Loss:
-        # SHAPED makes the demonstrations' advantages available; the formula is the one below
-        spec = replace(base, demo_weight=DemoWeight.SHAPED, rollout_reduction="token",
-                       demo_reduction="token")  # fmt: skip
+        # SHAPED only makes the demonstrations' advantages available; the loss is `token_loss`
+        spec = replace(
+            base, demo_weight=DemoWeight.SHAPED, rollout_reduction="token", demo_reduction="token"
+        )
         return Loss(spec, token=self.token_loss)
 
     def sampling(self, completions: int) -> Sampling:

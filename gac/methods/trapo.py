@@ -1,4 +1,4 @@
-"""TRAPO: rollouts that continue ever longer prefixes of a demonstration."""
+"""TRAPO: rollouts that continue increasingly long prefixes of a demonstration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class TRAPO(Method):
-    """Micro-groups of rollouts; one that follows poor rewards starts from part of a demonstration.
+    """Samples rollouts in micro-groups; after low rewards, the next group starts from a prefix of a
+    demonstration.
 
-    Prefix tokens are learnt by trust-region SFT, loss -p / max(p, c), the policy's own tokens by
-    RL with centred advantages over the whole group and no clip; all sums over `loss.max_tokens`.
-    Prefixes end at a token, not at a paragraph, and every micro-group takes the same demonstration.
+    Prefix tokens are trained by trust-region SFT with loss -p / max(p, c), the policy's own tokens
+    by RL with advantages centred over the whole group and no clipping. All sums are divided by
+    `loss.max_tokens`. Prefixes may end at any token rather than at a paragraph, and all
+    micro-groups use the same demonstration.
     """
 
     name: ClassVar[str] = "trapo"
@@ -28,11 +30,12 @@ class TRAPO(Method):
     sizes: tuple[int, ...] = (4, 2, 1, 1)
     """Rollouts of each micro-group; their sum must be `rollouts.completions`."""
     prefixes: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)
-    """Share of the demonstration that each micro-group is given."""
+    """Fraction of the demonstration given to each micro-group as a prefix."""
     below: tuple[float, ...] = (-1.0, 0.5, 0.7, 0.9)
-    """It is given only if the mean reward so far is below this."""
+    """The prefix is given only if the mean reward so far is below this."""
     trained: tuple[int, ...] = (0, 1, 1, 1)
-    """Rows of each micro-group whose prefix is learnt, as in the released program."""
+    """Number of rollouts in each micro-group whose prefix is trained on, as in the released code.
+    """
     trust: float = 0.1
     """c of the trust-region SFT, the publication's alpha."""
 
@@ -47,9 +50,14 @@ class TRAPO(Method):
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(
-            base, demo_weight=DemoWeight.TRUST, demo_shape=self.trust, clip_low=None,
-            clip_high=None, rollout_reduction="constant", demo_reduction="constant",
-        )  # fmt: skip
+            base,
+            demo_weight=DemoWeight.TRUST,
+            demo_shape=self.trust,
+            clip_low=None,
+            clip_high=None,
+            rollout_reduction="constant",
+            demo_reduction="constant",
+        )
         return Loss(spec, pooled=True)
 
     def sampling(self, completions: int) -> Sampling:

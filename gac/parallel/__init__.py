@@ -1,1 +1,1 @@
-"""One process or many."""
+"""Single-process and distributed execution."""

@@ -1,7 +1,7 @@
-"""What the ranks of a run tell each other: the only gather, sum, mean and maximum over processes.
+"""Collectives over the ranks of a run: all gathers, sums, means and maxima are here.
 
-Numbers travel by the CPU's backend where the process group has one, so that they wait for no GPU.
-Every rank makes every call. Without a process group, each call returns this process's own.
+Numbers use the CPU backend if the process group has one, to avoid waiting for the GPU.
+Call every function on every rank. Without a process group, each returns the local value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """The rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def ranks() -> int:
-    """The number of processes."""
+    """The world size; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -38,7 +38,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], Result]) -> Result:
-    """`work()`, done by every rank; if it fails on one, with what a user can mend, all raise it."""
+    """Run `work()` on every rank; if it raises a UserError on one, all ranks raise it."""
     result, fault = None, None
     try:
         result = work()
@@ -51,29 +51,29 @@ def together(work: Callable[[], Result]) -> Result:
 
 
 def total(values: Sequence[float]) -> list[float]:
-    """The sum of each number over the ranks, in float64 and rank order, so the same on all."""
+    """Element-wise sum over ranks, in float64 and in rank order, so all ranks get the same bits."""
     return [sum(column) for column in zip(*_table(values), strict=True)]
 
 
 def mean(values: Sequence[float]) -> list[float]:
-    """The mean of each number over the ranks."""
+    """Element-wise mean over ranks."""
     return [value / ranks() for value in total(values)]
 
 
 def largest(values: Sequence[float]) -> list[float]:
-    """The largest of each number over the ranks."""
+    """Element-wise maximum over ranks."""
     return [max(column) for column in zip(*_table(values), strict=True)]
 
 
 def add(tensor: Tensor) -> Tensor:
-    """The sum of `tensor` over the ranks, which may be written into it."""
+    """Sum `tensor` over ranks, in place; returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def _table(values: Sequence[float]) -> list[list[float]]:
-    """[R][len(values)]: each rank's numbers."""
+    """Every rank's values, as [R][len(values)]."""
     if ranks() == 1:
         return [list(map(float, values))]
     mine = torch.tensor(values, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""One process or many: start the ranks, shard the model, and hold it whole where it must be.
+"""Distributed setup: join the process group, shard the model, gather its weights when needed.
 
-accelerate gives the device, the collectives and DDP; sharding is torch's `fully_shard`, called here
-on CPUs and GPUs alike, because accelerate's FSDP flag is silently ignored on CPUs. The root unit
-holds the embedding and the head and stays gathered from a forward to its backward, so that the
-loss inside the model's forward finds the head's weight, gathered once.
+accelerate provides the device, the collectives and DDP. Sharding calls torch's `fully_shard`
+directly, on CPUs and GPUs, because accelerate silently ignores its FSDP flag on CPUs. The root unit
+holds the embedding and the head. It stays gathered from forward to backward, so that the loss
+inside the forward can use the head's weight with a single gather.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ _meshes: list[DeviceMesh] = []
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share the work; with one process nothing of this matters."""
+    """How several processes share the work; ignored with a single process."""
 
     mode: str = "ddp"
     """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
     replicas: int = 1
     """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
     gather_for_rollouts: bool = True
-    """fsdp: hold all weights on every rank while it samples; false gathers layer by layer."""
+    """fsdp: keep the full weights gathered on every rank during sampling; false: gather layer by
+    layer.
+    """
     defer_reduce: bool = False
-    """fsdp: reduce gradients after the last micro-batch only: less traffic, a whole gradient more
-    memory."""
+    """fsdp: reduce gradients only after the last micro-batch: less communication, but memory for
+    one full gradient.
+    """
     resize: bool = False
-    """Allow going on from a checkpoint of another number of processes."""
+    """Allow resuming from a checkpoint written by a different number of processes."""
     timeout: float = 1800.0
-    """Seconds after which a collective that a rank does not join ends the job."""
+    """Timeout in seconds for collectives; the job fails if a rank has not joined by then."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -68,70 +71,84 @@ class ParallelConfig:
 def make_accelerator(
     config: ParallelConfig, precision: str, trackers: tuple[str, ...], out: str
 ) -> Accelerator:
-    """Join the process group that torchrun or accelerate announces. Raises ConfigError."""
+    """Join the process group set up by torchrun or accelerate. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp: parallel.mode=fsdp shards the model")
     _join(config.timeout)
     accelerator = Accelerator(
-        # without it, accelerate starts unrelated processes where there is no GPU
+        # otherwise accelerate does not connect the processes on machines without a GPU
         cpu=not torch.cuda.is_available(),
-        # fsdp has a policy of its own instead of autocast
+        # fsdp uses its own mixed-precision policy instead of autocast
         mixed_precision="no" if config.mode == "fsdp" else precision,
         log_with=list(trackers) or None,
         project_dir=out,
     )
     ranks, announced = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", 1))
     if ranks != announced:
-        raise ConfigError(f"WORLD_SIZE={announced}, but {ranks} processes joined: use torchrun")
+        raise ConfigError(
+            f"WORLD_SIZE={announced}, but {ranks} processes joined: launch with torchrun"
+        )
     if ranks % config.replicas:
         raise ConfigError(f"parallel.replicas={config.replicas}: use a divisor of {ranks} ranks")
     return accelerator
 
 
 def _join(timeout: float) -> None:
-    """The process group of this attempt: torchrun's store outlives an elastic restart, and gloo
-    would call the dead processes whose addresses it still holds under the default name."""
+    """Join a process group named after this restart attempt: torchrun's store survives an elastic
+    restart, and under the default name gloo would contact dead processes whose addresses it still
+    holds.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore(f"gac/attempt-{attempt}", store), rank=rank, world_size=ranks,
+        store=dist.PrefixStore(f"gac/attempt-{attempt}", store),
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
+    )
     atexit.register(_leave_at_exit)
-    dist.all_reduce(torch.zeros(1))  # who leaves before all have joined keeps the others waiting
+    dist.all_reduce(
+        torch.zeros(1)
+    )  # a rank exiting before every rank has joined would block the others
 
 
 def arriving(accelerator: Accelerator, config: ParallelConfig) -> Arrival | None:
-    """What keeps this rank's share of a model's weights while they are read; None: all of them."""
+    """Context that shards a model's weights while loading; None if the model is not sharded."""
     if config.mode != "fsdp" or accelerator.num_processes == 1:
         return None
     return Arrival(_mesh(accelerator, config), accelerator.device)
 
 
 def prepare(
-    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str,
+    model: nn.Module,
+    accelerator: Accelerator,
+    config: ParallelConfig,
+    precision: str,
     arrival: Arrival | None,
-) -> nn.Module:  # fmt: skip
-    """The model as this rank trains it, on its device: sharded, or wrapped by DDP.
+) -> nn.Module:
+    """Prepare the model for training: move it to the device, and shard it or wrap it in DDP.
 
-    arrival: of `arriving`, for this model.
+    arrival: from `arriving`, used to load this model.
     """
     if arrival is None:
         return accelerator.prepare(model.to(accelerator.device))
     model = shard(model, arrival, _policy(precision), keep_root=True)
     if config.defer_reduce:
-        model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's looks for it
+        model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's `no_sync` looks for it
     return model
 
 
 def prepare_frozen(
-    model: nn.Module, accelerator: Accelerator, config: ParallelConfig, precision: str,
+    model: nn.Module,
+    accelerator: Accelerator,
+    config: ParallelConfig,
+    precision: str,
     arrival: Arrival | None,
-) -> nn.Module:  # fmt: skip
-    """A model that is only evaluated: sharded too, never gathered longer than a forward."""
+) -> nn.Module:
+    """Prepare a model for inference: sharded too, but gathered only during a forward."""
     model = model.requires_grad_(False).eval()
     if arrival is None:
         return model.to(accelerator.device)
@@ -141,10 +158,10 @@ def prepare_frozen(
 def shard(
     model: nn.Module, arrival: Arrival, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
-    """`fully_shard` of each layer, and of the rest as one unit; in place.
+    """Apply `fully_shard` to each layer and to the rest as one unit, in place.
 
     keep_root: the rest (embedding, last norm, head) stays gathered from forward to backward.
-    Raises RuntimeError if a parameter was left whole.
+    Raises RuntimeError if a parameter was left unsharded.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
@@ -156,23 +173,25 @@ def shard(
     if whole or not layers:
         raise RuntimeError(
             f"{type(model).__name__} could not be sharded: layers {sorted(names)}, "
-            f"{len(whole)} whole parameters {whole[:3]}; use parallel.mode=ddp"
+            f"{len(whole)} unsharded parameters {whole[:3]}; use parallel.mode=ddp"
         )
     arrival.place(model)
     return model
 
 
 def leave() -> None:
-    """Leave the process group, if there is one, and end its threads; nothing may use it after.
+    """Destroy the process group, if there is one, and end its threads; it must not be used
+    afterwards.
 
-    A group that is destroyed lives on, with its threads, while anything refers to it. Such a thread
-    may free the tensors of the last collective late, and aborts the process if Python is by then
-    on its way out ("terminate called without an active exception"). Referring to it are the meshes,
-    which the caches of DTensor keep for ever, and the trainer: its owner lets go of it first.
+    A destroyed group stays alive, with its threads, as long as anything references it. Such a
+    thread may free the tensors of the last collective late, which aborts the process if Python is
+    already shutting down ("terminate called without an active exception"). The group is referenced
+    by the meshes, which DTensor caches forever, and by the trainer, which its owner must release
+    first.
     """
     if not dist.is_initialized():
         return
-    gc.collect()  # a model and its hooks are in circles; the destructor of DDP needs the group
+    gc.collect()  # a model and its hooks form reference cycles; DDP's destructor needs the group
     dist.destroy_process_group()
     while _meshes:
         getattr(_meshes.pop(), "_pg_registry", {}).clear()
@@ -180,17 +199,21 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """However the program ends: an error that ended it refers to the trainer by its traceback."""
+    """Run `leave` at exit; an uncaught exception still references the trainer through its
+    traceback.
+    """
     error = getattr(sys, "last_value", None)
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     leave()
-    gc.collect()  # what only those frames referred to, where the group was left before
+    gc.collect()  # free what only those frames referenced, in case the group had already been left
 
 
 def seed(number: int) -> None:
-    """`torch.manual_seed`, which without a GPU spends its time on remembering who called it."""
+    """`torch.manual_seed`; without a GPU, skips the stack trace that it would record for lazy CUDA
+    initialization.
+    """
     if torch.accelerator.is_available():
         torch.manual_seed(number)
     else:
@@ -199,22 +222,26 @@ def seed(number: int) -> None:
 
 def units(model: nn.Module) -> list[FSDPModule]:
     """The sharded units of `model`, the root first; empty when it is not sharded."""
-    if not isinstance(model, FSDPModule):  # the root is always one: no walk over the modules
+    if not isinstance(
+        model, FSDPModule
+    ):  # the root is always a unit, so the modules need no search
         return []
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered weights, so that no forward can use those from before an optimiser step."""
+    """Free gathered weights, so that no forward uses stale ones after an optimizer step."""
     for unit in units(model):
         unit.reshard()
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """Hold all weights inside, so that ranks may call the model a different number of times.
+    """Context in which all weights stay gathered, so that ranks may call the model a different
+    number of times.
 
-    Without `gather_for_rollouts` nothing is held, and the ranks have to step in lockstep.
+    Without `gather_for_rollouts` nothing stays gathered, and the ranks must call the model in
+    lockstep.
     """
     held = units(model)
     if not config.gather_for_rollouts:
@@ -235,19 +262,21 @@ def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 
 def in_lockstep(model: nn.Module) -> bool:
-    """Whether every call of the model gathers weights, so that all ranks must make it."""
+    """Whether each call of the model gathers weights, so that all ranks must make the same calls."""
     return any(unit not in _held for unit in units(model))
 
 
 def calls(model: nn.Module, mine: int) -> int:
-    """How many calls this rank makes when it needs `mine`: all ranks' most in lockstep."""
+    """Number of model calls this rank must make if it needs `mine`: in lockstep, the maximum over
+    ranks.
+    """
     if not in_lockstep(model):
         return mine
     return int(largest([mine])[0])
 
 
 def full(value: Tensor) -> float:
-    """A 0-d tensor as a number, also if it is a sum over shards."""
+    """A 0-d tensor or DTensor as a float."""
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
@@ -263,7 +292,7 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:
-    """bfloat16 arithmetic on float32 shards; gradients are reduced in float32."""
+    """bfloat16 compute if `precision` is bf16; gradients are reduced in float32."""
     compute = torch.bfloat16 if precision == "bf16" else None
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""From run directories to one self-contained HTML page, PNG plots and a table for the terminal."""
+"""Turns run directories into a self-contained HTML page, PNG plots and a table for the terminal."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,18 +14,17 @@ __all__ = ["find_folders", "find_runs", "results_table", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write `out/report.html` and `out/plots` about runs, finished or not.
+    """Write `out/report.html` and `out/plots` for finished or unfinished runs.
 
     Args:
-        runs: run directories, or folders that hold runs and results of `gac eval`.
-        out: the folder of the page.
+        runs: run directories, or folders that contain runs or `gac eval` results.
+        out: the output folder.
 
-    Returns:
-        The page.
+    Returns: The path of the page.
 
     Raises:
-        FileNotFoundError: a folder without runs or results.
-        ConfigError: a config.yaml that is not YAML.
+        FileNotFoundError: a folder contains no runs or results.
+        ConfigError: a config.yaml is not valid YAML.
     """
     from .page import render, render_evaluations
     from .plots import draw_plots
@@ -52,13 +51,13 @@ def results_table(runs: Sequence[Path]) -> str:
 
 
 def find_folders(paths: Sequence[Path]) -> list[Path]:
-    """Run directories and folders of results at or under the given ones; raises as `find_runs`."""
+    """Find run directories and result folders at or below the given paths; raises like `find_runs`."""
     runs, evaluations = _find(paths)
     return [*runs, *(one.path for one in evaluations if one.path not in runs)]
 
 
 def _find(paths: Sequence[Path]) -> tuple[list[Path], list[Evaluation]]:
-    """Runs and evaluations at or below each path, of which each must have some."""
+    """Find runs and evaluations at or below each path; each path must contain at least one."""
     runs: list[Path] = []
     evaluations: list[Evaluation] = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Results of `gac eval` on the page: a table of tasks, and a figure of their intervals."""
+"""`gac eval` results in the report: a table of tasks and a figure of their intervals."""
 
 from __future__ import annotations
 
@@ -26,46 +26,56 @@ class Evaluation:
 
     @property
     def model(self) -> str:
-        """The model of its tasks, as the settings name it."""
+        """The model path in its tasks' settings."""
         tasks = self.results["tasks"].values()
         return ", ".join(dict.fromkeys(str(row["setting"]["model"]["path"]) for row in tasks))
 
     @property
     def baselines(self) -> str:
-        """What its tasks were compared with."""
-        found = (row["against"]["results"] for row in self.results["tasks"].values()
-                 if "against" in row)  # fmt: skip
+        """The results that its tasks were compared with."""
+        found = (
+            row["against"]["results"] for row in self.results["tasks"].values() if "against" in row
+        )
         return ", ".join(dict.fromkeys(found))
 
 
 def find_evaluations(paths: Iterable[Path]) -> list[Evaluation]:
-    """Folders with results at or below the given ones. Raises ConfigError for damaged ones."""
+    """Find folders with results at or below the given paths. Raises ConfigError for damaged
+    results.
+    """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        folders = (file.parent for file in path.rglob(RESULTS))  # others may use that name too
+        folders = (
+            file.parent for file in path.rglob(RESULTS)
+        )  # other tools may also use that file name
         found |= dict.fromkeys(sorted(f for f in folders if (f / SAMPLES).is_file()))
     return [_read(folder) for folder in found]
 
 
 def evaluations_table(evaluations: Sequence[Evaluation]) -> str:
-    """The tables as aligned plain text, each after its folder."""
+    """The tables as aligned plain text, each below its folder's path."""
     return "\n\n".join(f"{one.path}\n{results_table(one.results)}" for one in evaluations)
 
 
 def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """What the template shows of each."""
+    """Template values for each evaluation."""
     shown = []
     for one in evaluations:
         head, *lines = results_lines(one.results)
-        shown.append({
-            "path": str(one.path), "model": one.model, "baselines": one.baselines, "head": head,
-            "rows": [(line[0].strip(), line[0] != line[0].strip(), line[1:]) for line in lines],
-        })  # fmt: skip
+        shown.append(
+            {
+                "path": str(one.path),
+                "model": one.model,
+                "baselines": one.baselines,
+                "head": head,
+                "rows": [(line[0].strip(), line[0] != line[0].strip(), line[1:]) for line in lines],
+            }
+        )
     return shown
 
 
 def draw(evaluations: Sequence[Evaluation]) -> str:
-    """A PNG as base64 text: each task's accuracy with its interval, one colour per folder."""
+    """Draw each task's accuracy with its interval, one color per folder; returns a base64 PNG."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -77,13 +87,18 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
         figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
         axes = figure.subplots()
         for number, one in enumerate(evaluations):
-            shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # beside each other in a task
+            shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # side by side within a task
             look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)]}
             known = {n: r for n, r in one.results["tasks"].items() if r["accuracy"] is not None}
             places = [-tasks.index(name) - shift for name in known]
             marker = MARKERS[number % len(MARKERS)]
-            axes.plot([100 * row["accuracy"] for row in known.values()], places, marker,
-                      label=str(one.path), **look)  # fmt: skip
+            axes.plot(
+                [100 * row["accuracy"] for row in known.values()],
+                places,
+                marker,
+                label=str(one.path),
+                **look,
+            )
             for place, row in zip(places, known.values(), strict=True):
                 if row["ci95"] is not None:
                     axes.plot([100 * end for end in row["ci95"]], [place] * 2, linewidth=2, **look)
@@ -106,5 +121,5 @@ def _read(folder: Path) -> Evaluation:
         found = Evaluation(folder, results)
         results_lines(results), found.model, found.baselines
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not what gac eval writes ({error!r}); delete it") from error
+        raise ConfigError(f"{path}: not a valid gac eval result ({error!r}); delete it") from error
     return found

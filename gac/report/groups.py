@@ -1,4 +1,4 @@
-"""Runs that differ only by their seed, as one group with one label."""
+"""Groups runs that differ only in their seed under one label."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from .reading import Run, flatten
 
-# What two repetitions of one experiment may differ in: the seed and where they write.
+# Keys in which repetitions of an experiment may differ: the seed and the output paths.
 REPETITION_KEYS = ("seed", "out", "output", "out_dir", "output_dir", "run_dir")
 
 
@@ -35,8 +35,8 @@ class Group:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by their configuration without the seed, in order of first appearance.
 
-    A run without a configuration is a group of its own. Labels are the run's `name`, else its
-    method's; groups that share one are told apart by the settings in which they differ.
+    A run without a configuration forms its own group. The label is the run's `name` or its
+    method's; groups with the same label are distinguished by the settings in which they differ.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -48,7 +48,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Dotted key -> its value in each group (None where absent), for keys that are not equal."""
+    """Dotted key -> its value in each group (None where absent), for keys whose values differ."""
     settings = [_identity(group.runs[0]) for group in groups]
     keys = dict.fromkeys(key for setting in settings for key in setting)
     values = {key: [setting.get(key) for setting in settings] for key in keys}
@@ -56,7 +56,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 
 def _identity(run: Run) -> dict[str, Any]:
-    """The settings that repetitions share; `seed0` inside a path counts as the seed as well."""
+    """The settings that repetitions share; `seed0` in a path also counts as the seed."""
     leaves = [(k, v) for k, v in flatten(run.config) if k.split(".")[-1] not in REPETITION_KEYS]
     own_seed = re.compile(rf"(seed[-_=]?){run.seed}(?!\d)")
     return {k: own_seed.sub(r"\1*", v) if isinstance(v, str) else v for k, v in leaves}
@@ -81,6 +81,6 @@ def _distinct(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]
         for key, row in differences(groups).items()
         if row[mine] is not None and key != "name"
     ]
-    brief = [text for text in settings if len(text) <= 24]  # a path would drown the label
+    brief = [text for text in settings if len(text) <= 24]  # a path would make the label too long
     words = brief[:2] or [members[index][0].path.resolve().name]
     return f"{labels[index]} ({', '.join(words)})"

@@ -1,4 +1,4 @@
-"""The HTML page: one file with everything in it, that needs no network and no script."""
+"""The HTML report: one self-contained file that needs no network and no JavaScript."""
 
 import base64
 import math
@@ -24,45 +24,64 @@ PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 
 def render(
-    groups: Sequence[Group], context: Context, plots: Mapping[str, Path],
+    groups: Sequence[Group],
+    context: Context,
+    plots: Mapping[str, Path],
     evaluations: Sequence[Evaluation] = (),
-) -> str:  # fmt: skip
-    """The whole page; plots: panel key -> PNG, which is put into the page itself."""
+) -> str:
+    """Render the whole page; plots: panel key -> PNG, which is embedded in the page."""
     panels = {
-        "Held-out accuracy": evaluation_panels(groups), "Training": TRAINING, "Mixing": MIXING,
-    }  # fmt: skip
+        "Held-out accuracy": evaluation_panels(groups),
+        "Training": TRAINING,
+        "Mixing": MIXING,
+    }
     return fill(
-        "page.html.j2", groups=groups, title=_title(groups), facts=_facts(groups),
+        "page.html.j2",
+        groups=groups,
+        title=_title(groups),
+        facts=_facts(groups),
         headline=headline(groups, context),
-        tables=[_table(table, groups) for table in tables(groups, context)], note=_note(groups),
+        tables=[_table(table, groups) for table in tables(groups, context)],
+        note=_note(groups),
         figures=[(name, _figures(wanted, plots)) for name, wanted in panels.items()],
-        how_to_read=HOW_TO_READ, symbols=SYMBOLS, definitions=definitions(context),
-        differences=_differences(groups), runs=_runs(groups), evaluations=sections(evaluations),
+        how_to_read=HOW_TO_READ,
+        symbols=SYMBOLS,
+        definitions=definitions(context),
+        differences=_differences(groups),
+        runs=_runs(groups),
+        evaluations=sections(evaluations),
         figure=draw(evaluations) if evaluations else None,
-    )  # fmt: skip
+    )
 
 
 def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
-    """A page about results of `gac eval` alone."""
+    """Render a page for `gac eval` results only."""
     models = list(dict.fromkeys(one.model for one in evaluations))
     return fill(
-        "evaluation.html.j2", title=f"Evaluation: {', '.join(models)}",
-        evaluations=sections(evaluations), figure=draw(evaluations),
-    )  # fmt: skip
+        "evaluation.html.j2",
+        title=f"Evaluation: {', '.join(models)}",
+        evaluations=sections(evaluations),
+        figure=draw(evaluations),
+    )
 
 
 def fill(template: str, **values: Any) -> str:
-    """A template of this folder with `values`, each escaped. Raises MissingExtra without jinja2."""
+    """Render a template of this folder with `values`, escaped. Raises MissingExtra if jinja2 is
+    missing.
+    """
     jinja2 = import_extra("jinja2", "the report")
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template(template).render(**values)
 
 
 def headline(groups: Sequence[Group], context: Context) -> str:
-    """The result in one or two sentences, with its uncertainty; whoever is ahead."""
+    """Summarize the result and its uncertainty in one or two sentences."""
     summaries = [[summarise(run, context) for run in group.runs] for group in groups]
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
     key, where, start = "final", "", _start(groups, context)
@@ -83,20 +102,20 @@ def headline(groups: Sequence[Group], context: Context) -> str:
         f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
     )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):
-        return words + "Without several seeds for both, a small gap is not evidence." + start
+        return words + "Without several seeds for each, a small gap is not evidence." + start
     noise = math.hypot(sd, second_sd)
     verdict = "more than" if best - second > noise else "within"
     return (
         words
-        + f"That is {verdict} the spread over seeds: both sd together are {100 * noise:.1f}.{start}"
+        + f"That is {verdict} the spread over seeds: the combined standard deviation is {100 * noise:.1f}.{start}"
     )
 
 
 def _start(groups: Sequence[Group], context: Context) -> str:
-    """What the model could do before training, where all runs agree on it."""
+    """A sentence on the accuracy before training, if all runs agree on it."""
     known = [summarise(run, context)["start"] for group in groups for run in group.runs]
     texts = {write_cell((value, math.nan), FINAL) for value in known}
-    return f" The start model has {texts.pop()} %." if len(texts) == 1 and known[0] >= 0 else ""
+    return f" The initial model has {texts.pop()} %." if len(texts) == 1 and known[0] >= 0 else ""
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -107,7 +126,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """(name, text) of what the page is about."""
+    """(name, text) pairs for the page header."""
     runs = [run for group in groups for run in group.runs]
     seeds = sorted({seed for group in groups for seed in group.seeds})
     models = dict.fromkeys(filter(None, map(_model, runs)))
@@ -117,7 +136,7 @@ def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
         facts.append(("Model", next(iter(models))))
     if written:
         facts.append(("Last trained", f"{datetime.fromtimestamp(max(written)):%Y-%m-%d %H:%M}"))
-    facts.append(("Page written", f"{datetime.now():%Y-%m-%d %H:%M}, {_versions()}"))
+    facts.append(("Generated", f"{datetime.now():%Y-%m-%d %H:%M}, {_versions()}"))
     return facts
 
 
@@ -137,34 +156,41 @@ def _versions() -> str:
 
 
 def _note(groups: Sequence[Group]) -> str:
-    """What has to be said under the tables."""
+    """Notes below the tables."""
     repeated = any(len(group.runs) > 1 for group in groups)
     note = "± is the standard deviation over seeds. " if repeated else ""
     lengths = {run.steps_done for group in groups for run in group.runs}
     if len(lengths) > 1:
-        note += "Areas and sums of runs with fewer steps cover fewer steps. "
+        note += "Runs have different lengths; areas and sums of shorter runs cover fewer steps. "
     return note
 
 
 def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
-    """Heads and rows of one table; each row with the line that the figures draw for its group."""
+    """Headers and rows of one table; each row has the line style of its group in the figures."""
     rows = []
     for index, (group, cells) in enumerate(zip(groups, table.cells, strict=True)):
         dashes = " ".join(f"{2 * length:g}" for length in DASHES[index % len(DASHES)])
-        rows.append({
-            "label": group.label, "seeds": len(group.runs), "progress": progress(group),
-            "colour": COLOURS[index % len(COLOURS)], "dashes": dashes or "none",
-            "cells": [
-                _cell(cell, column, best=len(groups) > 1 and _is_best(table, i, cell))
-                for i, (cell, column) in enumerate(zip(cells, table.columns, strict=True))
-            ],
-        })  # fmt: skip
+        rows.append(
+            {
+                "label": group.label,
+                "seeds": len(group.runs),
+                "progress": progress(group),
+                "colour": COLOURS[index % len(COLOURS)],
+                "dashes": dashes or "none",
+                "cells": [
+                    _cell(cell, column, best=len(groups) > 1 and _is_best(table, i, cell))
+                    for i, (cell, column) in enumerate(zip(cells, table.columns, strict=True))
+                ],
+            }
+        )
     heads = [table.title, "seeds", "steps", *(column.title for column in table.columns)]
     return {"heads": heads, "rows": rows}
 
 
 def _is_best(table: Table, index: int, cell: tuple[float, float]) -> bool:
-    """Whether a cell has the highest accuracy of its column; other columns have no simple best."""
+    """Whether a cell has the highest accuracy in its column; columns other than accuracy have no
+    clear best.
+    """
     if not table.columns[index].key.startswith(("final", "best", "accuracy/")):
         return False
     return cell[0] == max((row[index][0] for row in table.cells), key=_known_first)
@@ -180,35 +206,43 @@ def _cell(cell: tuple[float, float], column: Column, best: bool) -> dict[str, An
 
 
 def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
-    """The panels that were drawn, each as base64 text, and the titles of those that were not."""
+    """The panels that were drawn, as base64 PNGs, and the titles of those that were not."""
     shown = [
-        {"title": panel.title, "words": panel.words,
-         "data": base64.b64encode(plots[panel.key].read_bytes()).decode("ascii")}
-        for panel in panels if panel.key in plots
-    ]  # fmt: skip
+        {
+            "title": panel.title,
+            "words": panel.words,
+            "data": base64.b64encode(plots[panel.key].read_bytes()).decode("ascii"),
+        }
+        for panel in panels
+        if panel.key in plots
+    ]
     return {"shown": shown, "missing": [p.title for p in panels if p.key not in plots]}
 
 
 def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
-    """What each run is, how far it got, and its configuration."""
+    """Each run's label, progress and configuration."""
     found = []
     for group in groups:
         for run in group.runs:
             state = f"{run.steps_done} steps"
             if run.steps_planned and run.steps_done < run.steps_planned:
-                state += f" of {run.steps_planned}: unfinished or still running"
+                state += f" of {run.steps_planned} (unfinished or still running)"
             if run.unreadable:
                 state += f"; {run.unreadable} unreadable line(s) skipped"
-            found.append({
-                "label": group.label, "seed": "" if run.seed is None else f", seed {run.seed}",
-                "state": state, "path": str(run.path),
-                "config": to_yaml(dict(run.config)) if run.config else "no config.yaml",
-            })  # fmt: skip
+            found.append(
+                {
+                    "label": group.label,
+                    "seed": "" if run.seed is None else f", seed {run.seed}",
+                    "state": state,
+                    "path": str(run.path),
+                    "config": to_yaml(dict(run.config)) if run.config else "no config.yaml",
+                }
+            )
     return found
 
 
 def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
-    """Each key in which the groups differ, with its value in each."""
+    """Each key in which the groups differ, with its value in each group."""
     return [
         (key, ["–" if value is None else to_yaml(value, inline=True) for value in values])
         for key, values in differences(groups).items()

@@ -1,6 +1,6 @@
-"""The report's figures: raw traces faint, smoothed ones bold, seeds as bands.
+"""The report's figures: faint raw traces, bold smoothed lines and bands over seeds.
 
-Figures are made without pyplot: no window system, no global state.
+Figures are drawn without pyplot, to avoid GUI backends and global state.
 """
 
 import math
@@ -16,17 +16,17 @@ from .groups import Group
 from .statistics import band, finite, smooth
 from .table import field
 
-# Okabe & Ito's colours for all kinds of colour vision; the line style and the marker repeat what
-# the colour says, so that a grey print still tells the runs apart.
+# Okabe and Ito's color-blind-safe palette. Line styles and markers differ too, so that runs can be
+# told apart in greyscale.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
 DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
 SIZE, SMALL, DPI = (5.6, 3.7), (4.6, 3.5), 160  # inches, inches (three in a row), dots per inch
-TITLE = 42  # letters of a title's line that fit over the small size
+TITLE = 42  # characters that fit on one title line at the small size
 
 STYLE: Any = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so figures look the same on every machine
     "font.size": 9.5,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -66,38 +66,75 @@ class Panel:
 
 
 TRAINING = (
-    Panel("a_rollout_accuracy", "(a) Rollout accuracy", "mean reward", "reward_mean",
-          "Mean reward of the sampled responses; with rewards of 0 and 1 this is their accuracy."),
-    Panel("b_response_length", "(b) Response length", "tokens", "response_length",
-          "Mean length of the sampled responses."),
-    Panel("c_entropy", "(c) Entropy", "nats per token", "entropy",
-          "Mean entropy of the policy's next-token distribution. Near 0 it no longer explores."),
-    Panel("d_policy_loss", "(d) Policy loss", "loss", "rollout_loss",
-          "The policy-gradient term alone. Its swings show unrest, its level says little: with one "
-          "update per rollout and centred advantages it is 0 up to rounding."),
-)  # fmt: skip
+    Panel(
+        "a_rollout_accuracy",
+        "(a) Rollout accuracy",
+        "mean reward",
+        "reward_mean",
+        "Mean reward of the sampled responses; with rewards of 0 and 1 this is their accuracy.",
+    ),
+    Panel(
+        "b_response_length",
+        "(b) Response length",
+        "tokens",
+        "response_length",
+        "Mean length of the sampled responses.",
+    ),
+    Panel(
+        "c_entropy",
+        "(c) Entropy",
+        "nats per token",
+        "entropy",
+        "Mean entropy of the policy's next-token distribution. Near 0 the policy no longer explores.",
+    ),
+    Panel(
+        "d_policy_loss",
+        "(d) Policy loss",
+        "loss",
+        "rollout_loss",
+        "The policy-gradient term alone. Large swings indicate instability. Its level says little: with one update per rollout and centred advantages it is 0 up to rounding.",
+    ),
+)
 MIXING = (
-    Panel("e_mu", "(e) Mixing weight μ", "share of the SFT term", "mu",
-          "μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.", "mu"),
-    Panel("f_sft_variance", "(f) SFT variance σₛ²", "nats²", "sft_variance",
-          "Trimmed variance of the demonstrations' mean negative log-likelihood."),
-    Panel("g_rl_variance", "(g) RL variance σᵣ²", "advantage²", "rl_variance",
-          "Variance of the rollouts' advantages."),
-    Panel("h_disagreement", "(h) Disagreement Δg̃²", "squared z-score", "disagreement",
-          "Distance of the two per-token signals; 2 means that they are uncorrelated."),
-)  # fmt: skip
+    Panel(
+        "e_mu",
+        "(e) Mixing weight μ",
+        "weight of the SFT term",
+        "mu",
+        "μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.",
+        "mu",
+    ),
+    Panel(
+        "f_sft_variance",
+        "(f) SFT variance σₛ²",
+        "nats²",
+        "sft_variance",
+        "Trimmed variance of the demonstrations' mean negative log-likelihood.",
+    ),
+    Panel(
+        "g_rl_variance",
+        "(g) RL variance σᵣ²",
+        "advantage²",
+        "rl_variance",
+        "Variance of the rollouts' advantages.",
+    ),
+    Panel(
+        "h_disagreement",
+        "(h) Disagreement Δg̃²",
+        "squared z-score",
+        "disagreement",
+        "Distance between the two per-token signals; 2 means that they are uncorrelated.",
+    ),
+)
 
 
 def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Overall accuracy, then one panel per split, further task and split of such a task."""
+    """Overall accuracy, then one panel per split, additional task and split of an additional task."""
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    words = (
-        "Share of held-out problems that are solved, at each evaluation; at step 0 by the model "
-        "that training started from."
-    )
+    words = "Fraction of held-out problems solved at each evaluation; step 0 is the initial model."
     panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
-    for number, split in enumerate(splits, 1):  # numbered: `+` and `*` must not share a file
+    for number, split in enumerate(splits, 1):  # numbered so that no two splits share a file name
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
         words, title = _named(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
         panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", words, "accuracy"))
@@ -105,7 +142,7 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def _named(split: str, tasks: Sequence[str]) -> str:
-    """The caption of the accuracy under this name."""
+    """The caption for the accuracy of this split or task."""
     if split in tasks:
         return (
             f"Share of the problems of the further task “{split}” that are solved: what training "
@@ -113,12 +150,12 @@ def _named(split: str, tasks: Sequence[str]) -> str:
         )
     task, _, part = split.partition("/")
     if task in tasks:
-        return f"The problems of “{part}” alone, in the further task “{task}”."
-    return f"The same for the problems of “{split}” alone."
+        return f"The same for the split “{part}” of the additional task “{task}”."
+    return f"The same for the split “{split}” only."
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour, line style and marker of the index-th group, as matplotlib's keywords."""
+    """Colour, line style and marker of the index-th group, as matplotlib keyword arguments."""
     dashes = DASHES[index % len(DASHES)]
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -214,23 +251,30 @@ def _accuracy(axes: Any, panel: Panel, group: Group, index: int, span: float) ->
 
 
 def _line(axes: Any, label: str, curves: Sequence, index: int, marks: int = 7) -> None:
-    """The bold line of a group, with a band from its lowest to its highest seed."""
+    """Draw a group's bold line, with a band from its lowest to its highest seed."""
     steps, mean, low, high = band(curves)
     if not len(steps):
         return
     style = look(index)
     every = max(1, len(steps) // marks)
-    start = (index * every // 5) % every  # groups put their markers at different steps
+    start = (index * every // 5) % every  # offset the markers of different groups
     if len(curves) > 1:
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.16, linewidth=0)
     axes.plot(
-        steps, mean, label=label, linewidth=2.0, markersize=5, markevery=(start, every),
-        markeredgecolor="white", markeredgewidth=0.7, **style,
-    )  # fmt: skip
+        steps,
+        mean,
+        label=label,
+        linewidth=2.0,
+        markersize=5,
+        markevery=(start, every),
+        markeredgecolor="white",
+        markeredgewidth=0.7,
+        **style,
+    )
 
 
 def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -> None:
-    """Show all of the smoothed lines and the middle 98 % of the raw traces that are drawn."""
+    """Scale the y-axis to show all smoothed lines and the middle 98 % of the raw traces."""
     curves = [_curves(group, panel) for group in groups]
     lines = [values for curve in curves for _, values in _smoothed(curve, span)]
     raw = [values for curve in curves if len(curve) == 1 for _, values in curve]
@@ -255,7 +299,7 @@ def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]], span: float) -> l
 
 
 def smoothing_span(groups: Sequence[Group]) -> float:
-    """Values that every smoothed line averages over: a twelfth of the longest run's steps."""
+    """Smoothing span in steps: a twelfth of the longest run."""
     return max(1.0, max(run.steps_done for group in groups for run in group.runs) / 12)
 
 
@@ -263,18 +307,24 @@ def _legend(figure: Any, axes: Any, groups: Sequence[Group] | None = None) -> No
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
-    if groups is not None:  # the first panel need not hold every run
+    if groups is not None:  # the first panel may lack some runs
         labels = [group.label for group in groups]
         handles = [
             Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **look(i))
             for i in range(len(groups))
         ]
-    letters = 12 * figure.get_figwidth()  # that fit beside each other in this type size
-    columns = max(1, int(letters / (max(map(len, labels)) + 9)))  # 9 for the line before each
+    letters = 12 * figure.get_figwidth()  # characters that fit side by side at this font size
+    columns = max(
+        1, int(letters / (max(map(len, labels)) + 9))
+    )  # 9 for the line sample before each label
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
-        handlelength=3.4, columnspacing=1.6,
-    )  # fmt: skip
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(columns, len(labels)),
+        handlelength=3.4,
+        columnspacing=1.6,
+    )
 
 
 def _write(figure: Any, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Run directories as columns of numbers, in whatever state a kill or a live trainer left them."""
+"""Reads run directories as numeric columns, including those of killed or running trainers."""
 
 import json
 import math
@@ -27,7 +27,9 @@ class Run:
     evals: Columns
     """One row per evaluation: accuracy, accuracy/<split>, response_length."""
     unreadable: int
-    """Lines that could not be read: a kill tears at most the last one of each file."""
+    """Number of unreadable lines. A killed run leaves at most one torn line, at the end of each
+    file.
+    """
 
     @property
     def seed(self) -> int | None:
@@ -36,7 +38,7 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Optimiser steps that metrics.jsonl holds."""
+        """Number of optimizer steps in metrics.jsonl."""
         return len(self.metrics["step"])
 
     @property
@@ -48,42 +50,44 @@ class Run:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the further tasks that were evaluated beside training."""
+        """Names of the additional tasks evaluated during training."""
         settings = self.config.get("eval")
         tasks = settings.get("tasks") if isinstance(settings, Mapping) else None
         return [name for name in tasks or () if f"accuracy/{name}" in self.evals]
 
     @property
     def splits(self) -> list[str]:
-        """Names after `accuracy/` in the evaluations: splits, further tasks and their splits."""
+        """Names after `accuracy/` in the evaluations: splits, additional tasks and their splits."""
         return [name.partition("/")[2] for name in self.evals if name.startswith("accuracy/")]
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Run directories at or under the given ones. Raises FileNotFoundError where there are none."""
+    """Find run directories at or below the given paths. Raises FileNotFoundError if a path has
+    none.
+    """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         here = [path] if (path / "metrics.jsonl").is_file() else []
         under = here or sorted(file.parent for file in path.rglob("metrics.jsonl"))
         if not under:
             raise FileNotFoundError(
-                f"{path}: no run here (no metrics.jsonl or results.json in it or below it)"
+                f"{path}: no runs found (no metrics.jsonl or results.json in or below it)"
             )
         found |= dict.fromkeys(under)
     return list(found)
 
 
 def read_run(path: Path) -> Run:
-    """Read config.yaml, metrics.jsonl and eval.jsonl; absent files count as empty."""
+    """Read config.yaml, metrics.jsonl and eval.jsonl; missing files count as empty."""
     metrics, torn_metrics = read_columns(path / "metrics.jsonl")
     evals, torn_evals = read_columns(path / "eval.jsonl")
     return Run(path, _read_config(path / "config.yaml"), metrics, evals, torn_metrics + torn_evals)
 
 
 def read_columns(path: Path) -> tuple[dict[str, np.ndarray], int]:
-    """JSON lines as columns, and how many lines could not be read.
+    """Read JSON lines as columns; also returns the number of unreadable lines.
 
-    A row whose step is not beyond the one before it comes from a resumed run: it replaces the
+    A row whose step is not greater than the previous one comes from a resumed run. It replaces all
     rows from its step on.
     """
     rows: list[Mapping[str, Any]] = []
@@ -111,14 +115,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def shared_setting(runs: Sequence[Run], name: str) -> float | None:
-    """The number under a key, at whatever depth, if all runs that have it agree; else None."""
+    """The number stored under a key at any depth, if all runs that have the key agree; else None."""
     leaves = (leaf for run in runs for leaf in flatten(run.config))
     values = {v for key, v in leaves if key.split(".")[-1] == name and isinstance(v, int | float)}
     return values.pop() if len(values) == 1 else None
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
-    """Each non-empty line's object, or None for a line that is not one with a finite step."""
+    """Yield the object of each non-empty line, or None if it is not an object with a finite step."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

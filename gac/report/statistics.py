@@ -1,4 +1,4 @@
-"""The numbers of the report, as pure functions of step and value arrays."""
+"""Statistics for the report, as pure functions of step and value arrays."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,18 @@ from itertools import pairwise
 import numpy as np
 
 LARGE_CHANGE = 0.02
-"""A change of mu beyond this over one controller interval is a large one (the paper's 0.02)."""
+"""A change of mu over one controller interval counts as large above this value (0.02 in the paper).
+"""
 
 
 def finite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs whose value is a finite number."""
+    """Keep only the pairs with a finite value."""
     keep = np.isfinite(values)
     return steps[keep], values[keep]
 
 
 def smooth(values: np.ndarray, span: float) -> np.ndarray:
-    """Exponential moving average over about `span` values, without the bias towards the start.
+    """Bias-corrected exponential moving average over about `span` values.
 
     y_t = sum_i d^(t-i) x_i / sum_i d^(t-i) with d = 1 - 2 / (span + 1); span <= 1 changes nothing.
     """
@@ -35,12 +36,12 @@ def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> fl
 
     Args:
         steps: [n] optimiser steps.
-        kl: [n] KL at these steps, nats; what is not finite is left out.
-        floor: only the part of the piecewise linear curve above this value counts, with exact
+        kl: [n] KL at these steps, nats; non-finite values are ignored.
+        floor: count only the part of the piecewise linear curve above this value, with exact
             crossing points.
 
     Returns:
-        The area; nan without any finite KL.
+        The area; nan if no KL is finite.
 
     Source:
         The paper's tables 9 and 21.
@@ -64,8 +65,8 @@ def large_mu_events(
 ) -> tuple[int, int]:
     """Count the windows over which mu changed by more than `threshold`.
 
-    Windows follow each other from the first recorded step, and count only when mu is recorded at
-    both of their ends.
+    Windows are consecutive, starting at the first recorded step. A window counts only if mu is
+    recorded at both ends.
 
     Args:
         steps: [n] optimiser steps.
@@ -74,7 +75,7 @@ def large_mu_events(
         threshold: the change above which a window counts.
 
     Returns:
-        (windows with such a change, windows in all).
+        (windows with such a change, total number of windows).
     """
     steps, mu = finite(steps, mu)
     if not len(mu):
@@ -83,7 +84,7 @@ def large_mu_events(
     ends = np.arange(steps[0], steps[-1] + 1, window).tolist()
     pairs = [(at_ends.get(a), at_ends.get(b)) for a, b in pairwise(ends)]
     changes = [abs(b - a) for a, b in pairs if a is not None and b is not None]
-    rounding = 1e-9  # a change of exactly the threshold is not beyond it
+    rounding = 1e-9  # a change equal to the threshold does not exceed it
     return sum(change > threshold + rounding for change in changes), len(changes)
 
 
@@ -100,7 +101,7 @@ def total(values: np.ndarray) -> float:
 
 
 def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
-    """(last finite value, highest value, step of the first highest); nan without values."""
+    """(last finite value, highest value, step of the first maximum); nan without values."""
     steps, values = finite(steps, values)
     if not len(values):
         return math.nan, math.nan, math.nan
@@ -109,7 +110,9 @@ def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float,
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation of the finite values; sd is nan below two of them."""
+    """Mean and sample standard deviation of the finite values; sd is nan for fewer than two of
+    them.
+    """
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return math.nan, math.nan
@@ -121,7 +124,7 @@ def band(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(steps, mean, lowest, highest) of several curves over the steps that all of them cover.
 
-    curves: (steps, values) pairs without nan; between its own steps a curve is linear.
+    curves: (steps, values) pairs without nan; interpolated linearly between its own steps.
     """
     curves = [(steps, values) for steps, values in curves if len(steps)]
     if not curves:

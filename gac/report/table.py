@@ -18,20 +18,20 @@ class Context:
     """Settings that all rows share, so that their numbers can be compared."""
 
     window: int
-    """Steps of one controller interval."""
+    """Length of a controller interval in steps."""
     kl_target: float | None
 
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of a table."""
+    """One table column."""
 
     key: str
     title: str
     scale: float = 1.0
-    """Factor from the number to what is shown: 100 for a percentage."""
+    """Display scale factor, e.g. 100 for a percentage."""
     decimals: int | None = None
-    """Digits after the point; None: three significant digits of the mean."""
+    """Decimal places; None: three significant digits of the mean."""
 
 
 FINAL = Column("final", "final accuracy %", 100, 1)
@@ -60,20 +60,20 @@ class Table:
 
 
 def context_of(runs: Sequence[Run]) -> Context:
-    """The controller interval and KL target of the page; a target only if the runs agree on it."""
+    """The page's controller interval and KL target. The target is None unless the runs agree on it."""
     window = shared_setting(runs, "update_every")
     target = shared_setting(runs, "kl_target")
     return Context(int(window) if window else DEFAULT_WINDOW, target)
 
 
 def summarise(run: Run, context: Context) -> dict[str, float]:
-    """Column key -> number of one run, nan where the run did not record what it needs.
+    """Column key -> value for one run; nan if the run did not record the data for it.
 
-    Besides the columns' own keys, `accuracy/<split>` is the final accuracy on each split, and
-    `start/<task>` the first on each further task.
+    In addition to the column keys, `accuracy/<split>` is the final accuracy on each split and
+    `start/<task>` the accuracy before training on each additional task.
     """
     metrics, steps = run.metrics, run.metrics["step"]
-    # the evaluation before the first step is a baseline, no result
+    # the evaluation before the first step is a baseline, not a result
     trained = run.evals["step"] > 0
     before, evals = ({k: v[rows] for k, v in run.evals.items()} for rows in (~trained, trained))
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
@@ -101,16 +101,20 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
 
 
 def field(columns: Columns, name: str) -> np.ndarray:
-    """A column, or one of nan when no row has it."""
+    """A column, or an all-nan column if no row has it."""
     return columns[name] if name in columns else np.full(len(columns["step"]), math.nan)
 
 
 def tables(groups: Sequence[Group], context: Context) -> list[Table]:
-    """Accuracy, per split too, then stability and cost, without columns that hold no number."""
+    """Tables for accuracy (overall and per split), additional tasks, and stability and cost.
+    Columns without numbers are omitted.
+    """
     summaries = [[summarise(run, context) for run in group.runs] for group in groups]
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    own = [s for s in splits if s.partition("/")[0] not in tasks]  # a task's splits have panels
+    own = [
+        s for s in splits if s.partition("/")[0] not in tasks
+    ]  # a task's splits are only plotted
     by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in own]
     by_task = [
         Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
@@ -118,9 +122,10 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
         for key, when in (("start", "start"), ("accuracy", "final"))
     ]
     blocks = (
-        ("Accuracy", (*ACCURACY, *by_split)), ("Further tasks", by_task),
+        ("Accuracy", (*ACCURACY, *by_split)),
+        ("Additional tasks", by_task),
         ("Stability and cost", STABILITY),
-    )  # fmt: skip
+    )
     result = []
     for title, columns in blocks:
         known = [
@@ -138,7 +143,9 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
 
 
 def write_cell(cell: tuple[float, float], column: Column) -> str:
-    """`mean ± sd` to the same digit, the mean alone for a single seed, a dash for nothing."""
+    """`mean ± sd` with the same number of decimals; the mean alone for a single seed; a dash if
+    there is no value.
+    """
     mean, sd = cell[0] * column.scale, cell[1] * column.scale
     if not math.isfinite(mean):
         return "–"
@@ -150,7 +157,7 @@ def write_cell(cell: tuple[float, float], column: Column) -> str:
 
 
 def progress(group: Group) -> str:
-    """Steps done, and of how many when a run of the group has not got there."""
+    """Steps done, with the planned number if any run of the group is unfinished."""
     done = [run.steps_done for run in group.runs]
     text = str(done[0]) if len(set(done)) == 1 else f"{min(done)} to {max(done)}"
     behind = [r for r in group.runs if r.steps_planned and r.steps_done < r.steps_planned]

@@ -1,26 +1,26 @@
-"""What the page says in words: how to read it, the symbols, the definitions of its numbers."""
+"""Explanatory text of the page: how to read it, its symbols and the definitions of its numbers."""
 
 from .statistics import LARGE_CHANGE
 from .table import Context
 
 HOW_TO_READ = (
-    "Every colour, line style and marker is one experiment and stays the same on the whole page. "
-    "Runs that differ only by their seed are one experiment: the line is their mean, the band "
-    "reaches from the lowest to the highest seed, over the steps that all of them have reached.",
+    "Each color, line style and marker stands for one experiment throughout the page. "
+    "Runs that differ only in their seed form one experiment: the line is their mean, and the band spans the lowest to the highest seed, over the steps that all of them have completed.",
     "In the panels (a) to (d) and (f) to (h) the bold line is smoothed (exponential average over a "
-    "twelfth of the longest run); the faint trace behind a single run is what each step recorded. "
-    "Their vertical axes show the middle 98 % of the recorded values, so a lone spike may leave "
-    "the picture. μ and the held-out accuracies are drawn as they are.",
-    "Start with the table and the held-out accuracy: they say which experiment is better. The "
-    "training panels say how it got there; the mixing panels say what the controller saw and did. "
-    "A gap smaller than the ± beside the numbers is not evidence.",
+    "twelfth of the longest run); the faint trace behind a single run shows the recorded values. "
+    "Their vertical axes cover the middle 98 % of the recorded values, so isolated spikes may be cut off. μ and the held-out accuracies are not smoothed.",
+    "Start with the table and the held-out accuracy: they show which experiment is better. The training panels show how it got there; the mixing panels show what the controller measured and did. "
+    "A gap smaller than the ± next to the numbers is not evidence.",
 )
 
 SYMBOLS = (
     ("μ", "mixing weight: the loss is (1 − μ) × policy-gradient term + μ × demonstration term"),
-    ("μ*", "the weight that would minimise the error of the mixed gradient, by the noise measured"),
-    ("prior", "the schedule that μ is drawn towards, fixed before the run"),
-    ("α", "how far μ* trusts the demonstrations; raised or lowered to keep the KL near its target"),
+    (
+        "μ*",
+        "the weight that minimizes the estimated error of the mixed gradient, given the measured noise",
+    ),
+    ("prior", "the schedule, fixed before the run, that μ is pulled towards"),
+    ("α", "how strongly μ* favors the demonstrations; adjusted to keep the KL near its target"),
     ("σₛ²", "variance of the demonstration signal (SFT: supervised fine-tuning)"),
     ("σᵣ²", "variance of the reward signal (RL: reinforcement learning)"),
     ("Δg̃²", "disagreement: how differently the two signals weigh the same tokens, 2 (1 − ρ)"),
@@ -30,27 +30,35 @@ SYMBOLS = (
 
 
 def definitions(context: Context) -> list[tuple[str, str]]:
-    """(name of the table's column, what exactly it is)."""
+    """(column name, definition) pairs for the table."""
     window, target = context.window, context.kl_target
     entries = [
         ("start accuracy", "held-out accuracy of the model before the first optimiser step"),
-        ("final, best accuracy", "held-out accuracy at the last evaluation, and the highest of all "
-         "after the start (chosen with hindsight, so a little too good)"),
-        ("KL area", "area under the KL curve over optimiser steps (trapezoid rule): small when the "
-         "policy stays near its reference; unit: nats per token × steps"),
-    ]  # fmt: skip
+        (
+            "final, best accuracy",
+            "held-out accuracy at the last evaluation, and the highest after the start (selected in hindsight, so slightly optimistic)",
+        ),
+        (
+            "KL area",
+            "area under the KL curve over optimiser steps (trapezoid rule): small when the "
+            "policy stays near its reference; unit: nats per token × steps",
+        ),
+    ]
     if target is not None:
         entries.append(
             ("KL area above target", f"the part of that area above the target of {target:g}")
         )
     return [
         *entries,
-        ("large μ changes", f"share of controller intervals ({window} steps each, one after the "
-         f"other) over which μ changed by more than {LARGE_CHANGE:g}. Intervals, because a cap on "
-         "the change per step, such as the default 0.01, makes larger single steps impossible; a "
-         "steep prior counts too, so this measures movement, not only unrest"),
+        (
+            "large μ changes",
+            f"share of controller intervals ({window} steps each, one after the "
+            f"other) over which μ changed by more than {LARGE_CHANGE:g}. Measured over intervals because a cap on the change per step (0.01 by default) rules out larger single steps. A steep prior also counts, so this measures movement, not only instability",
+        ),
         ("length variance", "population variance, over steps, of the mean response length"),
-        ("tokens, minutes", "sums over all optimiser steps; minutes are wall time in the steps, "
-         "without evaluation and loading"),
+        (
+            "tokens, minutes",
+            "sums over all optimiser steps; minutes are wall-clock time spent in steps, excluding evaluation and loading",
+        ),
         ("±", "sample standard deviation over seeds; absent for a single seed"),
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,4 @@
-"""Rewards: numbers for completions. `build_reward` makes one from a configuration value."""
+"""Rewards score completions. `build_reward` builds one from its configuration."""
 
 from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table

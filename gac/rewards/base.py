@@ -1,4 +1,4 @@
-"""What a reward is: numbers for completions, and one rule for rows that cannot be scored."""
+"""Base classes for rewards, and how rows that cannot be scored are handled."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "drop"]
 Outcome = float | Exception
-"""A row's reward, or why it has none."""
+"""A row's reward, or the exception that explains why it has none."""
 
 
 class RewardError(UserError, ValueError):
-    """A row that could not be scored: the reward raised, or gave no finite number."""
+    """Raised when a row cannot be scored: the reward raised or returned a non-finite number."""
 
     def __init__(self, problem: str, reward: str, example_id: str, completion: str) -> None:
         super().__init__(
             f"reward {reward!r} on row {example_id!r}: {problem}; completion: {completion!r:.200}. "
-            "Mend the row or the reward, or set on_error: drop to count and leave out such rows"
+            "Fix the row or the reward, or set on_error: drop to skip and count such rows"
         )
         self.reward, self.example_id, self.completion = reward, example_id, completion
 
 
 class Reward(ABC):
-    """Scores completions: call it with texts and their examples.
+    """Scores completions. Call it with the completions and their examples.
 
-    A subclass gives `outcomes`; one that looks at a completion at a time derives from `RowReward`
-    and gives `score`.
+    Subclasses implement `outcomes`. To score one completion at a time, subclass `RowReward` and
+    implement `score`.
     """
 
     name = "reward"
-    """How messages call it."""
+    """Name used in messages."""
     on_error: OnError = "raise"
-    """"raise" stops at a row that cannot be scored; "drop" counts it and returns None for it."""
+    """"raise" raises RewardError if a row cannot be scored; "drop" counts the row and returns None
+    for it.
+    """
     dropped = 0
     """Rows dropped so far."""
 
@@ -50,24 +52,25 @@ class Reward(ABC):
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[Outcome]:
-        """One outcome per row; a row's own failure is returned, not raised."""
+        """Return one outcome per row. A row's failure is returned, not raised."""
 
-    def at(self, step: int) -> None:  # noqa: B027 - most rewards are the same at every step
-        """Say that what is scored from now on belongs to optimiser step `step`, from 0."""
+    def at(self, step: int) -> None:  # noqa: B027 - most rewards do not depend on the step
+        """Set the optimizer step (counted from 0) that the following calls belong to."""
 
     def counts(self) -> dict[str, int]:
-        """Events so far that a run should show, by name: checks that ran out of time, say."""
+        """Cumulative event counts by name, for the run to log (e.g. timeouts)."""
         return {}
 
     def explain(self, completion: str, example: Example) -> str:
-        """Why the completion does not earn everything, in a line; "" where there is no more to say.
+        """Explain in one line why the completion does not get the full reward; "" if there is
+        nothing to add.
 
-        For people who look at single rows: it scores the row once more.
+        For debugging individual rows; scores the row again.
         """
         return ""
 
-    def close(self) -> None:  # noqa: B027 - most rewards hold nothing
-        """Give back processes and files; the reward opens them again when used again."""
+    def close(self) -> None:  # noqa: B027 - most rewards hold no resources
+        """Release processes and files. They are reopened on the next use."""
 
     def __call__(
         self, completions: Sequence[str], examples: Sequence[Example]
@@ -78,7 +81,7 @@ class Reward(ABC):
             One finite float per row; None for a dropped row (only under `on_error="drop"`).
 
         Raises:
-            RewardError: under `on_error="raise"`, the first row that cannot be scored.
+            RewardError: a row cannot be scored and `on_error="raise"`.
             ValueError: the two sequences differ in length.
         """
         if len(completions) != len(examples):
@@ -98,13 +101,15 @@ class Reward(ABC):
         if self.on_error == "raise":
             raise error from outcome
         self.dropped += 1
-        level = logging.WARNING if self.dropped == 1 else logging.DEBUG  # the count tells the rest
+        level = (
+            logging.WARNING if self.dropped == 1 else logging.DEBUG
+        )  # warn once; later drops only increase the count
         logger.log(level, "row dropped: %s", error)
         return None
 
 
 class RowReward(Reward):
-    """A reward that looks at one completion at a time."""
+    """Base class for rewards that score one completion at a time."""
 
     @abstractmethod
     def score(self, completion: str, example: Example) -> float:
@@ -118,12 +123,14 @@ class RowReward(Reward):
     def _attempt(self, completion: str, example: Example) -> Outcome:
         try:
             return as_outcome(self.score(completion, example))
-        except Exception as error:  # a user's function raises what it likes
+        except Exception as error:  # user code may raise anything
             return error
 
 
 def as_outcome(value: object) -> Outcome:
-    """`value` as a finite float; what is neither that nor an exception becomes one."""
+    """Convert `value` to a finite float. Exceptions are returned unchanged; any other value yields
+    an exception.
+    """
     if isinstance(value, Exception):
         return value
     if not isinstance(value, Real):
@@ -136,7 +143,7 @@ def gold(example: Example) -> str:
     """The example's gold answer.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the example has no gold answer.
     """
     if example.answer is None:
         raise ValueError("the row has no gold answer; set answer_field to the field that holds it")

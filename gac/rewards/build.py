@@ -1,4 +1,4 @@
-"""From a configuration value to a reward."""
+"""Builds rewards from configuration values."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ REWARDS: dict[str, type[Reward]] = {
     "format": FormatReward,
     "code": CodeReward,
 }
-"""Name -> reward; its keyword arguments are the options in a configuration."""
+"""Name -> reward class. The constructor's keyword arguments are the configuration options."""
 
 
 def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") -> Reward:
-    """Make the reward that a configuration names.
+    """Build a reward from its configuration.
 
     Args:
         spec: a name of `REWARDS`; `package.module:function`; or a mapping: `{"name": name, option:
-            value, ...}`, or `{"sum": [{"reward": spec, "weight": 1.0}, ...]}`. A function gets
-            (completion, example) and the options; with `batch: true`, the lists of both. A
-            `Reward` class is made with the options. The outermost mapping may hold `on_error`.
-        on_error: "raise" or "drop": what a row that cannot be scored does.
+            value, ...}`, or `{"sum": [{"reward": spec, "weight": 1.0}, ...]}`. A function is called
+            with (completion, example) and the options, or with lists of both if `batch: true`. A
+            `Reward` subclass is constructed with the options. The outermost mapping may also set
+            `on_error`.
+        on_error: how to handle rows that cannot be scored, "raise" or "drop".
 
     Raises:
-        ValueError: an unknown name or option (suggests the nearest), or a bad value.
+        ValueError: unknown name or option (the message suggests the closest match), or invalid
+        value.
     """
     if isinstance(spec, Mapping) and "on_error" in spec:
         on_error = spec["on_error"]
@@ -51,9 +53,11 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
     if isinstance(spec, str):
         spec = {"name": spec}
     if not isinstance(spec, Mapping) or ("name" in spec) == ("sum" in spec):
-        raise ValueError(f"a reward is a name, or a mapping with 'name' or 'sum'; got {spec!r}")
+        raise ValueError(
+            f"reward must be a name, or a mapping with either 'name' or 'sum'; got {spec!r}"
+        )
     if "on_error" in spec:
-        raise ValueError("on_error belongs to the outermost reward, not to a term of a sum")
+        raise ValueError("set on_error on the outermost reward, not on a term of a sum")
     options = {key: value for key, value in spec.items() if key != "name"}
     if "sum" in spec:
         return _build_sum(options)
@@ -74,12 +78,14 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
 def _build_sum(options: dict[str, Any]) -> SumReward:
     terms = options.pop("sum")
     if options:
-        raise ValueError(f"unknown option {', '.join(options)} beside 'sum'")
+        raise ValueError(f"'sum' takes no other options, got {', '.join(options)}")
     built = []
     for term in terms:
         unknown = set(term) - {"reward", "weight"} if isinstance(term, Mapping) else {repr(term)}
         if unknown or "reward" not in term:
-            raise ValueError(f"a term of a sum is {{reward: ..., weight: ...}}, got {term!r}")
+            raise ValueError(
+                f"each term of a sum must be {{reward: ..., weight: ...}}, got {term!r}"
+            )
         built.append((_build(term["reward"]), float(term.get("weight", 1.0))))
     return SumReward(built)
 
@@ -107,13 +113,13 @@ def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) 
 
 
 def rewards_table() -> str:
-    """Each reward with its options and the first sentence about it, for the help."""
+    """List each reward with its description and options, for --help."""
     lines = ["rewards, as `reward: NAME` or `reward: {name: NAME, OPTION: value}`:"]
     for name, reward in REWARDS.items():
         words = " ".join((reward.__doc__ or "").split("\n\n")[0].split())
         options = ", ".join(inspect.signature(reward).parameters)
         text = f"{words} Options: {options}." if options else words
-        lines.append(textwrap.fill(
-            text, 100, initial_indent=f"  {name:8}", subsequent_indent=" " * 10
-        ))  # fmt: skip
+        lines.append(
+            textwrap.fill(text, 100, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+        )
     return "\n".join([*lines, "  package.module:function, or {sum: [{reward: ..., weight: ...}]}"])

@@ -1,4 +1,4 @@
-"""Runs a data set's own solutions through its reward: what they do not earn, no model can."""
+"""Checks a data set by scoring its reference solutions with its own reward."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .build import build_reward
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """The part of a configuration that says what is read and how it is scored."""
+    """The part of a configuration that defines the data and the reward."""
 
     data: DataConfig
-    """The prompts; a row's solution is its demonstration, else its answer."""
+    """The prompts. A row's reference solution is its demonstration or, without one, its answer."""
     reward: Any = "math"
     """A name, a mapping or package.module:function."""
 
 
 @dataclass(frozen=True)
 class Failing:
-    """A row whose own solution does not earn its reward."""
+    """A row whose reference solution scores below the threshold."""
 
     task: str
-    """Its task, in a configuration that has several; else ""."""
+    """Task name; "" if the configuration has a single task."""
     row: str
-    """Its id, or file and line."""
+    """Row id, or file and line."""
     reason: str
 
     def __str__(self) -> str:
@@ -40,28 +40,28 @@ class Failing:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found."""
+    """Result of `check`."""
 
     rows: int
     failing: tuple[Failing, ...]
     counts: Mapping[str, int]
-    """The rewards' events, e.g. timeouts."""
+    """Event counts of the rewards, e.g. timeouts."""
 
 
 def check(
     config: Path | Mapping[str, Any], overrides: Sequence[str] = (), least: float = 1.0
 ) -> Checked:
-    """Score every row's own solution.
+    """Score the reference solution of every row.
 
     Args:
-        config: a configuration of `gac train` or `gac eval`, as file or mapping; only its data
-            (`data`, `settings.data`, or those of each of `tasks`) and its reward are read.
+        config: a `gac train` or `gac eval` configuration, as a file or a mapping. Only the reward
+            and the data are read (`data`, `settings.data`, or the data of each task in `tasks`).
         overrides: `key.sub=value`, e.g. `data.limit=20`.
-        least: what a solution should earn.
+        min_reward: the reward that a reference solution must reach.
 
     Raises:
-        ConfigError: no data in `config`, or a bad key or value.
-        DataError: a bad row; names file, line and field.
+        ConfigError: `config` has no data, or a key or value is invalid.
+        DataError: a row is invalid; the message names the file, line and field.
     """
     raw = config if isinstance(config, Mapping) else _read(config)
     rows = 0
@@ -82,7 +82,7 @@ def check(
                     failing.append(Failing(task, example.id, str(outcome)))
                 elif outcome < least:
                     why = reward.explain(text, example)
-                    reason = f"earns {outcome:g}{'; ' if why else ''}{why}"
+                    reason = f"scores {outcome:g}{'; ' if why else ''}{why}"
                     failing.append(Failing(task, example.id, reason))
         finally:
             reward.close()
@@ -96,16 +96,16 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         raw = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (YamlError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path}: expected keys and values")
+        raise ConfigError(f"{path}: expected a mapping at the top level")
     return raw
 
 
 def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Task -> the keys of `CheckConfig`; the task is "" where there is only one."""
+    """Task name -> values for `CheckConfig`; the name is "" for a single task."""
     tasks = raw.get("tasks")
     if isinstance(tasks, Mapping):
         shared = {"reward": raw["reward"]} if "reward" in raw else {}
@@ -118,5 +118,5 @@ def _part(raw: Any, where: str) -> dict[str, Any]:
     inner = settings.get("data") if isinstance(settings, Mapping) else None
     data = raw.get("data", inner) if isinstance(raw, Mapping) else None
     if not data:
-        raise ConfigError(f"{where} has no data: give data.prompts")
+        raise ConfigError(f"{where} has no data: set data.prompts")
     return {"data": data, **({"reward": raw["reward"]} if "reward" in raw else {})}

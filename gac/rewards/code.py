@@ -1,4 +1,4 @@
-"""The code reward: does the program of a completion pass the row's tests?"""
+"""The code reward: 1 if the completion's program passes the row's tests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
-_SPARE_OUTPUT = 1 << 16  # bytes beyond the expected output that are read, for trailing white space
+_SPARE_OUTPUT = (
+    1 << 16
+)  # extra bytes to read beyond the expected output, to allow for trailing white space
 
 
 @cache
 def _shared_pool(workers: int | None, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
-    """One pool per setting: training and evaluation share their processes."""
+    """One pool per configuration, so that training and evaluation share worker processes."""
     pool = Pool(workers=workers, preload=preload, require=require)
     atexit.register(pool.close)
     return pool
@@ -33,7 +35,7 @@ def _shared_pool(workers: int | None, preload: tuple[str, ...], require: tuple[s
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a script: its standard input and what it should write."""
+    """One test case for a script: standard input and expected standard output."""
 
     stdin: bytes
     stdout: bytes
@@ -41,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What a row asks of a program: tests to pass, or cases to answer."""
+    """The tests or input/output cases that a row's program must pass."""
 
     suite: Suite | None
     cases: tuple[Case, ...]
@@ -50,33 +52,36 @@ class Task:
 
 
 class CodeReward(Reward):
-    """1 where the completion's program passes all tests of its row, else 0.
+    """1 if the completion's program passes all of the row's tests, else 0.
 
-    The program is the last fenced block of the completion, else all of it; where the row names an
-    entry point that it does not define, it continues the row's prompt. It runs in processes that
-    can compute and nothing else (`docs/sandbox.md`), and never sees the tests. A row holds either
-    `tests`, Python statements that call the program's names, run one after the other, after
-    `setup`; or `cases`, pairs of standard input and expected output (white space at the ends of
-    lines, and empty lines at the end, aside). A row that no program could pass is an error: its
-    setup fails, its tests are not Python, a field is missing.
+    The program is the last fenced code block of the completion, or the whole completion if there is
+    none. If it does not define the row's entry point, it is treated as a continuation of the row's
+    prompt. It runs in sandboxed processes that can only compute (`docs/sandbox.md`) and never sees
+    the tests. A row holds either `tests`, Python statements that use the program's names and run in
+    order after `setup`, or `cases`, pairs of standard input and expected output (trailing white
+    space and trailing empty lines are ignored). A row that no program could pass is an error: for
+    example, its setup fails, its tests are not valid Python or a field is missing.
 
     Args:
-        timeout: CPU seconds of a program, and of each case; whole seconds. By the clock four times
-            that, without the time in which it waits for a core, and forty times at most.
-        memory_mb: what a program may take, beside Python and the preloaded packages.
-        partial: the share of tests or cases that pass, in place of all or nothing.
-        workers: programs at a time; None: the machine's cores over its ranks.
-        preload: packages that programs may import beside the standard library.
-        require: layers of protection without which nothing runs, beside seccomp and the limits:
-            landlock, uid, namespaces.
-        tests_field: the row's field with a list of Python statements (a text counts as one).
-        setup_field: its field with imports and helpers of the tests.
-        entry_point_field: its field with the name that the tests call, e.g. by `check(candidate)`.
-        cases_field: its field with a list of [stdin, expected stdout].
-        prompt_field: its field with the question, which may be the code to continue.
+        timeout: CPU-time limit of a program, or of each case, in whole seconds. The wall-clock
+            limit is four times as long, not counting time spent waiting for a core, and at most
+            forty times as long.
+        memory_mb: memory limit of a program in MiB, on top of Python and the preloaded packages.
+        partial: reward the fraction of tests or cases passed instead of all or nothing.
+        workers: number of programs run concurrently; None: available cores divided by the ranks on
+            this machine.
+        preload: packages that programs may import in addition to the standard library.
+        require: protection layers to require in addition to seccomp and resource limits: landlock,
+            uid, namespaces.
+        tests_field: row field with a list of Python statements (a string counts as one).
+        setup_field: row field with imports and helpers for the tests.
+        entry_point_field: row field with the name under test, e.g. the function passed to
+            `check(candidate)`.
+        cases_field: row field with a list of [stdin, expected stdout] pairs.
+        prompt_field: row field with the prompt, which may be code to continue.
 
     Raises:
-        ValueError: a bad option, or programs cannot be run safely here.
+        ValueError: invalid option, or programs cannot be run safely on this machine.
     """
 
     name = "code"
@@ -98,7 +103,7 @@ class CodeReward(Reward):
     ) -> None:
         for option, value, least in (("timeout", timeout, 1), ("memory_mb", memory_mb, 64)):
             if isinstance(value, bool) or value != int(value) or value < least:
-                raise ValueError(f"{option} must be a whole number >= {least}, got {value!r}")
+                raise ValueError(f"{option} must be an integer >= {least}, got {value!r}")
         for option, names in (("preload", preload), ("require", require)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{option} must be a list of names, got {names!r}")
@@ -130,7 +135,9 @@ class CodeReward(Reward):
                 wanted[row] = program, task
             else:
                 self._counts["no_program"] += 1
-        distinct = list(dict.fromkeys(wanted.values()))  # rollouts of one prompt often agree
+        distinct = list(
+            dict.fromkeys(wanted.values())
+        )  # rollouts of a prompt often share a program
         graded = dict(zip(distinct, self._pool.map(self._grade, distinct), strict=True))
         for row, pair in wanted.items():
             outcomes[row], event = graded[pair]
@@ -139,15 +146,15 @@ class CodeReward(Reward):
         return outcomes
 
     def counts(self) -> dict[str, int]:
-        """How many completions so far came to a bad end.
+        """Number of completions so far whose program did not run to its end, by cause.
 
-        Their program ran out of CPU time (`timeouts`) or of the wall limit (`stalled`), ended by a
-        signal (`crashes`), or was not there (`no_program`).
+        The program exceeded the CPU limit (`timeouts`) or the wall-clock limit (`stalled`), was
+        killed by a signal (`crashes`) or was empty (`no_program`).
         """
         return dict(self._counts)
 
     def explain(self, completion: str, example: Example) -> str:
-        """The first failure of the program, in a line."""
+        """Describe the program's first failure in one line."""
         program = program_of(completion)
         task = self._task(example)
         if task.suite is not None:
@@ -161,14 +168,16 @@ class CodeReward(Reward):
         return ""
 
     def close(self) -> None:
-        """End the processes (of every code reward with the same workers, packages and layers)."""
+        """Stop the worker processes, which all code rewards with the same workers, preload and
+        require share.
+        """
         self._pool.close()
 
     def _task(self, example: Example) -> Task:
-        """What the row asks.
+        """Read the row's tests or cases.
 
         Raises:
-            ValueError: a field is missing or not of its form; names it.
+            ValueError: a field is missing or malformed; the message names it.
         """
         tests = _field(example, self._tests_field)
         cases = _field(example, self._cases_field)
@@ -183,11 +192,13 @@ class CodeReward(Reward):
             return Task(None, _cases(self._cases_field, cases), "")
         tests = [tests] if isinstance(tests, str) else tests
         if not isinstance(tests, list | tuple) or not tests or not all(map(_is_code, tests)):
-            expected = "a list of Python statements, with at least one"
+            expected = "a non-empty list of Python statements"
             raise ValueError(f"{self._tests_field!r} must be {expected}, got {tests!r:.80}")
         entry_point = self._text(example, self._entry_point_field)
         if entry_point and not entry_point.isidentifier():
-            raise ValueError(f"{self._entry_point_field!r} must be a name, got {entry_point!r}")
+            raise ValueError(
+                f"{self._entry_point_field!r} must be a Python identifier, got {entry_point!r}"
+            )
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
         prompt = prompt if entry_point and entry_point in names_defined(prompt) else ""
@@ -200,11 +211,13 @@ class CodeReward(Reward):
     def _text(self, example: Example, field: str) -> str:
         value = _field(example, field)
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{field!r} must be text, got {type(value).__name__} {value!r:.60}")
+            raise ValueError(
+                f"{field!r} must be a string, got {type(value).__name__} {value!r:.60}"
+            )
         return value or ""
 
     def _grade(self, pair: tuple[str, Task]) -> tuple[Outcome, str]:
-        """The reward of one program, and the name of the count that goes up, or ""."""
+        """Return a program's reward and the name of the counter to increment, or ""."""
         text, task = pair
         if task.suite is None:
             return self._run_cases(Program(text), task.cases)
@@ -224,7 +237,7 @@ class CodeReward(Reward):
             ran = self._run_case(program, case)
             event = event or _COUNTED.get(ran.ending, "")
             passed[number] = _answers(ran, case)
-            # an endless program costs its time limit once
+            # stop here, so that an endless program uses up its time limit only once
             if ran.ending in ("timeout", "stalled") or not (passed[number] or self._partial):
                 break
         return self._settled(passed), event
@@ -242,7 +255,7 @@ class RowProblem(ValueError):
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block of `completion`, unclosed or not, else all of it."""
+    """The last fenced code block of `completion`, closed or not, or all of it if there is none."""
     found = None
     fence = ""
     block: list[str] = []
@@ -262,7 +275,9 @@ def program_of(completion: str) -> str:
 
 @lru_cache(maxsize=4096)
 def names_defined(text: str) -> frozenset[str]:
-    """Functions and classes that `text` defines at its top level; none where it is not Python."""
+    """Names of the functions and classes that `text` defines at its top level; empty if it is not
+    valid Python.
+    """
     body = _parsed(text)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return frozenset(node.name for node in body if isinstance(node, kinds))
@@ -270,13 +285,17 @@ def names_defined(text: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def imports_of(setup: str) -> str:
-    """The top-level imports of a setup, one per line: programs are written as if after them."""
+    """The top-level imports of a setup, one per line. Programs are written as if these had already
+    run.
+    """
     imports = (node for node in _parsed(setup) if isinstance(node, ast.Import | ast.ImportFrom))
     return "\n".join(ast.unparse(node) for node in imports)
 
 
 def _parsed(text: str) -> list[ast.stmt]:
-    """The statements of a row's text (never of a completion: parsing those could crash us)."""
+    """Parse the statements of a row's text. Never pass a completion: parsing untrusted code can
+    crash this process.
+    """
     try:
         return ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -299,9 +318,9 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
         for pair in pairs
     )
     if not pairs or not good:
-        packed = "; LiveCodeBench's packed tests: examples/eval/livecodebench.py unpacks them"
+        packed = "; to unpack LiveCodeBench's tests, use examples/eval/livecodebench.py"
         raise ValueError(
-            f"{field!r} must be a list of [stdin, expected stdout], both text, got {value!r:.80}"
+            f"{field!r} must be a list of [stdin, expected stdout] pairs of strings, got {value!r:.80}"
             f"{packed if isinstance(value, str) else ''}"
         )
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
@@ -313,5 +332,5 @@ def _answers(ran: Ran, case: Case) -> bool:
 
 
 def _lines(output: bytes) -> list[bytes]:
-    """Lines without the white space at their ends, up to the last that is not empty."""
+    """Lines without trailing white space or trailing empty lines."""
     return [line.rstrip() for line in output.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""Rewards made of others: weighted sums, and any Python callable."""
+"""Weighted sums of rewards, and rewards from Python callables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SumReward(Reward):
-    """The weighted sum of rewards; a row that one of them cannot score has no sum."""
+    """Weighted sum of rewards. A row fails if any term cannot score it."""
 
     name = "sum"
 
@@ -29,7 +29,7 @@ class SumReward(Reward):
         return [self._add(row) for row in zip(*columns, strict=True)]
 
     def counts(self) -> dict[str, int]:
-        """The terms' counts, added by name."""
+        """The terms' counts, summed by name."""
         total: dict[str, int] = {}
         for reward, _ in self._terms:
             for name, count in reward.counts().items():
@@ -64,7 +64,7 @@ class CallableReward(RowReward):
 class BatchCallableReward(CallableReward):
     """`function(completions, examples, **options) -> numbers`, called on whole batches.
 
-    When a batch raises, its rows are tried one by one to find the row that caused it.
+    If a batch raises, its rows are retried one at a time to isolate the failing ones.
     """
 
     def outcomes(
@@ -74,7 +74,7 @@ class BatchCallableReward(CallableReward):
             return []
         try:
             values = list(self._function(list(completions), list(examples), **self._options))
-        except Exception as error:  # a user's function raises what it likes
+        except Exception as error:  # user code may raise anything
             if len(completions) == 1:
                 return [error]
             return [
@@ -89,7 +89,7 @@ class BatchCallableReward(CallableReward):
 
 
 def load_callable(name: str) -> Callable[..., Any]:
-    """The object that `package.module:function` names.
+    """Import the callable named `package.module:function`.
 
     Raises:
         ValueError: no such module, no such name in it, or not callable.
@@ -99,10 +99,10 @@ def load_callable(name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses one of its own imports
+            raise  # the module exists, but one of its own imports is missing
         raise ValueError(
             f"reward {name!r}: no module {error.name!r}; install it, "
-            "or put its folder on PYTHONPATH"
+            "or add its folder to PYTHONPATH"
         ) from error
     except AttributeError as error:
         raise ValueError(f"reward {name!r}: {module_name} has no {attribute!r}") from error

@@ -1,8 +1,10 @@
-"""Worker processes that grade mathematics: started when first needed, replaced when one is cut off.
+"""Worker processes that grade math answers, started on demand and restarted after a timeout or a
+crash.
 
-Plain subprocesses rather than `multiprocessing`: they neither fork a process that holds threads
-and a GPU, nor import the caller's main module (and torch) again. A worker that its own timer ended
-reads as end of file here. Workers end at the end of their stdin, so none outlives this process.
+Uses plain subprocesses instead of `multiprocessing`, which would either fork a process that holds
+threads and a GPU or import the caller's main module (and torch) again. A worker killed by its own
+timer appears here as end of file. Workers exit when their stdin closes, so none outlives this
+process.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 Pair = tuple[str, str]
-"""Gold answer and given answer, as text for math-verify."""
+"""Gold answer and model answer, as text for math-verify."""
 
 _SCRIPT = Path(__file__).with_name("grading_worker.py")
 _CUT_OFF = {-signal.SIGPROF, -signal.SIGALRM}
-_GOODBYE = 5.0  # seconds for a worker to end by itself
+_GOODBYE = 5.0  # seconds to wait for a worker to exit before killing it
 _pools: weakref.WeakSet[GradingPool] = weakref.WeakSet()
 
 
 class GradingPool:
-    """Grades pairs on `workers` processes.
+    """Grades answer pairs in parallel worker processes.
 
     Args:
-        timeout: CPU seconds that one check may take.
-        workers: processes; None: the cores that this process may use, shared with the other
-            ranks of this machine, at most 4.
+        timeout: CPU-time limit per check, in seconds.
+        workers: number of processes; None: available cores divided by the ranks on this machine, at
+            most 4.
     """
 
     def __init__(self, timeout: float = 5.0, workers: int | None = None) -> None:
@@ -46,7 +48,9 @@ class GradingPool:
         self.timeout = timeout
         self.workers = workers or _default_workers()
         self._lock = threading.Lock()
-        self._owner: int | None = None  # the process that made the threads and workers below
+        self._owner: int | None = (
+            None  # pid of the process that created the threads and workers below
+        )
         self._threads: ThreadPoolExecutor
         self._idle: queue.LifoQueue[_Worker]
         _pools.add(self)
@@ -54,12 +58,13 @@ class GradingPool:
     def grade(self, pairs: Sequence[Pair]) -> list[str]:
         """One verdict per pair: "right", "wrong", "bad gold", "timeout" or "crash".
 
-        A pair that ends its worker otherwise than by the timer is tried once more, then "crash".
+        A pair whose worker dies for any reason but the timer is retried once, then counts as
+        "crash".
 
         Raises:
-            RuntimeError: a worker does not start (the message says why).
+            RuntimeError: a worker failed to start (the message says why).
         """
-        distinct = list(dict.fromkeys(pairs))  # rollouts of one prompt often agree
+        distinct = list(dict.fromkeys(pairs))  # rollouts of a prompt often share an answer
         with self._lock:
             if self._owner != os.getpid():  # first use, or first use after a fork
                 self._open()
@@ -68,7 +73,7 @@ class GradingPool:
         return [graded[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers; the next `grade` starts new ones."""
+        """Stop the workers; the next `grade` starts new ones."""
         with self._lock:
             if self._owner == os.getpid():
                 self._threads.shutdown(cancel_futures=True)
@@ -78,7 +83,7 @@ class GradingPool:
 
     def _open(self) -> None:
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="grading")
-        self._idle = queue.LifoQueue()  # last in, first out: a small batch starts few workers
+        self._idle = queue.LifoQueue()  # LIFO, so that a small batch starts only a few workers
         for _ in range(self.workers):
             self._idle.put(_Worker(self.timeout))
         self._owner = os.getpid()
@@ -96,7 +101,7 @@ class GradingPool:
 
 
 class _Worker:
-    """One process, started at its first question and again after each death."""
+    """One worker process, started on its first request and restarted whenever it dies."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -116,13 +121,15 @@ class _Worker:
         return "timeout" if self.stop() in _CUT_OFF else "crash"
 
     def stop(self) -> int | None:
-        """End it; its exit status (None if it never ran)."""
+        """Stop the process and return its exit status (None if it was never started)."""
         process, self._process = self._process, None
         if process is None:
             return None
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # a dead worker never read the question
-            process.stdin.write("\n")  # the end of file may not come: a fork holds the pipe, too
+        with contextlib.suppress(BrokenPipeError):  # the worker died before reading its request
+            process.stdin.write(
+                "\n"
+            )  # closing may not deliver end of file: a forked child can hold the pipe open
             process.stdin.close()
         process.stdout.close()
         try:
@@ -132,7 +139,8 @@ class _Worker:
             return process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
-        # -P keeps this folder off the import path; a session of its own keeps Ctrl-C away.
+        # -P keeps this folder off the import path; a separate session shields the worker from
+        # Ctrl-C.
         process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(self._timeout), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -148,14 +156,14 @@ class _Worker:
             process.kill()
             status = process.wait()
             raise RuntimeError(
-                f"the grading worker did not start ({greeting or f'exit status {status}'}); "
+                f"the grading worker failed to start ({greeting or f'exit status {status}'}); "
                 f"try: {sys.executable} -c 'import math_verify'"
             )
         return process
 
 
 def _unlock() -> None:
-    """A fork has the locks of its parent, and not the threads that would release them."""
+    """A forked child inherits its parent's locks but not the threads that would release them."""
     for pool in _pools:
         pool._lock = threading.Lock()
 
@@ -164,7 +172,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def _default_workers() -> int:
-    # macOS does not tell which cores a process may use
+    # macOS has no CPU affinity
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,8 +1,9 @@
-"""The process that grades mathematics: one JSON pair [gold, answer] in, one verdict out, per line.
+"""Worker process that grades math answers: reads one JSON pair [gold, answer] per line and writes
+one verdict per line.
 
-Run as a script by `grading_pool`; it imports nothing of this package, so no torch. Checks that
-hang are ended by the kernel (a timer whose default action ends this process), because Python code
-cannot interrupt an integer power that holds the interpreter.
+Run as a script by `grading_pool`. Imports nothing from this package, to avoid loading torch.
+Hanging checks are stopped by a kernel timer whose default action kills this process, because Python
+code cannot interrupt a long integer power that holds the GIL.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from functools import lru_cache
 from typing import Any
 
 STARTUP_SECONDS = 120.0  # importing sympy takes half a second on an idle machine
-MEMORY_BYTES = 4 << 30  # 9**9**9 must not take the machine's memory before its time is up
+MEMORY_BYTES = 4 << 30  # keeps 9**9**9 from exhausting the machine's memory before it times out
 PARENT_POLL_SECONDS = 5.0
-WALL_PER_CPU_SECOND = 20.0  # a busy machine must not change a score, so CPU time decides first
+WALL_PER_CPU_SECOND = (
+    20.0  # backstop only: CPU time is the main limit, so that load does not change scores
+)
 
 
 def main(timeout: float, parent: int) -> None:
-    """Serve until an empty line, the end of stdin or that of the process `parent`.
+    """Serve until an empty line, the end of stdin or the death of process `parent`.
 
     timeout: CPU seconds per check.
     """
@@ -33,7 +36,7 @@ def main(timeout: float, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     signal.setitimer(signal.ITIMER_REAL, STARTUP_SECONDS)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError, OSError):  # macOS knows no such limit
+    with contextlib.suppress(ValueError, OSError):  # not supported on macOS
         resource.setrlimit(resource.RLIMIT_AS, (_lower(MEMORY_BYTES, hard), hard))
     try:
         grade = make_grader()
@@ -59,7 +62,9 @@ def _lower(limit: int, hard: int) -> int:
 
 
 def _request_waits(parent: int) -> bool:
-    """True when stdin can be read; False when the parent died and a fork of it keeps stdin open."""
+    """Wait until stdin is readable; returns False if the parent died while one of its forks keeps
+    stdin open.
+    """
     while not select.select([sys.stdin], [], [], PARENT_POLL_SECONDS)[0]:
         if os.getppid() != parent:
             return False
@@ -72,7 +77,7 @@ def _reply(text: str) -> None:
 
 
 def make_grader() -> Any:
-    """A function (gold, answer) -> "right", "wrong" or "bad gold", by math-verify."""
+    """Return a function (gold, answer) -> "right", "wrong" or "bad gold" that uses math-verify."""
     import logging
 
     from math_verify import parse, verify
@@ -86,14 +91,14 @@ def make_grader() -> Any:
     def grade(gold: str, answer: str) -> str:
         try:
             gold_parsed = parse_gold(gold)
-        except Exception:  # math-verify lets some errors of sympy through
+        except Exception:  # math-verify does not catch all sympy errors
             gold_parsed = []
         if not gold_parsed:
             return "bad gold"
         try:
             answer_parsed = parse(answer, parsing_timeout=None)
             return "right" if verify(gold_parsed, answer_parsed, timeout_seconds=None) else "wrong"
-        except Exception:  # MemoryError and RecursionError too: no answer worth a point
+        except Exception:  # including MemoryError and RecursionError: the answer scores 0
             return "wrong"
 
     return grade

@@ -1,4 +1,4 @@
-"""The math reward: is the final answer equal to the gold answer, by math-verify?"""
+"""The math reward: compares the final answer with the gold answer, using math-verify."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _WORD = re.compile(r"[A-Za-z]{4,}")
 
 @cache
 def _shared_pool(timeout: float, workers: int | None) -> GradingPool:
-    """One pool per setting: training and evaluation share their workers."""
+    """One pool per configuration, so that training and evaluation share workers."""
     pool = GradingPool(timeout, workers)
     atexit.register(pool.close)
     return pool
 
 
 class MathReward(Reward):
-    """1 where the completion's final answer equals the gold answer as mathematics, else 0.
+    """1 if the completion's final answer is mathematically equal to the gold answer, else 0.
 
-    The final answer is what follows the last `####` (a bare number, or the last line), else what
-    math-verify finds in the completion: a boxed expression, "the answer is ...", else the last
-    number or formula. The checks run in worker processes; one that takes more than `timeout` is
-    stopped, scores 0 and is counted. A gold answer that is no mathematics is an error of the row.
+    The final answer is the text after the last `####` (a bare number, or the last line). Without
+    one, it is what math-verify extracts from the completion: a boxed expression, "the answer is
+    ...", or the last number or formula. Checks run in worker processes. One that exceeds `timeout`
+    is stopped, scores 0 and is counted. A gold answer that math-verify cannot parse is an error in
+    the row.
 
     Args:
-        timeout: CPU seconds for one check.
-        workers: grading processes; None: up to 4, by the machine's cores.
+        timeout: CPU-time limit per check, in seconds.
+        workers: number of grading processes; None: up to 4, depending on the available cores.
         answer_pattern: regular expression with one group; its last match is the final answer (no
             match scores 0).
     """
@@ -58,7 +59,7 @@ class MathReward(Reward):
         answer_pattern: str | None = None,
     ) -> None:
         if find_spec("math_verify") is None:
-            raise MissingExtra("reward 'math' needs the extra train: pip install 'gac[train]'")
+            raise MissingExtra("reward 'math' requires the extra 'train': pip install 'gac[train]'")
         self._pool = _shared_pool(timeout, workers)
         self._pattern = compile_answer_pattern(answer_pattern)
         self._counts = Counter(timeouts=0, crashes=0)
@@ -78,11 +79,11 @@ class MathReward(Reward):
         return outcomes
 
     def counts(self) -> dict[str, int]:
-        """`timeouts` and `crashes`: checks that were cut off, or ended their worker twice."""
+        """`timeouts` and `crashes`: checks that timed out, or crashed their worker twice."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """End the grading processes (of every math reward with the same settings)."""
+        """Stop the grading processes, which all math rewards with the same settings share."""
         self._pool.close()
 
     def _final_answer(self, completion: str) -> str:
@@ -95,17 +96,17 @@ class MathReward(Reward):
 
     def _outcome(self, verdict: str, example: Example) -> Outcome:
         if verdict == "bad gold":
-            return ValueError(f"math-verify finds no mathematics in the gold {example.answer!r}")
+            return ValueError(f"math-verify cannot parse the gold answer {example.answer!r}")
         if verdict in ("timeout", "crash"):
             self._counts["timeouts" if verdict == "timeout" else "crashes"] += 1
         return float(verdict == "right")
 
 
 def after_mark(text: str) -> str | None:
-    """What follows the last `####`, GSM8K's mark of the final answer, or None.
+    """The text after the last `####`, GSM8K's final-answer marker, or None.
 
-    math-verify does not know the mark and may prefer an earlier "... answered 200". Elsewhere than
-    on the last line only a bare number counts: "#### Step 2" is a Markdown heading.
+    math-verify does not know this marker and may prefer an earlier "... answered 200". On any line
+    but the last, only a bare number counts: "#### Step 2" is a Markdown heading.
     """
     for below, line in enumerate(reversed(text.rstrip().splitlines())):
         before, mark, answer = line.rpartition("####")
@@ -117,7 +118,9 @@ def after_mark(text: str) -> str | None:
 
 
 def gold_text(answer: str) -> str:
-    """A gold answer as math-verify reads it best: what follows `####`, or the whole in a box."""
+    """Format a gold answer for math-verify: take the text after `####`, if any, and box it unless
+    it already has LaTeX delimiters.
+    """
     answer = _plain_minus(after_mark(answer) or answer).strip()
     if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
         return answer

@@ -1,4 +1,4 @@
-"""Rewards that are sometimes wrong: noise on what training sees, never on an evaluation."""
+"""Noisy rewards for training. Evaluation always uses the reward without noise."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RewardNoise:
     """Each training reward r becomes low + high - r with probability `rate`."""
 
     rate: float = 0.0
-    """Share of the rewards that are flipped, in [0, 1]."""
+    """Probability that a reward is flipped, in [0, 1]."""
     start: int = 0
-    """The first step, from 0, with noise."""
+    """First step with noise, counted from 0."""
     low: float = 0.0
     """The reward's smallest value."""
     high: float = 1.0
@@ -35,7 +35,9 @@ class RewardNoise:
 
 
 class NoisyReward(Reward):
-    """Another reward with noise. Draws depend on seed, step, rank and order alone."""
+    """Adds noise to another reward. The noise depends only on the seed, step, rank and order of
+    calls.
+    """
 
     def __init__(self, reward: Reward, noise: RewardNoise, seed: int, rank: int = 0) -> None:
         self.reward, self.noise, self.name = reward, noise, f"noisy {reward.name}"
@@ -44,7 +46,7 @@ class NoisyReward(Reward):
         self.at(0)
 
     def at(self, step: int) -> None:
-        """What is scored from now on belongs to optimiser step `step`."""
+        """Set the optimizer step that the following calls belong to."""
         self._rate = self.noise.rate if step >= self.noise.start else 0.0
         self._draws = random.Random(f"{self._source}:{step}")
 
@@ -54,7 +56,7 @@ class NoisyReward(Reward):
         return [self._flip(o) for o in self.reward.outcomes(completions, examples)]
 
     def counts(self) -> dict[str, int]:
-        """The inner reward's."""
+        """The inner reward's counts."""
         return self.reward.counts()
 
     def close(self) -> None:
@@ -71,6 +73,6 @@ class NoisyReward(Reward):
 def build_rewards(
     spec: str | Mapping[str, Any], noise: RewardNoise | None, seed: int, rank: int
 ) -> tuple[Reward, Reward]:
-    """What an evaluation scores by, and what training does: with noise, if there is any."""
+    """Return the evaluation reward and the training reward, which has noise if `noise` is given."""
     reward = build_reward(spec)
     return reward, reward if noise is None else NoisyReward(reward, noise, seed, rank)

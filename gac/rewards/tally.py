@@ -1,4 +1,4 @@
-"""What a reward counted and holds, told to the run that uses it: metrics, log, and the end."""
+"""Reports a reward's event counts as metrics and in the log, and closes it at the end of the run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class Tally:
-    """The events of a reward over all ranks, since the last question."""
+    """A reward's event counts over all ranks, since the last call."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._told = events(reward)
 
     def news(self) -> dict[str, int]:
-        """`reward_dropped` and `reward_<name>` of each count; every rank must ask.
+        """Return `reward_dropped` and `reward_<name>` for each count. Collective: every rank must
+        call it.
 
-        Scores of an evaluation count as news of the step after it.
+        Events during an evaluation are reported with the next step.
         """
         now = events(self.reward)
         fresh = {name: count - self._told.get(name, 0) for name, count in now.items()}
@@ -31,13 +32,15 @@ class Tally:
 
 
 def events(reward: Reward) -> dict[str, int]:
-    """Rows dropped and all other counts of this process so far."""
+    """This process's cumulative counts, including dropped rows."""
     return {"dropped": reward.dropped, **reward.counts()}
 
 
 @contextlib.contextmanager
 def in_use(reward: Reward) -> Iterator[None]:
-    """In the end, also after an error: log what the reward counted here, and close it."""
+    """Context manager that logs this process's counts and closes the reward on exit, even after an
+    error.
+    """
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Rewards that read the text alone: exact match, multiple choice, format."""
+"""Text-only rewards: exact match, multiple choice, format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """The one group of the last match of `pattern`, or None."""
+    """The group captured by the last match of `pattern`, or None."""
     matches = pattern.findall(text)
     return matches[-1] if matches else None
 
@@ -22,26 +22,28 @@ def compile_answer_pattern(pattern: str | None) -> re.Pattern[str] | None:
     """Compile a pattern with one group.
 
     Raises:
-        ValueError: not one group, or not a regular expression.
+        ValueError: not a regular expression, or not exactly one group.
     """
     if pattern is None:
         return None
     try:
         compiled = re.compile(pattern, re.MULTILINE)
     except re.error as error:
-        raise ValueError(f"answer_pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"answer_pattern {pattern!r} is not a valid regular expression: {error}"
+        ) from error
     if compiled.groups != 1:
-        raise ValueError(f"answer_pattern needs one group (...), got {pattern!r}")
+        raise ValueError(f"answer_pattern must have exactly one group (...), got {pattern!r}")
     return compiled
 
 
 class ExactReward(RowReward):
-    """1 where the completion is the gold answer, else 0; white space around and between is free.
+    """1 if the completion equals the gold answer, else 0. Differences in white space are ignored.
 
     Args:
-        ignore_case: compare without regard to case.
-        answer_pattern: regular expression with one group; its last match is compared in place of
-            the whole completion (no match scores 0).
+        ignore_case: ignore case when comparing.
+        answer_pattern: regular expression with one group; its last match is compared instead of the
+            whole completion (no match scores 0).
     """
 
     name = "exact"
@@ -60,8 +62,9 @@ class ExactReward(RowReward):
         return text.casefold() if self._ignore_case else text
 
 
-# From the surest sign to the weakest; the last match of the first pattern that matches counts.
-# A letter without brackets must be upper case, or "the answer is a lamp" would choose A.
+# Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
+# counts. A letter without parentheses must be upper case; otherwise "the answer is a lamp" would
+# choose A.
 _LETTER = r"(?:\(([A-Za-z])\)|\**([A-Z])\b(?!['’]))"
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
@@ -77,7 +80,7 @@ _CHOICE_PATTERNS = tuple(
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter that a multiple-choice response settles on, in upper case, or None.
+    """The letter that a multiple-choice response chooses, in upper case, or None.
 
     Tried in this order: `\\boxed{C}`; "answer is (C)", "Answer: C"; a response that is only a
     letter; the last "(C)"; a letter at the very end. The last match counts.
@@ -90,13 +93,13 @@ def chosen_letter(text: str) -> str | None:
 
 
 class ChoiceReward(RowReward):
-    """1 where the response settles on the gold letter, else 0 (see `chosen_letter`).
+    """1 if the response chooses the gold letter, else 0 (see `chosen_letter`).
 
-    The gold answer is a letter, "C" or "(C)". Where the row has a list of choices, a gold letter
-    beyond its end is an error.
+    The gold answer is a letter, "C" or "(C)". If the row lists its choices, a gold letter beyond
+    the last one is an error.
 
     Args:
-        choices_field: the row's field with the list of choices.
+        choices_field: row field with the list of choices.
     """
 
     name = "choice"
@@ -111,17 +114,18 @@ class ChoiceReward(RowReward):
         letter = wanted[1].upper()
         choices = example.extra.get(self._field)
         if choices is not None and string.ascii_uppercase.index(letter) >= len(choices):
-            raise ValueError(f"the gold answer {letter} is beyond the {len(choices)} choices")
+            raise ValueError(f"the gold answer {letter} is out of range for {len(choices)} choices")
         return float(chosen_letter(completion) == letter)
 
 
 class FormatReward(RowReward):
-    """1 where the completion has the wanted form, else 0; needs no gold answer.
+    """1 if the completion matches the pattern, else 0. Needs no gold answer.
 
     Args:
-        pattern: regular expression; a dot matches line breaks too. It runs unguarded, so avoid
-            nested repetitions, which can take exponential time.
-        full: True: the whole completion (white space around it aside) must match; False: a part.
+        pattern: regular expression; a dot matches line breaks too. It runs without a timeout, so
+            avoid nested quantifiers, which can take exponential time.
+        full: True: the whole completion, stripped of surrounding white space, must match; False:
+            any part of it.
     """
 
     name = "format"
@@ -130,7 +134,9 @@ class FormatReward(RowReward):
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(
+                f"pattern {pattern!r} is not a valid regular expression: {error}"
+            ) from error
         self._full = full
 
     def score(self, completion: str, example: Example) -> float:

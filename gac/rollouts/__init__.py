@@ -1,1 +1,1 @@
-"""Sampling: generation, what is made of it, advantages."""
+"""Sampling: generation engines, rollouts, advantages."""

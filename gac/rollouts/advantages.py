@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the weights of what is learnt from a group.
+"""Group-relative advantages and loss weights.
 
 Legend: Q prompts, K rollouts per prompt.
 """
@@ -18,7 +18,7 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
 
     kind: "std" is (r - mean) / (std + 1e-4) in the group (arXiv 2402.03300), "centered" is
     r - mean (arXiv 2503.20783), "batch" is (r - group mean) / (std of the batch + 1e-4).
-    A group whose rewards are all equal gets exactly 0: its rows teach nothing.
+    A group whose rewards are all equal gets exactly 0, so its rows have no policy gradient.
     """
     valid = ~rewards.isnan()
     count = valid.sum(1, keepdim=True)
@@ -26,7 +26,7 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
     centred = torch.where(valid, rewards - mean, 0)
     low = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
     high = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
-    centred = torch.where(low == high, 0, centred)  # the mean of equal numbers may round
+    centred = torch.where(low == high, 0, centred)  # the mean of equal numbers may be inexact
     if kind == "centered":
         return centred
     if kind == "std":
@@ -38,23 +38,26 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
 
 
 class Credit(NamedTuple):
-    """What the rewards of Q prompts make of their rollouts and demonstrations."""
+    """Advantages and loss weights for the rollouts and demonstrations of Q prompts."""
 
     rollouts: Tensor
     """[Q, K] advantages."""
     demos: Tensor
     """[Q] advantages of the prompts' own demonstrations."""
     rollout_weight: Tensor
-    """[Q] factors of the loss of its rollouts, if there is a demonstration too; 0 drops them."""
+    """[Q] loss weights of each prompt's rollouts, used if it also has a demonstration; 0 drops
+    them.
+    """
     demo_weight: Tensor
-    """[Q] factors of the loss of its demonstration; 0 drops it."""
+    """[Q] loss weights of each prompt's demonstration; 0 drops it."""
 
 
 def group_credit(rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
-    """Group-relative advantages [Q, K] of `rewards`, every row with weight 1.
+    """Group-relative advantages of `rewards` [Q, K]; every row has weight 1.
 
-    demos: [Q] rewards of demonstrations that are members of their prompt's group (nan: there is
-        none); None: they are not, and have the advantage 1. kind: see `group_advantages`.
+    demos: [Q] rewards of demonstrations that belong to their prompt's group (nan: no
+        demonstration); None: demonstrations are outside the groups and have advantage 1. kind: see
+        `group_advantages`.
     """
     one = torch.ones(len(rewards), dtype=rewards.dtype)
     if demos is None:

@@ -1,4 +1,4 @@
-"""The engines that draw rollouts, behind one call."""
+"""Rollout engines behind a common interface."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from .generation import Draws, Responses, RolloutConfig, generate
 from .paged import generate_paged
 
 Policy = Callable[[Sequence[tuple[int, ...]], int], Responses]
-"""policy(prompts, samples): so many responses to each prompt, in order."""
+"""policy(prompts, samples): `samples` responses per prompt, in order."""
 Engine = Callable[[Any], Policy]
-"""engine(model): the model as it is now, to draw from. Every rank makes each of these calls."""
+"""engine(model): a `Policy` that samples from the model's current weights. Call both on every rank.
+"""
 
 
 def make_engine(
-    config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, *, served: str = "",
-    longest: int = 0, folder: Path | None = None,
-) -> Engine:  # fmt: skip
-    """The engine that `config` names.
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    served: str = "",
+    longest: int = 0,
+    folder: Path | None = None,
+) -> Engine:
+    """Create the engine selected by `config`.
 
-    For a server, which is asked at once: `served` is the model it must have, prompts with their
-    responses have up to `longest` tokens, and `folder` takes its weights unless `config` says.
+    For a server, which is contacted immediately: `served` is the model it must serve, `longest` the
+    maximum length of prompt plus response, `folder` where its weights are written unless `config`
+    sets one.
     """
     draws = Draws(config.max_new_tokens, config.temperature, config.top_p, stop=config.stop)
     if config.engine == "vllm":
@@ -40,8 +46,14 @@ def make_engine(
             mine = draws._replace(samples=samples)
             if config.engine == "paged":
                 return generate_paged(model, tokenizer, prompts, mine, config.paged)
-            return generate(model, tokenizer, prompts, batch=config.batch,
-                            batch_tokens=config.batch_tokens, **mine._asdict())  # fmt: skip
+            return generate(
+                model,
+                tokenizer,
+                prompts,
+                batch=config.batch,
+                batch_tokens=config.batch_tokens,
+                **mine._asdict(),
+            )
 
         return policy
 

@@ -24,12 +24,12 @@ WEIGHTS = ("disk", "nccl")
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """The cache of the engine `paged`; on a CPU give all three, e.g. 64, 128 and 32."""
+    """Cache of the `paged` engine; on a CPU set all three, e.g. to 64, 128 and 32."""
 
     max_batch_tokens: int | None = None
-    """Tokens per forward; null: from the free memory of the GPU."""
+    """Tokens per forward; null: chosen from the free GPU memory."""
     num_blocks: int | None = None
-    """Blocks of the cache, each a page per layer; null: from the free memory of the GPU."""
+    """Blocks of the cache, each one page per layer; null: chosen from the free GPU memory."""
     page_size: int = 256
     """Tokens per page, >= 4."""
 
@@ -42,23 +42,27 @@ class PagedConfig:
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """The server of the engine `vllm`, which runs and is started apart from the trainer."""
+    """Server of the `vllm` engine; it is started and runs separately from the trainer."""
 
     url: str = "http://localhost:8000"
-    """Where it answers."""
+    """Base URL of the server."""
     model: str | None = None
-    """The name or folder that it serves, as it reports it; null: `model.path`."""
+    """Name or folder of the served model, as the server reports it; null: `model.path`."""
     weights: str = "disk"
-    """How it gets the weights before each sampling. disk: from a folder that it shares with the
-    trainer. nccl: by TRL's transfer between GPUs, which needs the package vllm here too."""
+    """How the server receives the weights before each sampling. disk: through a folder shared with
+    the trainer. nccl: by TRL's transfer between GPUs, which needs vllm in the trainer's environment
+    too.
+    """
     folder: str | None = None
-    """disk: where, under the same path for both, e.g. in /dev/shm; null: in the run directory."""
+    """disk: the shared folder, under the same path for both, e.g. in /dev/shm; null: in the run
+    directory.
+    """
     timeout: float = 600.0
-    """Seconds after which an answer counts as missing."""
+    """Request timeout in seconds."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r}: begin with http:// or https://")
+            raise ValueError(f"url={self.url!r}: must begin with http:// or https://")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
         if not self.timeout > 0:
@@ -74,28 +78,32 @@ class RolloutConfig:
     completions: int = 8
     """Rollouts per prompt."""
     max_new_tokens: int = 1024
-    """Longest response, in tokens."""
+    """Maximum response length, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature; the loss of the rollouts uses the same."""
+    """Sampling temperature, also used in the rollout loss."""
     top_p: float = 1.0
-    """Nucleus sampling; below 1 the sampling policy is not the one that the loss differentiates."""
+    """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
+    policy in the loss.
+    """
     stop: tuple[str, ...] = ()
-    """Texts of one token each that end a response, beside the tokenizer's end token."""
+    """Strings, each a single token, that end a response in addition to the tokenizer's EOS token.
+    """
     reuse: int = 1
-    """Optimiser steps per set of rollouts; above 1 the ratio and its clip come into play."""
+    """Optimiser steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
     batch: int | None = None
     """Rollouts generated at once; null: all."""
     batch_tokens: int | None = None
-    """Tokens generated at once, instead of `batch`: prompts of like lengths together, each rollout
-    counted as its padded prompt and `max_new_tokens`."""
+    """Token budget per generation batch, instead of `batch`: groups prompts of similar length and
+    counts each rollout as its padded prompt plus `max_new_tokens`.
+    """
     engine: str = "generate"
-    """generate: whole batches, each until its longest response ends. paged: transformers'
-    continuous batching, where a new response takes the place of each that ends. vllm: a server
-    that runs elsewhere (the extra `vllm`)."""
+    """generate: static batches, each of which runs until its longest response ends. paged:
+    transformers' continuous batching, which starts a new response whenever one ends. vllm: an
+    external server (needs the extra `vllm`)."""
     paged: PagedConfig = PagedConfig()
-    """Of the engine `paged`."""
+    """Settings of the `paged` engine."""
     vllm: VLLMConfig = VLLMConfig()
-    """Of the engine `vllm`."""
+    """Settings of the `vllm` engine."""
     advantages: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
@@ -121,28 +129,33 @@ class RolloutConfig:
 
 
 class Draws(NamedTuple):
-    """How responses are drawn, whichever engine draws them."""
+    """Sampling parameters, common to all engines."""
 
     max_new_tokens: int
     temperature: float
-    """0 decodes greedily."""
+    """0 means greedy decoding."""
     top_p: float = 1.0
     samples: int = 1
-    """Responses to each prompt."""
+    """Responses per prompt."""
     stop: Sequence[str] = ()
 
 
-Responses = list[tuple[int, ...]]  # token ids up to and with the stop token
+Responses = list[tuple[int, ...]]  # token ids up to and including the stop token
 
 
 @torch.no_grad()
 def generate(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[int, ...]], *,
-    batch: int | None = None, batch_tokens: int | None = None, **keywords: Any,
-) -> Responses:  # fmt: skip
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    batch: int | None = None,
+    batch_tokens: int | None = None,
+    **keywords: Any,
+) -> Responses:
     """Responses to each prompt, in order; keywords as in `Draws`.
 
-    batch: responses drawn at once; None = all. batch_tokens: see `RolloutConfig`.
+    batch: responses generated at once; None = all. batch_tokens: see `RolloutConfig`.
     """
     draws = Draws(**keywords)
     stops = stop_tokens(tokenizer, draws.stop)
@@ -156,7 +169,7 @@ def generate(
         for part in parts + [[]] * idle:
             texts = [prompts[i] for i in part] or [(stops[0],)]
             missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
-            # padded on the left: it continues at the end
+            # left padding, because generation continues at the end
             padded = ((pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True))
             ids = torch.from_numpy(token_ids(padded).reshape(len(texts), -1))
             width = ids.shape[1]
@@ -176,9 +189,10 @@ def generate(
 def _parts(
     prompts: Sequence[tuple[int, ...]], draws: Draws, batch: int | None, tokens: int | None
 ) -> list[list[int]]:
-    """Which prompts are generated together: those of like lengths, the longest first.
+    """Group prompts of similar length into generation batches, longest first.
 
-    tokens: at most so many at once, prompts padded and responses of full length; at least a prompt.
+    tokens: budget per batch, counting padded prompts and full-length responses; a batch has at
+        least one prompt.
     """
     per_call = max((batch or len(prompts) * draws.samples) // draws.samples, 1)
     if tokens is None and per_call >= len(prompts):
@@ -188,14 +202,16 @@ def _parts(
         full = not parts or len(parts[-1]) == per_call
         if full:
             parts.append([])
-            each = draws.samples * (len(prompts[i]) + draws.max_new_tokens)  # the widest
+            each = draws.samples * (
+                len(prompts[i]) + draws.max_new_tokens
+            )  # the longest prompt comes first
             per_call = max(tokens // each, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
 
 
 def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> GenerationConfig:
-    """Samples from the policy itself: no top-k, no penalties."""
+    """Settings to sample from the policy itself: no top-k, no penalties."""
     drawn = draws.temperature > 0
     return GenerationConfig(
         max_new_tokens=draws.max_new_tokens,
@@ -212,9 +228,10 @@ def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> 
 
 @contextlib.contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, without the model's own sampling defaults, which would be off-policy, and
-    with an attention that every engine knows."""
-    # each module as it was: those that stay in evaluation mode are nobody's to switch
+    """Put the model in eval mode, with PyTorch's attention, which every engine supports, and
+    without its own generation defaults, which would be off-policy.
+    """
+    # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
     training = [module for module in model.modules() if module.training]
     defaults, model.generation_config = model.generation_config, GenerationConfig()
     for module in training:
@@ -229,6 +246,6 @@ def sampling_mode(model: Any) -> Iterator[None]:
 
 
 def until(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
-    """`tokens` up to and with the first of `stops`."""
+    """`tokens` up to and including the first stop token."""
     ends = [tokens.index(stop) + 1 for stop in stops if stop in tokens]
     return tuple(tokens[: min(ends, default=None)])

@@ -1,4 +1,6 @@
-"""Sampling by transformers' continuous batching: no rollout waits for the longest of its batch."""
+"""Sampling with transformers' continuous batching, so that no rollout waits for the longest in its
+batch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from .generation import Draws, PagedConfig, Responses, generation_config, sampli
 
 @torch.no_grad()
 def generate_paged(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[int, ...]],
-    draws: Draws, config: PagedConfig,
-) -> Responses:  # fmt: skip
-    """Responses to each prompt, in order; the model must be whole on this rank.
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[tuple[int, ...]],
+    draws: Draws,
+    config: PagedConfig,
+) -> Responses:
+    """Responses to each prompt, in order; this rank must hold the full model.
 
-    The seed is drawn from torch's generator. Raises RunError if a response did not arrive.
+    The seed is drawn from torch's generator. Raises RunError if a response is missing.
     """
     settings = generation_config(draws, stop_tokens(tokenizer, draws.stop), tokenizer.pad_token_id)
     pages = ContinuousBatchingConfig(
@@ -40,9 +45,9 @@ def generate_paged(
     wanted = len(prompts) * draws.samples
     if broken or len(found) != wanted:
         raise RunError(
-            f"rollouts.engine=paged: {len(found) - len(broken)} of {wanted} responses arrived"
+            f"rollouts.engine=paged: only {len(found) - len(broken)} of {wanted} responses were generated"
             f"{f' ({broken[0]})' if broken else ''}: lower rollouts.paged.max_batch_tokens or "
-            "num_blocks, or use rollouts.engine=generate; the run goes on from its last checkpoint"
+            "num_blocks, or use rollouts.engine=generate; then rerun the command to resume from the last checkpoint"
         )
-    # request by request in the order of the prompts, children before their parent
+    # results are in prompt order; within a request, the child samples precede their parent
     return [tuple(r.generated_tokens) for r in found.values()]

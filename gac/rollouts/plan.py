@@ -1,4 +1,4 @@
-"""What a method may ask of the sampling, as values. Legend: K rollouts per prompt."""
+"""The sampling plan of a method, as data. Legend: K rollouts per prompt."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from typing import Literal, NamedTuple
 
 
 class Stage(NamedTuple):
-    """Some of the rollouts of each prompt, drawn together; later stages see earlier rewards."""
+    """A group of rollouts per prompt, sampled together; later stages can depend on earlier rewards."""
 
     size: int
-    """Rollouts."""
+    """Rollouts per prompt."""
     prefix: float = 0.0
-    """Share of the prompt's demonstration that is given before the policy continues, [0, 1]."""
+    """Fraction, in [0, 1], of the prompt's demonstration that is given as a prefix to continue."""
     below: float = math.inf
     """The prefix is given only while the mean reward of the earlier stages is below this."""
     trained: int = 0
-    """Number of rollouts, the last ones of the stage, whose prefix is learnt as a demonstration."""
+    """Number of rollouts, from the end of the stage, whose prefix is trained on as a demonstration.
+    """
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How prompts and demonstrations become rows to learn from, in every step of a run."""
+    """How prompts and demonstrations become training rows, in every step of a run."""
 
     demos: Literal["apart", "prompt"] = "apart"
-    """"apart": a batch of the demonstrations' own set in every step that reads demonstrations.
+    """"apart": a separate batch from the demonstration set in every step that uses demonstrations.
     "prompt": the demonstrations of the sampled prompts themselves."""
     stages: tuple[Stage, ...] = ()
-    """How the K rollouts of a prompt are drawn; empty: all at once."""
+    """How the K rollouts of a prompt are sampled; empty: all in one stage."""
     from_reference: bool = False
-    """The rollouts are drawn from the frozen initial policy."""
+    """Sample the rollouts from the frozen initial policy."""
     pairs: bool = False
-    """Of each prompt only a best and a worst rollout are kept, with advantages 1 and -1."""
+    """Keep only each prompt's best and worst rollout, with advantages 1 and -1."""
     demo_in_group: bool = False
     """Demonstrations are scored and share the baseline of their prompt's rollouts."""
     advantages: str | None = None
-    """Normalisation of the rewards, see `group_advantages`; None: the run's own."""
+    """Normalization of the rewards, see `group_advantages`; None: as in `rollouts.advantages`."""
     demo_tokens: int | None = None
     """Tokens at the end of a demonstration that have a loss; None: all."""
     limit_demos: int | None = None
-    """Largest number of demonstrations used, the first ones of the set; None: all."""
+    """Use only this many demonstrations, from the start of the set; None: all."""
     epochs: int | None = None
-    """Passes over the demonstrations after which the run ends early; None: it does not."""
+    """End the run after this many passes over the demonstrations; None: no such limit."""

@@ -1,4 +1,4 @@
-"""The rollouts of one step: prompts, responses, rewards, advantages, rows to learn from.
+"""The rollouts of one step: prompts, responses, rewards, advantages, training rows.
 
 Legend: Q prompts, K rollouts per prompt.
 """
@@ -30,33 +30,34 @@ Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 
 
 class Drawn(NamedTuple):
-    """The work of this rank's sampling."""
+    """Amount and duration of this rank's sampling."""
 
     responses: int = 0
     tokens: int = 0  # of all responses
-    seconds: float = 0.0  # without the rewards
+    seconds: float = 0.0  # excluding reward computation
 
     def columns(self) -> dict[str, Any]:
-        """What all ranks drew, and the ranks' mean time, for the metrics."""
+        """Metrics columns: totals over all ranks, and the mean time per rank."""
         responses, tokens, seconds = collectives.total(self)
         seconds /= ranks()
         return {
-            "sampled_responses": int(responses), "sampled_tokens": int(tokens),
+            "sampled_responses": int(responses),
+            "sampled_tokens": int(tokens),
             "sampling_seconds": seconds,
             "responses_per_second": responses / seconds if seconds else None,
-        }  # fmt: skip
+        }
 
 
 @dataclass
 class Rollouts:
-    """What one rank sampled for one optimiser step, or for several when rollouts are reused."""
+    """One rank's rollouts for one optimizer step, or for several if they are reused."""
 
     rows: list[Row]
-    """What is learnt from; `Row.sequence` is the place in this list."""
+    """Training rows; `Row.sequence` is the index in this list."""
     rewards: list[float]
-    """Reward of each rollout that has one, also of those that are not learnt from."""
+    """Rewards of all scored rollouts, including those that are not trained on."""
     drawn: Drawn
-    """What drawing them took."""
+    """Amount and duration of the sampling."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
 
@@ -64,14 +65,14 @@ class Rollouts:
 class Draw(NamedTuple):
     """One rollout of one prompt."""
 
-    given: tuple[int, ...]  # the demonstration's tokens before it
+    given: tuple[int, ...]  # demonstration prefix before the response
     response: tuple[int, ...]
     reward: float  # nan: dropped
     learns_given: bool
 
 
 def place(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
-    """Like the targets: each row's response log-probs where `batch` has its response tokens."""
+    """Scatter each row's response log-probs into a tensor shaped like `batch.targets`."""
     out = torch.zeros(batch.targets.numel())
     for at, row, values in zip(batch.starts, rows, logps, strict=True):
         out[row.scored(at)] = values
@@ -79,19 +80,24 @@ def place(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
 
 
 class Sampler:
-    """Calls the model and the reward as the method asks: examples in, rows to learn from out."""
+    """Samples and scores rollouts as the method's plan requires: turns examples into training rows."""
 
     def __init__(
-        self, config: RolloutConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase,
-        reward: Any, plan: Sampling, credit: Crediting,
-    ) -> None:  # fmt: skip
+        self,
+        config: RolloutConfig,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Any,
+        plan: Sampling,
+        credit: Crediting,
+    ) -> None:
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit = plan, credit
         self.drawn = Drawn()
         self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
-        """Rollouts of Q examples, with their demonstrations where these are learnt from."""
+        """Rollouts of Q examples, with their demonstrations if the method trains on them."""
         self.reward.at(step)
         began = time.perf_counter()
         policy = self.engine(model)
@@ -107,7 +113,7 @@ class Sampler:
             zip(examples, draws, *(part.tolist() for part in credit), strict=True)
         ):
             mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
-            # numbered as one process would, so that no two ranks have the same
+            # numbered as in a single process, so that ids are unique across ranks
             unit = unit * ranks() + rank()
             rows += [row._replace(unit=unit, sequence=i) for i, row in enumerate(mine, len(rows))]
         sampled = [d.reward for drawn in draws for d in drawn if d.response]
@@ -116,13 +122,14 @@ class Sampler:
     def _draw(
         self, policy: Policy, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
     ) -> None:
-        """Append one stage to each prompt's rollouts."""
+        """Sample one stage and append it to each prompt's rollouts."""
         given = [_given(e, d, stage) for e, d in zip(examples, draws, strict=True)]
-        # nothing follows a whole demonstration; it is continued all the same, so that every rank
-        # samples as many prompts, and the continuation is thrown away
+        # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
+        # samples the same number of prompts, and then discarded
         whole = [bool(g) and g == e.demo for g, e in zip(given, examples, strict=True)]
-        starts = [e.prompt + (g[:-1] if w else g)
-                  for e, g, w in zip(examples, given, whole, strict=True)]  # fmt: skip
+        starts = [
+            e.prompt + (g[:-1] if w else g) for e, g, w in zip(examples, given, whole, strict=True)
+        ]
         began = time.perf_counter()
         responses = policy(starts, stage.size)
         more = len(responses), sum(map(len, responses)), time.perf_counter() - began
@@ -136,7 +143,7 @@ class Sampler:
             draws[q].append(Draw(given[q], response, score, learns))
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
-        """One reward per response; nan where it was dropped."""
+        """One reward per response; nan if the response was dropped."""
         texts = self.tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
         return [math.nan if s is None else s for s in self.reward(texts, examples)]
 
@@ -150,10 +157,17 @@ class Sampler:
         return out
 
     def _rows(
-        self, example: Example, drawn: list[Draw], advantages: list[float], demo_advantage: float,
-        keep: float, show: float,
-    ) -> list[Row]:  # fmt: skip
-        """The prompt's rollouts, and its demonstration where that is learnt from."""
+        self,
+        example: Example,
+        drawn: list[Draw],
+        advantages: list[float],
+        demo_advantage: float,
+        keep: float,
+        show: float,
+    ) -> list[Row]:
+        """Training rows of a prompt: its rollouts, and its demonstration if the method trains on
+        it.
+        """
         prompt, rows = example.prompt, []
         if self.plan.demos != "prompt" or example.demo is None:
             keep, show = 1.0, 0.0
@@ -162,16 +176,16 @@ class Sampler:
             start = len(prompt) if draw.learns_given else switch
             ids = prompt + draw.given + draw.response
             if keep and not math.isnan(draw.reward) and start < len(ids):
-                shown = not draw.response  # the whole row is a demonstration's
+                shown = not draw.response  # the whole response is a demonstration
                 rows.append(Row(ids, start, shown, advantage, weight=keep, switch=switch))
-        if show and not any(stage.prefix for stage in self.stages):  # prefixes show it already
+        if show and not any(stage.prefix for stage in self.stages):  # prefixes already contain it
             row = demo_row(example, self.plan.demo_tokens)
             rows.append(row._replace(advantage=demo_advantage, weight=show))
         return rows
 
 
 def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, ...]:
-    """The part of the demonstration that a stage gives, after the rewards so far."""
+    """The demonstration prefix that a stage gives, depending on the rewards so far."""
     rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
     if not stage.prefix or example.demo is None or mean >= stage.below:
@@ -180,7 +194,7 @@ def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, 
 
 
 def _pair(example: Example, drawn: list[Draw]) -> list[Row]:
-    """The first best and the first worst response, if their rewards differ."""
+    """Rows of the best and the worst response (the first of each), if their rewards differ."""
     scored = [d for d in drawn if not math.isnan(d.reward)]
     best, worst = (pick(scored, key=lambda d: d.reward, default=None) for pick in (max, min))
     if best is None or worst is None or best.reward == worst.reward:

@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server: TRL's client asks it, and it gets the trainer's weights first."""
+"""Sampling with a vLLM server through TRL's client, after sending it the trainer's weights."""
 
 from __future__ import annotations
 
@@ -27,50 +27,54 @@ from gac.parallel.collectives import gather, rank
 
 from .generation import Draws, Responses, VLLMConfig, sampling_mode, until
 
-AT_ONCE = 64  # requests under way per rank; the server batches them
-FILE = 2**30  # bytes of one file of weights
-PROBE = 8  # tokens of the prompt and of the response that each update is checked on
-FAR = 0.5  # nats per token: room for a server that rounds to bfloat16
+AT_ONCE = 64  # concurrent requests per rank; the server batches them
+FILE = 2**30  # bytes per file of weights
+PROBE = 8  # length in tokens of the prompt and of the response with which each update is checked
+FAR = 0.5  # nats per token; tolerates a server that rounds to bfloat16
 
 
 class Server:
-    """A running `vllm serve`, and what a run asks of it. Every rank makes every call.
+    """Connection to a running `vllm serve`. Call every method on every rank.
 
-    Each rank asks for the responses to its own prompts; rank 0 gives the weights. What goes wrong
-    on one rank is raised on all. Each prompt is drawn from a seed of its own, taken from torch's
-    generator, so that a resumed run repeats as far as the server does. The trainer computes all
-    log-probs with its own weights; those of the server are read in the check of each update alone.
+    Each rank requests the responses to its own prompts; rank 0 sends the weights. An error on one
+    rank is raised on all. Each prompt has its own seed, drawn from torch's generator, so a resumed
+    run is as reproducible as the server. The trainer computes all log-probs with its own weights;
+    the server's are used only to check each update.
 
-    Tested on CPUs with `weights="disk"`, against an HTTP server that speaks these requests around
-    the trainer's model, on one process and two. Not tested: vLLM itself, whose requests are those
-    of 0.31.0, anything on a GPU, and `weights="nccl"` beyond the requests that TRL's client makes.
+    Tested on CPUs with `weights="disk"`, on one and two processes, against a mock HTTP server that
+    answers these requests with the trainer's model. Not tested: vLLM itself (the requests follow
+    0.31.0), anything on a GPU, and `weights="nccl"` beyond the requests that TRL's client sends.
 
     Args:
-        model: what it must serve. longest: tokens of a prompt and its response. folder: where
-            weights are put unless `config` says.
+        model: the model it must serve. longest: maximum length of prompt plus response. folder:
+            where weights are written unless `config` sets one.
 
-    Raises RunError if nothing answers, ConfigError if it serves something else or too short.
+    Raises RunError if there is no response, ConfigError for a wrong model or too short a maximum
+    length.
     """
 
     def __init__(
-        self, config: VLLMConfig, tokenizer: PreTrainedTokenizerBase, model: str, longest: int,
+        self,
+        config: VLLMConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+        longest: int,
         folder: Path | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if config.weights == "nccl" and not is_vllm_available():
             raise ConfigError(
-                "rollouts.vllm.weights=nccl: it needs the package vllm beside the trainer: install "
-                "it, or use disk"
+                "rollouts.vllm.weights=nccl: requires the vllm package in the trainer's environment: install it, or use disk"
             )
         self.config, self.tokenizer = config, tokenizer
         run = Path(folder or tempfile.gettempdir()).absolute()
         self.folder = Path(config.folder or run).absolute()
-        self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # no other run's
-        self.vocabulary = len(tokenizer)  # until the model is there, which may have more
+        self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
+        self.vocabulary = len(tokenizer)  # until the first `load`; the model may have more
         self.client = Client(config.url, config.timeout)
         self._together(lambda: self._check(config.model or model, longest))
 
     def load(self, model: Any, draws: Draws) -> Callable[..., Responses]:
-        """Give the server the weights of `model`; what draws from it then, see `Policy`."""
+        """Send the weights of `model` to the server; returns the `Policy` that samples from it."""
         weights = Weights(model)
         walk = iter(weights)
         send = self._by_disk if self.config.weights == "disk" else self._by_nccl
@@ -80,7 +84,9 @@ class Server:
                 if rank() == 0:
                     send(weights, walk)
             finally:
-                for _ in walk:  # sharded weights are gathered on the way, which no rank may leave
+                for (
+                    _
+                ) in walk:  # iterating gathers sharded weights, so every rank must finish the loop
                     pass
 
         self._together(give)
@@ -108,22 +114,28 @@ class Server:
                 f"prompt with its response can have {longest}: start it with --max-model-len "
                 f"{longest}, or lower rollouts.max_new_tokens"
             )
-        self._probe()  # refused where a token of ours is not in its vocabulary
+        self._probe()  # fails if one of our tokens is not in the server's vocabulary
 
     def _probe(self) -> tuple[list[int], list[float]]:
-        """Tokens from all over the vocabulary with a response, and the response's log-probs."""
+        """Tokens spread over the vocabulary plus the server's response, and the response's
+        log-probs.
+        """
         last = len(self.tokenizer) - 1
         prompt = [last * (i + 1) // PROBE for i in range(PROBE)]
         found: dict[str, Any] = self.client.generate(
-            [prompt], max_tokens=PROBE, logprobs=0,
+            [prompt],
+            max_tokens=PROBE,
+            logprobs=0,
             generation_kwargs={"seed": 0, "ignore_eos": True},
-        )  # fmt: skip
+        )
         drawn = found["completion_ids"][0]
         places = zip(drawn, found["logprob_token_ids"][0], found["logprobs"][0], strict=True)
         return prompt + drawn, [values[ids.index(token)] for token, ids, values in places]
 
     def _compare(self, model: Any, ids: list[int], theirs: list[float]) -> None:
-        """The server's log-probs against those of `model`; all ranks, for a forward may gather."""
+        """Compare the server's log-probs with those of `model`. Call it on all ranks: the forward
+        may gather weights.
+        """
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self._known(ids)
         place = next(model.parameters()).device
@@ -153,15 +165,20 @@ class Server:
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
 
         def one(prompt: tuple[int, ...], seed: int) -> list[list[int]]:
-            # the server's own end tokens are not the run's, which are given
+            # pass the run's stop tokens and ignore the server's own EOS tokens
             given = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
             found = self.client.generate(
-                [list(prompt)], n=draws.samples, temperature=draws.temperature, top_p=draws.top_p,
-                max_tokens=draws.max_new_tokens, logprobs=None, generation_kwargs=given,
-            )["completion_ids"]  # fmt: skip
+                [list(prompt)],
+                n=draws.samples,
+                temperature=draws.temperature,
+                top_p=draws.top_p,
+                max_tokens=draws.max_new_tokens,
+                logprobs=None,
+                generation_kwargs=given,
+            )["completion_ids"]
             if len(found) != draws.samples or not all(found):
                 full = sum(map(bool, found))
-                raise ValueError(f"{full} of {draws.samples} responses to a prompt arrived")
+                raise ValueError(f"received only {full} of {draws.samples} responses to a prompt")
             for response in found:
                 self._known(response)
             return found
@@ -175,12 +192,12 @@ class Server:
 
     def _by_disk(self, weights: Weights, walk: Iterator[tuple[str, Tensor]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"{self.prefix}*"):  # when this run was killed
+        for left in self.folder.glob(f"{self.prefix}*"):  # left over from a killed run
             shutil.rmtree(left, ignore_errors=True)
-        # a new name each time: a server may remember what it read under an old one
+        # a new name each time, because the server may cache by path
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=self.prefix))
         try:
-            folder.chmod(0o755)  # the server may be another user's
+            folder.chmod(0o755)  # the server may run as another user
             for i, part in enumerate(_files(walk)):
                 save_file(part, folder / f"model-{i:05}.safetensors")
             told = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -196,18 +213,18 @@ class Server:
         self.client.forget()
 
     def _together(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; if it fails on any rank, the same error on all of them."""
+        """Run `work` and return its result; if it fails on any rank, raise the same error on all."""
         found = fault = cause = None
         try:
             found = work()
         except UserError as error:
             fault = error
-        except Exception as error:  # whatever it is, the other ranks wait for this one
+        except (
+            Exception
+        ) as error:  # catch everything, because the other ranks are waiting for this one
             cause = error
             fault = RunError(
-                f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: see that the server runs "
-                "and has this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then give the command "
-                "again; the run goes on from its last checkpoint"
+                f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: check that the server is running and serves this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command to resume from the last checkpoint"
             )
         for said in gather(fault):
             if said is not None:
@@ -216,9 +233,9 @@ class Server:
 
 
 class Weights:
-    """The whole weights of a policy by the names of its checkpoint, adapters added to them.
+    """The full weights of a policy, under their checkpoint names and with adapters merged.
 
-    Iterating gathers sharded ones, so every rank has to do it; the model stays as it is.
+    Iterating gathers sharded weights, so every rank must do it; the model is not modified.
     """
 
     def __init__(self, model: Any) -> None:
@@ -249,9 +266,9 @@ class Weights:
 
 
 class Client(VLLMClient):
-    """TRL's client, with a deadline for every answer, also where vllm is not installed.
+    """TRL's client with a timeout for every request; works without vllm installed.
 
-    Its own set-up refuses to run there, although only the transfer between GPUs needs vllm.
+    TRL's constructor requires vllm, although only the transfer between GPUs needs it.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -266,22 +283,22 @@ class Client(VLLMClient):
         self.group_port, self.communicator, self._updating_weights = 51216, None, False
 
     def served(self) -> dict[str, Any]:
-        """What the server says of its first model, the base of all others."""
+        """The server's description of its first model, on which any others are based."""
         card = self._get(f"{self.base_url}/v1/models")["data"][0]
         self.model = card["id"]
         return card
 
     def tell(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A command; its answer may be empty."""
+        """POST a command and return its JSON response, {} if empty."""
         answer = self.session.post(f"{self.base_url}/{path}", json=body)
         if answer.status_code != 200:
-            raise RuntimeError(f"/{path} is refused, {answer.status_code} {answer.text}")
+            raise RuntimeError(f"/{path} failed with status {answer.status_code}: {answer.text}")
         return answer.json() if answer.content else {}
 
     def forget(self) -> None:
-        """Drop what the server kept of prompts under the weights before."""
+        """Reset the server's prefix cache, which holds values of the previous weights."""
         if self.tell("reset_prefix_cache").get("success") is False:
-            raise RuntimeError("/reset_prefix_cache failed, somebody else may be using the server")
+            raise RuntimeError("/reset_prefix_cache failed; another client may be using the server")
 
 
 class _Patient(HTTPAdapter):
@@ -290,13 +307,13 @@ class _Patient(HTTPAdapter):
         self.timeout = timeout
 
     def send(self, *request: Any, **keywords: Any) -> Any:
-        """With a deadline where the caller gave none."""
+        """Send with the default timeout if the caller gave none."""
         keywords["timeout"] = keywords.get("timeout") or self.timeout
         return super().send(*request, **keywords)
 
 
 def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Some of the weights at a time, on the CPU."""
+    """Group the weights into dicts of about `FILE` bytes, on the CPU."""
     part: dict[str, Tensor] = {}
     for name, value in weights:
         part[name] = value.cpu().contiguous()
@@ -316,8 +333,8 @@ def _plain(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    """Its last words, without the objects that requests nests."""
+    """A short message, without the nested objects of requests."""
     if isinstance(error, requests.ConnectionError | requests.Timeout):
-        return "there is no answer"
+        return "the server does not respond"
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]}..."

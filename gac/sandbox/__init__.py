@@ -1,6 +1,7 @@
-"""Runs model-written programs that can compute and nothing else; `docs/sandbox.md` has the design.
+"""Runs model-written programs in a sandbox in which they can only compute. See `docs/sandbox.md`
+for the design.
 
 `pool.Pool` is the trainer's side. The other modules also run in the fork server, which loads this
-folder as a package of its own, without `gac` and so without torch: they import the standard
-library and each other only.
+folder as a standalone package to avoid importing `gac` and torch, so they may import only the
+standard library and each other.
 """

@@ -1,8 +1,8 @@
-"""Takes from a process, for good, everything but computing: limits, Landlock, seccomp, identity.
+"""Permanently confines a process to computing only: resource limits, Landlock, seccomp, uid.
 
-Kernel interfaces by ctypes; the seccomp filter is compiled by libseccomp, which Debian's `apt`
-needs and so is nearly everywhere. Every function that takes something away raises `OSError` where
-that fails.
+Calls kernel interfaces through ctypes. The seccomp filter is compiled by libseccomp, which Debian's
+`apt` depends on and which is therefore almost always installed. Every function that adds a
+restriction raises `OSError` if it fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LIBSECCOMP = "libseccomp.so.2"
-OUTPUT_BYTES = 64 << 20  # what a program may write into a file, here its standard output
+OUTPUT_BYTES = 64 << 20  # maximum size of a file that a program writes, i.e. of its standard output
 OPEN_FILES = 64
 THREADS = 64
 
@@ -40,16 +40,18 @@ def _prctl(option: int, value: int, pointer: object = None) -> None:
     _call("prctl", option, ctypes.c_ulong(value), pointer or zero, zero, zero)
 
 
-# -- limits and lineage ----------------------------------------------------------------------------
+# -- resource limits and process lifetime
+# ----------------------------------------------------------------------------
 
 
 def limit(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
     """Bound CPU time, address space, output, open files and threads of this process.
 
     Args:
-        cpu_seconds: then the kernel kills it; soft equals hard, as SIGXCPU can be caught.
-        memory_bytes: its whole address space.
-        tasks: threads and processes that this uid may have in all (uid 0 ignores it).
+        cpu_seconds: CPU time after which the kernel kills it; soft equals hard because SIGXCPU can
+            be caught.
+        memory_bytes: limit on its whole address space.
+        tasks: limit on the total threads and processes of this uid (uid 0 is exempt).
     """
     for name, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -66,9 +68,11 @@ def limit(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """End this process when its parent `parent` ends; a change of uid would undo this."""
+    """Kill this process when its parent, pid `parent`, exits. A later change of uid would undo
+    this.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent exited before the call above
         os._exit(1)
 
 
@@ -76,7 +80,7 @@ def close_all_but(kept: Iterable[int]) -> None:
     """Close every descriptor except `kept`."""
     low = 0
     for number in sorted(kept):
-        if low < number:  # Python reads an empty range as an endless one
+        if low < number:  # closerange treats an empty range as unbounded
             os.closerange(low, number)
         low = number + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
@@ -86,7 +90,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def unused_uid(seed: int) -> int:
-    """A uid that no account and no process has, in the range that systemd gives to services."""
+    """Find a uid that no account and no process uses, in systemd's range for dynamic service users."""
     low, high = 61184, 65519
     taken = {int(line.split(":")[2]) for line in _lines("/etc/passwd")}
     taken |= {Path(entry).stat().st_uid for entry in _processes()}
@@ -94,30 +98,30 @@ def unused_uid(seed: int) -> int:
         uid = low + (seed + offset) % (high - low + 1)
         if uid not in taken:
             return uid
-    raise OSError(errno.EAGAIN, f"no uid from {low} to {high} is free")
+    raise OSError(errno.EAGAIN, f"no unused uid between {low} and {high}")
 
 
 def become(uid: int) -> None:
-    """Take `uid` as the only identity, with no group beside it."""
+    """Switch to uid and gid `uid`, with no supplementary groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability; uid 0 may have some without the identity of root's files."""
+    """Drop all capabilities of this process."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
     _call("capset", header, bytes(24))
 
 
 def tasks_of(uid: int) -> int:
-    """Threads that run under `uid`, as far as /proc shows."""
+    """Count the threads that run under `uid`, as far as /proc shows."""
     count = 0
     for entry in _processes():
         try:
             if Path(entry).stat().st_uid == uid:
-                count += len(os.listdir(f"{entry}/task"))  # noqa: PTH208 - it runs per program
-        except OSError:  # it ended meanwhile
+                count += len(os.listdir(f"{entry}/task"))  # noqa: PTH208 - faster than iterdir, on the fork path
+        except OSError:  # it has exited in the meantime
             continue
     return count
 
@@ -140,16 +144,18 @@ def _lines(path: str) -> list[str]:
 
 
 def landlock_abi() -> int:
-    """The kernel's version of Landlock.
+    """The kernel's Landlock ABI version.
 
     Raises:
-        OSError: it has none, or it is off.
+        OSError: Landlock is not supported or is disabled.
     """
     return _call("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def landlock_rules() -> int:
-    """A descriptor of the rule set that handles all the kernel knows and allows nothing."""
+    """Create a ruleset that handles every access the kernel knows and allows none; returns its
+    descriptor.
+    """
     abi = landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     attributes = struct.pack("=Q", files)
@@ -162,13 +168,13 @@ def landlock_rules() -> int:
 
 
 def no_new_privileges() -> None:
-    """Needed by Landlock and seccomp; also closes this process to debuggers of its own uid."""
+    """Set no_new_privs, which Landlock and seccomp require, and block debuggers with the same uid."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def restrict_paths(rules: int) -> None:
-    """Put this process under the rule set `rules` of Landlock."""
+    """Apply the Landlock ruleset `rules` to this process."""
     _call("syscall", _LANDLOCK_RESTRICT_SELF, rules, 0)
 
 
@@ -176,7 +182,7 @@ def restrict_paths(rules: int) -> None:
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EQUAL, _MASKED_EQUAL = 4, 7
-_BAD_ARCHITECTURE = 2  # an attribute: what other calling conventions get
+_BAD_ARCHITECTURE = 2  # seccomp attribute: action for syscalls of other architectures
 
 
 def _refuse(code: int) -> int:
@@ -194,15 +200,21 @@ _NAMES = """
     getpid getppid getuid geteuid getgid getegid getrandom
 """
 _ALLOWED = _NAMES.split()
-# what glibc and what musl ask for when they start a thread, bit for bit
+# the exact clone flags that glibc and musl use to start a thread
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _PROT_EXEC = 4
-# (call, argument, comparison, mask or value, value): the ways in which a call is allowed
+# (syscall, argument, comparison, mask or value, value): conditions under which a syscall is allowed
 _ALLOWED_IF = (
     *(("clone", 0, _EQUAL, flags, 0) for flags in _THREAD_FLAGS),
     ("mmap", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
     ("mprotect", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
-    ("fcntl", 1, _EQUAL, 1, 0),  # F_GETFD; F_SETOWN and F_SETSIG could kill its own uid
+    (
+        "fcntl",
+        1,
+        _EQUAL,
+        1,
+        0,
+    ),  # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
     ("fcntl", 1, _EQUAL, 3, 0),  # F_GETFL
 )
 
@@ -217,10 +229,10 @@ class _Comparison(ctypes.Structure):
 
 
 def compile_filter() -> bytes:
-    """The allow-list as BPF: whatever is not on it fails with EPERM.
+    """Compile the allow-list to BPF. Any other syscall fails with EPERM.
 
     Raises:
-        OSError: libseccomp is not there, or refuses.
+        OSError: libseccomp is missing or returns an error.
     """
     try:
         library = ctypes.CDLL(LIBSECCOMP, use_errno=True)
@@ -229,7 +241,7 @@ def compile_filter() -> bytes:
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(_refuse(errno.EPERM)))
     if not context:
-        raise OSError(errno.ENOMEM, "seccomp_init fails")
+        raise OSError(errno.ENOMEM, "seccomp_init failed")
     try:
         _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
         for name in _ALLOWED:
@@ -237,8 +249,11 @@ def compile_filter() -> bytes:
         for name, *comparison in _ALLOWED_IF:
             _rule(library, context, _ALLOW, name, _Comparison(*comparison))
         limits = _Comparison(0, _EQUAL, 0, 0), _Comparison(2, _EQUAL, 0, 0)
-        _rule(library, context, _ALLOW, "prlimit64", *limits)  # only ask, only for itself
-        # clone3 keeps its flags behind a pointer that a filter cannot follow; ENOSYS: use clone
+        _rule(
+            library, context, _ALLOW, "prlimit64", *limits
+        )  # read-only, and only for this process
+        # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
+        # fall back to clone
         _rule(library, context, _refuse(errno.ENOSYS), "clone3")
         file = os.memfd_create("filter")
         try:
@@ -254,7 +269,7 @@ def _rule(
     library: ctypes.CDLL, context: ctypes.c_void_p, action: int, name: str, *ifs: _Comparison
 ) -> None:
     call = library.seccomp_syscall_resolve_name(name.encode())
-    if call < 0:  # this architecture has no such call
+    if call < 0:  # not a syscall on this architecture
         return
     array = (_Comparison * len(ifs))(*ifs)
     code = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), call, len(ifs), array)
@@ -267,7 +282,7 @@ def _check(code: int, what: str) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Put this process, for good, under the filter that `compile_filter` made."""
+    """Install the filter from `compile_filter` in this process. It cannot be removed."""
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of 8-byte instructions, padding, their address
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))

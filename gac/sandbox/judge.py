@@ -1,7 +1,7 @@
-"""The process that holds a row's tests and asks the solver: it alone writes the verdict.
+"""The judge process: holds a row's tests, queries the solver and alone writes the verdict.
 
-Setup and tests run here; the program's names are remote objects. A comparison thus sees plain
-values of this process, whatever classes the program defines.
+Setup and tests run here; the program's names are proxies for remote objects. Comparisons therefore
+act on plain local values, whatever classes the program defines.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ the row itself}."""
 
 
 class RemoteError(Exception):
-    """The program raised something that is not a builtin exception, or gave no answer."""
+    """The program raised a non-builtin exception or did not answer."""
 
 
 class RowError(Exception):
-    """The row is at fault, whatever the program."""
+    """The row itself is invalid, whatever the program."""
 
 
 class Remote:
-    """An object of the solver; what is done to it happens there. Equality is identity."""
+    """Proxy for an object in the solver; operations run there. Equality is identity."""
 
     __slots__ = ("_remote_number_", "_remote_solver_")
 
@@ -72,22 +72,22 @@ class Remote:
 
 
 class Solver:
-    """The other side of the channel."""
+    """Client for the solver at the other end of the channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
         self.asked = 0
-        """Questions so far."""
+        """Number of requests so far."""
         self.lost = ""
-        """Why there is no answer any more; what passed since then has not."""
+        """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.raised: Exception | None = None
-        """The latest exception that came from there."""
+        """The latest exception raised in the solver."""
         self.unsendable = ""
-        """What a test wanted to send and cannot."""
+        """Error text for a value that a test could not send, or ""."""
 
     def ask(self, operation: str, *parts: Any) -> Any:
-        """The answer to one question; raises what the program raised."""
+        """Send one request and return the answer; raises the program's exception."""
         self.asked += 1
         try:
             question = [operation, *(encode(part, self._number) for part in parts)]
@@ -100,24 +100,24 @@ class Solver:
             self._channel.send(question)
             return self.answer()
         except Ended:
-            self.lost = "the program ended"
+            self.lost = "the program exited"
         except WireError as error:
-            self.lost = f"no readable answer: {error}"
+            self.lost = f"invalid answer: {error}"
         self._channel.close()
         raise RemoteError(self.lost)
 
     def items(self, iterator: Any) -> Any:
-        """The rest of a remote iterator."""
+        """Yield the remaining items of a remote iterator."""
         while True:
             item = self.ask("next", iterator)
             if not (isinstance(item, list) and len(item) <= 1):
-                raise RemoteError("no readable answer: neither an item nor the end")
+                raise RemoteError("invalid answer: neither an item nor the end of the iterator")
             if not item:
                 return
             yield item[0]
 
     def answer(self) -> Any:
-        """The next answer on the channel; the first one says how the program's own run went."""
+        """Receive the next answer. The first one reports whether the program itself ran."""
         answer = self._channel.receive()
         if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
             return decode(answer[1], self._remote)
@@ -138,7 +138,7 @@ def _exception(answer: Json) -> Exception:
         raise WireError("neither a value nor an error")
     _, name, arguments, text = answer
     if not (isinstance(name, str) and isinstance(text, str)):
-        raise WireError("an error has a name and a text")
+        raise WireError("an error needs a name and a text")
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return RemoteError(text)
@@ -146,15 +146,16 @@ def _exception(answer: Json) -> Exception:
         return RemoteError(text)
     try:
         return kind(*decode(arguments))
-    except Exception:  # the program chose the arguments
+    except Exception:  # the arguments come from the program
         return RemoteError(text)
 
 
 def judge(spec: Mapping[str, Any], channel: Channel) -> Verdict:
-    """Run the tests of `spec` against the solver on the other side of `channel`.
+    """Run the tests of `spec` against the solver at the other end of `channel`.
 
-    `spec`: "tests", a list of texts; "setup", text that runs before them; "entry_point", a name, or
-    "" (then the names that "reference", a solution's text, defines); "all": also after a failure.
+    `spec`: "tests", a list of sources; "setup", source that runs before them; "entry_point", a
+    name, or "" to use the names that "reference", the source of a solution, defines; "all", whether
+    to continue after a failure.
     """
     solver = Solver(channel)
     try:
@@ -187,7 +188,7 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
         solver.answer()
         found = solver.ask("names", sorted(wanted))
         if not isinstance(found, dict) or not found.keys() <= wanted:
-            raise WireError("names that nobody asked for")
+            raise WireError("names that were not requested")
     except (Exception, Ended) as error:
         return nothing | {"problem": f"the program: {_describe(error)}"}
     missing = entries - found.keys()
@@ -198,11 +199,11 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
     asked = solver.asked
     try:
         exec(setup_code, namespace)
-    except BaseException as error:  # SystemExit too: a setup that ends is one that fails
+    except BaseException as error:  # including SystemExit: a setup that exits has failed
         lacking = _names_read([spec["setup"]]) & wanted
         by_row = solver.asked == asked and not lacking
         if by_row or _own_fault(error, solver, unknown):
-            raise RowError(f"its setup fails: {_describe(error)}") from None
+            raise RowError(f"the row's setup fails: {_describe(error)}") from None
         return nothing | {"problem": f"setup: {_describe(error)}"}
     namespace |= {name: found[name] for name in entries if name in found}
 
@@ -213,30 +214,36 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
             break
         failure = _failure_of(code, namespace, solver)
         if failure is not None and _own_fault(failure, solver, unknown):
-            raise RowError(f"its test fails by itself: {_describe(failure)}; {text!r:.200}")
+            raise RowError(f"a test fails for every program: {_describe(failure)}; {text!r:.200}")
         passed.append(failure is None)
         if failure is not None and not problem:
             shown = " ".join(text.split())[:200]
             problem = f"test {len(passed)} ({shown}): {_describe(failure)}"
     passed += [False] * (len(tests) - len(passed))
     if all(passed) and not found:
-        raise RowError("its tests use no name of the program; set entry_point_field if they should")
+        raise RowError(
+            "the tests use no name from the program; set entry_point_field if they should"
+        )
     return {"passed": passed, "problem": problem}
 
 
 def _failure_of(
     code: types.CodeType, namespace: dict[str, Any], solver: Solver
 ) -> BaseException | None:
-    """Why a test fails, or None where it passes."""
+    """Run a test; return its exception, or None if it passes."""
     try:
         exec(code, namespace)
-    except BaseException as error:  # SystemExit too: a test that ends has not passed
+    except BaseException as error:  # including SystemExit: a test that exits has not passed
         return error
-    return RemoteError(solver.lost) if solver.lost else None  # a test that swallowed it failed
+    return (
+        RemoteError(solver.lost) if solver.lost else None
+    )  # a test that swallowed the error has failed
 
 
 def _own_fault(error: BaseException, solver: Solver, unknown: set[str]) -> bool:
-    """Would it happen with every program: no such module, no such name, a value that stays here?"""
+    """Whether the row is at fault: a missing module, an unknown name or a value that cannot be
+    sent.
+    """
     if isinstance(error, NameError):
         return error.name in unknown
     return bool(solver.unsendable) or (
@@ -248,11 +255,15 @@ def _compile(place: str, text: str) -> types.CodeType:
     try:
         return compile(text, f"<{place}>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise RowError(f"its {place} is not Python: {_describe(error)}; {text!r:.200}") from None
+        raise RowError(
+            f"the row's {place} is not valid Python: {_describe(error)}; {text!r:.200}"
+        ) from None
 
 
 def with_check_called(tests: list[str], entry_point: str) -> list[str]:
-    """`tests`; where one only defines `check`, it goes on to call it with the entry point."""
+    """`tests`, with `check(entry_point)` appended to each test that defines `check`, unless some
+    test calls it.
+    """
     if not entry_point:
         return tests
     trees = []
@@ -260,7 +271,7 @@ def with_check_called(tests: list[str], entry_point: str) -> list[str]:
         try:
             trees.append(ast.parse(text))
         except (SyntaxError, ValueError, MemoryError, RecursionError):
-            return tests  # compiling them says what is wrong
+            return tests  # compiling them later reports the error
     outside = [n for tree in trees for n in tree.body if not isinstance(n, ast.FunctionDef)]
     called = any(
         isinstance(node, ast.Name) and node.id == "check" for n in outside for node in ast.walk(n)
@@ -279,7 +290,7 @@ def _names_read(texts: list[str]) -> set[str]:
 
 
 def _names_bound(texts: list[str]) -> set[str]:
-    """Names that the texts give a value anywhere."""
+    """All names that the texts bind anywhere."""
     names: set[str] = set()
     for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -296,7 +307,7 @@ def _names_bound(texts: list[str]) -> set[str]:
 
 
 def names_defined(text: str) -> set[str]:
-    """Names that a program binds at its top level; none where it is not Python."""
+    """Names that a program binds at its top level; empty if it is not valid Python."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -322,6 +333,6 @@ def _free(name: str) -> bool:
 
 def _describe(error: BaseException | None) -> str:
     if isinstance(error, Ended):
-        return "ended"
+        return "the process exited"
     text = str(error)
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__

@@ -1,4 +1,6 @@
-"""What programs can import: all of it is loaded before the first fork, as programs open no file."""
+"""The modules that programs can import. All are loaded before the first fork, because programs
+cannot open files.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ _NAMES = """
     encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig encodings.hex_codec encodings.rot_13
 """
 PRELOADED = _NAMES.split()
-"""Modules of the standard library; those that need files, sockets or processes load and fail."""
+"""Standard-library modules. Those that need files, sockets or processes import but fail in use."""
 
 
 def load(path: Sequence[str], packages: Sequence[str]) -> None:
-    """Import everything, then forget where modules come from.
+    """Import everything, then clear the import paths.
 
     Args:
-        path: where `packages` are looked for, after the standard library.
-        packages: further modules.
+        path: where to look for `packages`, after the standard library.
+        packages: additional modules to import.
 
     Raises:
         ImportError: one of `packages` cannot be imported.
@@ -45,25 +47,25 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
     for name in packages:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a broken package raises what it likes
+        except Exception as error:  # a broken package may raise anything
             kind = type(error).__name__
-            raise ImportError(f"preload: {name} cannot be imported ({kind}: {error})") from error
+            raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
-        importlib.import_module("numpy.random")  # numpy would load it at first use
+        importlib.import_module("numpy.random")  # numpy loads it lazily
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
     os.environ.clear()
     gc.collect()
-    gc.freeze()  # a collection in a child would write to, and so copy, every page
+    gc.freeze()  # otherwise a collection in a child would write to every page and so copy it
 
 
 def open_standard_streams() -> None:
-    """Bind sys.stdin and sys.stdout to the files at descriptors 0 and 1; before the confinement.
+    """Bind sys.stdin and sys.stdout to descriptors 0 and 1. Call this before confining the process.
 
-    Programs that size their input by `os.fstat(0)` get what that says now: glibc's `fstat` makes a
-    call that also takes paths, and so is refused later.
+    Also caches `os.fstat` for both, for programs that use `os.fstat(0)` to size their input:
+    glibc's `fstat` uses a syscall that also takes paths, which the filter refuses.
     """
     found = {0: os.fstat(0), 1: os.fstat(1)}
 

@@ -1,4 +1,6 @@
-"""Runs programs from any thread: a bounded number at a time, on a fork server that may die."""
+"""Runs a bounded number of programs concurrently on a fork server. Thread-safe; survives the
+server's death.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ __all__ = ["LAYERS", "Layers", "Outcome", "Pool", "Program", "SandboxError", "Su
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # of one program, when the server dies or the machine refuses a process
+ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2
-TICKS_MISS = 0.5  # the kernel's limit counts whole ticks, its account what was really used
+TICKS_MISS = (
+    0.5  # the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
+)
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Text to run, and what may be put before it; see `solver.assemble`."""
+    """Source to run and what may be prepended to it; see `solver.assemble`."""
 
     text: str
     imports: str = ""
@@ -44,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Suite:
-    """What the judge gets; see `judge.judge`."""
+    """Input for the judge; see `judge.judge`."""
 
     tests: tuple[str, ...]
     setup: str = ""
@@ -58,19 +62,20 @@ class Suite:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program fared."""
+    """Result of running a program."""
 
     ending: Ending
-    """"ended" by itself; "timeout": its CPU time was up; "stalled": it waited for 4 times that;
-    "crash": by a signal."""
+    """"ended": it exited by itself; "timeout": it exceeded the CPU limit; "stalled": it exceeded
+    the wall-clock limit, 4 times that; "crash": a signal killed it.
+    """
     passed: tuple[bool, ...] = ()
-    """One per test; where the judge itself did not finish, all False."""
+    """One per test; all False if the judge did not finish."""
     problem: str = ""
-    """The first failure, in words; part of it may be the program's."""
+    """Description of the first failure; may contain text from the program."""
     row_problem: str = ""
     """What is wrong with the tests themselves."""
     stdout: bytes = b""
-    """Of a script."""
+    """Standard output of a script."""
     status: int = 0
     """Exit status of a script."""
 
@@ -79,10 +84,10 @@ class Pool:
     """Runs model-written programs in confined processes.
 
     Args:
-        workers: programs at a time; None: the cores that this process may use, shared with the
-            other ranks of this machine.
-        preload: packages that programs may import, beside the standard library.
-        require: layers without which nothing runs (see `LAYERS`).
+        workers: number of programs run concurrently; None: available cores divided by the ranks on
+            this machine.
+        preload: packages that programs may import in addition to the standard library.
+        require: protection layers that must be available (see `LAYERS`).
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Pool:
             raise ValueError(f"workers must be at least 1, got {workers}")
         unknown = [name for name in require if name not in LAYERS]
         if unknown:
-            raise ValueError(f"require knows {', '.join(LAYERS)}; got {', '.join(unknown)}")
+            raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
         self.workers = workers or _default_workers()
         self.preload, self.require = tuple(preload), tuple(require)
         self._lock = threading.Lock()
@@ -105,10 +110,10 @@ class Pool:
         self._owner = 0
 
     def start(self) -> Layers:
-        """Start the fork server if there is none, and say what protects.
+        """Start the fork server if needed and return its protection layers.
 
         Raises:
-            SandboxError: the required protection is not there; nothing runs.
+            SandboxError: a required protection layer is unavailable.
         """
         return self._current().layers
 
@@ -116,7 +121,7 @@ class Pool:
         """Run `tests` against `program`.
 
         Raises:
-            SandboxError: programs cannot be run, whichever.
+            SandboxError: no program can be run.
         """
         with _files(program.spec(), tests.spec()) as files:
             ends = self._ask("check", files, cpu_seconds, memory_mb)
@@ -125,18 +130,19 @@ class Pool:
         ending = _ending(ends, cpu_seconds)
         try:
             verdict: dict[str, Any] = json.loads(written)
-        except ValueError:  # the judge ended before its verdict
+        except ValueError:  # the judge exited before writing its verdict
             return Outcome("crash" if ending == "ended" else ending, failed)
         if "row" in verdict:
             return Outcome(ending, row_problem=verdict["row"])
         return Outcome(ending, tuple(verdict["passed"]), verdict.get("problem", ""))
 
-    def run(self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int,
-            output_bytes: int) -> Outcome:  # fmt: skip
+    def run(
+        self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int, output_bytes: int
+    ) -> Outcome:
         """Run `program` as a script and read at most `output_bytes` of its standard output.
 
         Raises:
-            SandboxError: programs cannot be run, whichever.
+            SandboxError: no program can be run.
         """
         with _files(program.spec(), stdin) as files:
             ends = self._ask("script", files, cpu_seconds, memory_mb)
@@ -145,16 +151,16 @@ class Pool:
         return Outcome(_ending(ends, cpu_seconds), stdout=stdout, status=status)
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
-        """`function` of every item, `workers` at a time."""
+        """Apply `function` to every item, at most `workers` at a time."""
         with self._lock:
             if self._threads is None or self._owner != os.getpid():
                 self._renew()
-            assert self._threads is not None  # `_renew` made it
+            assert self._threads is not None  # set by `_renew`
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes; the next use starts new ones."""
+        """Stop all processes; the next use starts new ones."""
         with self._lock:
             mine = self._owner == os.getpid()
             threads, server_ = self._threads, self._server
@@ -167,7 +173,7 @@ class Pool:
     # ---------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """After the first use, or the first one after a fork: nothing of the parent's is used."""
+        """Create fresh state on first use and after a fork, so that none of the parent's is reused."""
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
         self._server = None
         self._owner = os.getpid()
@@ -190,7 +196,7 @@ class Pool:
             started.stop()
             reasons = "; ".join(f"no {name}: {started.layers.missing[name]}" for name in lacking)
             raise SandboxError(
-                f"model-written code is not run: require names what is not here ({reasons})"
+                f"refusing to run model-written code: required layers are unavailable ({reasons})"
             )
         level = logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
         logger.log(level, "%s", started.layers)
@@ -198,11 +204,11 @@ class Pool:
 
     def _discard(self, dead: Server) -> None:
         with self._lock:
-            if self._server is not dead:  # another thread was first
+            if self._server is not dead:  # another thread has already replaced it
                 return
             self._server = None
         dead.stop()
-        logger.warning("the sandbox's fork server ended unexpectedly; it is started again")
+        logger.warning("the sandbox's fork server died unexpectedly; restarting it")
 
     def _ask(
         self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
@@ -216,19 +222,19 @@ class Pool:
             current = self._current()
             ends = current.ask(request, files)
             if ends is None:
-                problem = "its fork server died"
+                problem = "the fork server died"
                 self._discard(current)
             elif "failed" in ends:
                 problem = ends["failed"]
             elif not all(_was_read(file) for file in files[: 2 if kind == "check" else 1]):
-                problem = f"a process ended before it could begin ({ends})"
+                problem = f"a process exited before reading its input ({ends})"
             else:
                 return ends
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
 
 
 def _was_read(file: int) -> bool:
-    """Did the confined process take this file? It shares our offset."""
+    """Whether the confined process has read this file; it shares our file offset."""
     return os.lseek(file, 0, os.SEEK_CUR) > 0
 
 
@@ -241,11 +247,13 @@ def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Ite
         for content in contents:
             files.append(os.memfd_create("sandbox"))
             written = 0
-            while written < len(content):  # at a place of its own: the offset stays at the start
+            while written < len(content):  # pwrite leaves the file offset at the start
                 written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
         yield files
     except OSError as error:
-        raise SandboxError(f"no memory file for a program: {error.strerror}") from error
+        raise SandboxError(
+            f"cannot create an in-memory file for a program: {error.strerror}"
+        ) from error
     finally:
         for file in files:
             os.close(file)
@@ -276,6 +284,6 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
 
 def _default_workers() -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, cores // ranks)

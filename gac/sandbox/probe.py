@@ -1,4 +1,4 @@
-"""Proves the confinement on a child before any program runs: what must be refused is tried."""
+"""Verifies the confinement before any program runs: a confined child attempts forbidden calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _own_signal() -> None:
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
 
 
-# Landlock and uids refuse none of these, so each is seccomp's own doing.
+# Neither Landlock nor the uid forbids any of these, so each refusal comes from seccomp.
 _ATTEMPTS: dict[str, Callable[[], object]] = {
-    "stat": lambda: os.stat("/"),  # noqa: PTH116 - the call itself is on trial
+    "stat": lambda: os.stat("/"),  # noqa: PTH116 - the syscall itself is under test
     "pipe": _make_pipe,
     "fork": _fork,
     "socketpair": _exchange_descriptors,
@@ -50,25 +50,25 @@ _ATTEMPTS: dict[str, Callable[[], object]] = {
     "uname": os.uname,
     "getcwd": os.getcwd,
 }
-_AT_LEAST = 5  # attempts that must work outside; an outer sandbox may refuse some of them
+_AT_LEAST = 5  # attempts that must succeed unconfined; an outer sandbox may refuse some
 
 
 def prove(
     fork: Callable[[Callable[[], int]], int], confine: Callable[[Sequence[int], int, int], None]
 ) -> None:
-    """Fork a child, confine it fully and let it try.
+    """Fork a child, confine it fully and check that its forbidden calls fail.
 
     Args:
-        fork: starts a child that runs a function and ends with its status; returns its number.
-        confine: takes from the child all but some descriptors, CPU seconds and bytes of memory.
+        fork: starts a child that runs a function and exits with its return value; returns the pid.
+        confine: confines the child; takes the descriptors to keep, CPU seconds and bytes of memory.
 
     Raises:
-        OSError: something is allowed, or nothing can be said; the message says what.
+        OSError: a forbidden call succeeded, or the probe was inconclusive; the message says which.
     """
     possible = [name for name, attempt in _ATTEMPTS.items() if _outcome(attempt) == "done"]
     if len(possible) < _AT_LEAST:
         names = ", ".join(possible) or "none"
-        raise OSError(errno.EPERM, f"the probe proves nothing: outside, too, only {names} work")
+        raise OSError(errno.EPERM, f"the probe is inconclusive: even unconfined, only {names} work")
     reader, writer = os.pipe()
 
     def body() -> int:
@@ -91,7 +91,7 @@ def prove(
         raise OSError(errno.EPERM, f"a confined process cannot run here ({outcomes})")
     allowed = [name for name, outcome in outcomes.items() if outcome != "EPERM"]
     if allowed:
-        raise OSError(errno.EPERM, f"the seccomp filter does not hold: {', '.join(allowed)}")
+        raise OSError(errno.EPERM, f"the seccomp filter does not block {', '.join(allowed)}")
 
 
 def _outcome(attempt: Callable[[], object]) -> str:

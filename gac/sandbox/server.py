@@ -1,7 +1,7 @@
-"""The trainer's handle of one fork server: starts it, inside bubblewrap if that works, and asks it.
+"""Client for one fork server: starts it, inside bubblewrap if possible, and sends it requests.
 
-A request is one message of a socket that keeps message borders, so threads need no lock; its
-outcome comes over a pipe of its own, whose end of file tells that the server died.
+Each request is one message on a socket that preserves message boundaries, so threads need no lock.
+Its result arrives on a separate pipe; end of file there means that the server died.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 START_SECONDS = 60.0  # loading numpy on a busy machine
 STOP_SECONDS = 5.0
-WALL_PER_CPU_SECOND = 4  # a program that waits, not for a core
-STARVED = 10  # times that by the clock, where others have the cores
-WALL_MARGIN = 30.0  # after the server's own wall limit
+WALL_PER_CPU_SECOND = 4  # wall-clock limit per CPU second, excluding time spent waiting for a core
+STARVED = 10  # hard wall-clock limit as a multiple of the above, for a program starved of CPU
+WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 
-# The server is this folder as a package of its own: importing `gac` would load torch.
+# The server loads this folder as a standalone package, because importing `gac` would load torch.
 START = """
 import sys
 sys.path.append(sys.argv[1])
@@ -36,21 +36,21 @@ main(json.loads(sys.argv[2]))
 """
 _PACKAGE = Path(__file__).parent
 LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
-"""What `require` may name; limits and seccomp are always required."""
+"""Valid names for `require`; limits and seccomp are always required."""
 
 
 class SandboxError(RuntimeError):
-    """Programs cannot be run; the message says what is missing. Never a program's own fault."""
+    """Programs cannot be run; the message says what is missing. Never caused by a program."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What protects this machine from the programs."""
+    """The layers that protect this machine from the programs."""
 
     active: Mapping[str, str]
-    """Name in `LAYERS` -> how it shows in the log."""
+    """Layer name -> description for the log."""
     missing: Mapping[str, str]
-    """Name -> why it is not there."""
+    """Layer name -> why it is unavailable."""
 
     def __str__(self) -> str:
         shown = ", ".join(self.active[name] for name in LAYERS if name in self.active)
@@ -62,11 +62,11 @@ class Server:
     """One fork server.
 
     Args:
-        preload: packages that programs may import beside the standard library.
-        namespaces: start it inside bubblewrap.
+        preload: packages that programs may import in addition to the standard library.
+        namespaces: bubblewrap command line to start the server with; None: start it directly.
 
     Raises:
-        SandboxError: it does not start; the message says why.
+        SandboxError: the server failed to start; the message says why.
     """
 
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
@@ -84,16 +84,16 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=[theirs.fileno(), user],
-                # sets come in the same order in every run; preloaded packages start no threads
+                # the same set order in every run; no threads in preloaded packages
                 env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the trainer
+                start_new_session=True,  # only the trainer should receive Ctrl-C
             )
-            theirs.close()  # so that the server's end is the end of our file
+            theirs.close()  # so that we see end of file when the server exits
             self.layers = self._greet(errors)
             self._death = os.pidfd_open(self._process.pid)
-        except BaseException:  # an interrupt too must not leave a server
-            ours.close()  # a server that still runs ends on that
+        except BaseException:  # including KeyboardInterrupt: do not leave a server behind
+            ours.close()  # a running server exits when this closes
             raise
         finally:
             theirs.close()
@@ -115,11 +115,11 @@ class Server:
             return Layers(active, found["missing"])
         self._process.wait()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it says nothing")
+        last = next((line for line in reversed(lines) if line.strip()), "no error output")
         raise SandboxError(found["refused"] or last)
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
-        """The outcome of one request (see `zygote`), or None if the server died over it."""
+        """Send a request and return its result (see `zygote`), or None if the server died."""
         reader, writer = os.pipe()
         try:
             try:
@@ -127,7 +127,9 @@ class Server:
                 limits = {"wall_seconds": wall, "most_seconds": STARVED * wall}
                 message = json.dumps({**request, **limits}).encode()
                 socket.send_fds(self._control, [message], [writer, *files])
-            except OSError:  # it is gone, or another thread saw that first and closed the socket
+            except (
+                OSError
+            ):  # the server is gone, or another thread noticed first and closed the socket
                 return None
             finally:
                 os.close(writer)
@@ -146,9 +148,11 @@ class Server:
         return json.loads(data) if data else None
 
     def stop(self) -> None:
-        """End the server; its programs end with it."""
+        """Stop the server and all its programs."""
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # also where a fork holds the socket open
+            self._control.shutdown(
+                socket.SHUT_RDWR
+            )  # works even if a forked child holds the socket open
         self._control.close()
         try:
             self._process.wait(STOP_SECONDS)
@@ -159,23 +163,24 @@ class Server:
 
 
 def start(preload: Sequence[str]) -> Server:
-    """A server with as many layers as work here.
+    """Start a server with as many protection layers as this machine supports.
 
     Raises:
-        SandboxError: the required ones do not.
+        SandboxError: a required layer is unavailable.
     """
     if sys.platform != "linux":
-        raise SandboxError(f"it needs Linux, this is {sys.platform}")
+        raise SandboxError(f"requires Linux, but this is {sys.platform}")
     bwrap = shutil.which("bwrap")
-    problem = "bwrap not installed"
+    problem = "bwrap is not installed"
     for arguments in _namespace_attempts(preload) if bwrap else ():
         try:
             server = Server(preload, namespaces=[str(bwrap), *arguments])
         except SandboxError as error:
             problem = str(error)
             continue
-        server.layers = Layers({**server.layers.active, "namespaces": "namespaces"},
-                               server.layers.missing)  # fmt: skip
+        server.layers = Layers(
+            {**server.layers.active, "namespaces": "namespaces"}, server.layers.missing
+        )
         return server
     server = Server(preload, namespaces=None)
     server.layers = Layers(server.layers.active, {**server.layers.missing, "namespaces": problem})
@@ -183,14 +188,26 @@ def start(preload: Sequence[str]) -> Server:
 
 
 def _search_path(preload: Sequence[str]) -> list[str]:
-    """Where packages are found by this process."""
+    """This process's import path, if there are packages to preload."""
     return [str(Path(entry).resolve()) for entry in sys.path] if preload else []
 
 
 def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
-    """Arguments of bwrap, the better ones first: root that may change its uid inside, then any."""
-    shared = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
-              "--unshare-cgroup-try", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"]  # fmt: skip
+    """bwrap arguments to try, best first: as root with the right to change uid inside, then as any
+    user.
+    """
+    shared = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--as-pid-1",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
     needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
     needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     needed += [str(_PACKAGE), *_search_path(preload)]

@@ -1,6 +1,6 @@
-"""The process that holds the model's program: runs it, then answers the judge's questions.
+"""The solver process: runs the model's program, then answers the judge's requests.
 
-It never sees the tests, and nobody believes what it says: an answer is a value or a failed test.
+It never sees the tests, and its answers are untrusted: each is a plain value or fails the test.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import Any
 
 from .wire import Channel, Ended, Json, WireError, decode, encode
 
-# what could end a loop of the tests early if it came out of a call
+# exceptions that would end a loop in the tests early if a call raised them
 _ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
-_LARGEST_CUT = 200  # top-level lines after which a continuation is searched for its end
+_LARGEST_CUT = 200  # top-level lines at which to try to end a continuation
 
 
 def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
-    """Run the program of `spec` (see `assemble`), then answer until the judge has no question."""
+    """Run the program of `spec` (see `assemble`), then answer requests until the judge closes the
+    channel.
+    """
     module = _module("program")
     try:
         _run(spec, module)
-    except BaseException as error:  # SystemExit too: a program that ends is no answer
+    except BaseException as error:  # including SystemExit: a program that exits has failed
         channel.send(_failure(error))
     else:
         channel.send(["value", None])
@@ -39,10 +41,10 @@ def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
 
 
 def run_script(spec: Mapping[str, str]) -> int:
-    """Run the program of `spec` as the main module over standard input and output.
+    """Run the program of `spec` as the main module, on standard input and output.
 
     Returns:
-        The exit status that Python would give.
+        The exit status that Python would return.
     """
     try:
         _run(spec, _module("__main__"))
@@ -53,7 +55,7 @@ def run_script(spec: Mapping[str, str]) -> int:
     except BaseException:
         status = 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined] # waits for threads, as Python's own end does
+        threading._shutdown()  # type: ignore[attr-defined] # joins threads, as a normal interpreter exit does
         sys.stdout.flush()
     except BaseException:
         status = status or 1
@@ -64,8 +66,8 @@ def assemble(spec: Mapping[str, str]) -> str:
     """The text to run: the program, or the prompt with the program as its continuation.
 
     `spec` has "program" and may have "entry_point" and "prompt", code that the program continues
-    if it does not define the entry point itself. A continuation ends before its first top-level
-    statement, as generation stopped there when such data sets were made.
+    if it does not define the entry point itself. A continuation is cut before its first top-level
+    statement, where generation stopped when such data sets were created.
     """
     program, name, prompt = (spec.get(key, "") for key in ("program", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
@@ -85,14 +87,16 @@ def assemble(spec: Mapping[str, str]) -> str:
 
 def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
     imports = spec.get("imports", "")
-    for line in imports.splitlines():  # those of the row's setup, as if the program stood after it
-        with contextlib.suppress(Exception):  # the judge says which import fails
+    for (
+        line
+    ) in imports.splitlines():  # the imports of the row's setup, as if the program followed it
+        with contextlib.suppress(Exception):  # the judge reports which import fails
             exec(line, module.__dict__)
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
 
 
 def _module(name: str) -> types.ModuleType:
-    """A module for the program; dataclasses and pickle look it up by name."""
+    """Create and register a module for the program; dataclasses and pickle look it up by name."""
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     sys.modules[name] = module
@@ -100,7 +104,7 @@ def _module(name: str) -> types.ModuleType:
 
 
 class _Objects:
-    """The program's objects that the judge knows, by number."""
+    """The program's objects that the judge holds references to, by number."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -109,7 +113,7 @@ class _Objects:
     def refer(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
-            self._objects.append(value)  # keeps it alive, so its id stays its own
+            self._objects.append(value)  # keeps it alive so that its id is not reused
         return number
 
     def resolve(self, number: int) -> Any:
@@ -125,7 +129,7 @@ def _answer(question: Json, module: types.ModuleType, objects: _Objects) -> Json
         else:
             found = _OPERATIONS[operation](*arguments)
         return ["value", encode(found, objects.refer)]
-    except BaseException as error:  # the program raises what it likes
+    except BaseException as error:  # the program may raise anything
         return _failure(error)
 
 
@@ -136,7 +140,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "item": lambda container, key: container[key],
     "len": len,
     "iter": iter,
-    "next": lambda iterator: list(itertools.islice(iterator, 1)),  # empty at its end
+    "next": lambda iterator: list(itertools.islice(iterator, 1)),  # empty when exhausted
     "str": str,
     "repr": repr,
     "bool": bool,
@@ -144,7 +148,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _failure(error: BaseException) -> Json:
-    """The nearest builtin class of `error`, its arguments if they are plain, and its text."""
+    """Encode `error`: its nearest builtin class, its arguments if they are plain, and its text."""
     kind = next(k for k in type(error).__mro__ if getattr(builtins, k.__name__, None) is k)
     if kind in (Exception, BaseException) or issubclass(kind, _ENDS_OF_LOOPS):
         name = ""
@@ -152,11 +156,11 @@ def _failure(error: BaseException) -> Json:
         name = kind.__name__
     try:
         text = f"{type(error).__name__}: {error}"[:1000]
-    except BaseException:  # its __str__ is the program's own
+    except BaseException:  # the program may define __str__
         text = type(error).__name__
     try:
         arguments = encode(list(error.args))
-    except Exception:  # arguments that are no plain values
+    except Exception:  # arguments that are not plain values
         arguments = [text]
     return ["error", name, arguments, text]
 

@@ -1,10 +1,10 @@
-"""What may travel between processes: plain values as tagged JSON, in frames over pipes.
+"""Wire format between processes: plain values as tagged JSON, in frames over pipes.
 
-Nothing here trusts the other side: any bytes decode to plain values or raise `WireError`. Never
-pickle, whose bytes are a program.
+Nothing here trusts the other side: any bytes decode to plain values or raise `WireError`. Pickle is
+never used, because unpickling can run code.
 
-JSON null, true, false, string, array, and numbers of moderate size stand for themselves; every
-other value is an object with one key, its tag: {"tuple": [...]}, {"int": "0x..."}.
+JSON null, booleans, strings, arrays and moderately sized numbers represent themselves. Every other
+value is an object with one key, its tag: {"tuple": [...]}, {"int": "0x..."}.
 """
 
 from __future__ import annotations
@@ -22,36 +22,43 @@ from fractions import Fraction
 from typing import Any
 
 _DECODE_ERRORS = (
-    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-FRAME_BYTES = 16 << 20  # a frame decodes to less than what a process may hold
-_PLAIN_INT = 1 << 53  # beyond it other readers of JSON round, and decimal text takes square time
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+FRAME_BYTES = 16 << 20  # small enough that a decoded frame fits in a process's memory limit
+_PLAIN_INT = (
+    1 << 53
+)  # larger integers are rounded by other JSON parsers, and decimal conversion takes quadratic time
 
 Json = Any
-"""What `json.dumps` writes: None, bool, int, float, str, list and dict of these."""
+"""Anything that `json.dumps` accepts: None, bool, int, float, str, and lists and dicts of these."""
 
 
 class WireError(ValueError):
-    """Bytes or JSON that no `encode` wrote."""
+    """Bytes or JSON that `encode` could not have produced."""
 
 
 class Ended(Exception):
-    """The other side closed its end: it ended, or was ended."""
+    """The other side closed its end: it exited or was killed."""
 
 
 class NotPlain(TypeError):
-    """A value that does not travel."""
+    """A value that cannot be sent."""
 
     def __init__(self, value: object) -> None:
-        super().__init__(f"a value of type {type(value).__name__} does not cross between processes")
+        super().__init__(f"cannot send a value of type {type(value).__name__} between processes")
 
 
 def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Json:
-    """`value` as tagged JSON; a subclass of a plain type travels as that type.
+    """Encode `value` as tagged JSON; a subclass of a plain type is sent as that type.
 
     Args:
         value: what to send.
-        refer: gives the number of an object that stays on this side (tag "object"); without it
+        refer: returns the number of an object that stays on this side (tag "object"); without it,
             such a value raises.
 
     Raises:
@@ -90,14 +97,14 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Json:
 
 
 def decode(message: Json, resolve: Callable[[int], Any] | None = None) -> Any:
-    """The value that `encode` wrote as `message`.
+    """Decode a `message` written by `encode`.
 
     Args:
-        message: parsed JSON from anywhere.
-        resolve: the object that has this number; without it tag "object" is refused.
+        message: parsed JSON, not trusted.
+        resolve: returns the object with a given number; without it, tag "object" is refused.
 
     Raises:
-        WireError: anything else.
+        WireError: `encode` could not have written `message`.
     """
     try:
         return _decode(message, resolve)
@@ -131,7 +138,7 @@ def _decode(message: Json, resolve: Callable[[int], Any] | None) -> Any:
     return _READ_SCALAR[tag](_decode(content, None))
 
 
-# tag, type, its plain parts, and the way back
+# tag, type, function to plain parts, function from plain parts
 _Kind = tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]]
 _SEQUENCES: tuple[_Kind, ...] = (
     ("tuple", tuple, tuple.__iter__, tuple),
@@ -149,9 +156,13 @@ _SCALARS: tuple[_Kind, ...] = (
     ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     ("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
-    ("timedelta", datetime.timedelta, lambda d: [d.days, d.seconds, d.microseconds],
-     lambda parts: datetime.timedelta(*parts)),
-)  # fmt: skip
+    (
+        "timedelta",
+        datetime.timedelta,
+        lambda d: [d.days, d.seconds, d.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+)
 _READ_SEQUENCE = {tag: read for tag, _, _, read in _SEQUENCES}
 _READ_SCALAR = {tag: read for tag, _, _, read in _SCALARS}
 
@@ -163,10 +174,10 @@ def _text(value: object) -> str:
 
 
 def parse(data: bytes) -> Json:
-    """JSON in UTF-8.
+    """Parse JSON in UTF-8.
 
     Raises:
-        WireError: it is not; NaN and Infinity are not JSON.
+        WireError: invalid JSON, including NaN and Infinity.
     """
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
@@ -179,7 +190,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class Channel:
-    """Frames over two pipes: four bytes of length, then JSON."""
+    """Frames over two pipes: a four-byte length, then JSON."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = reader, writer
@@ -190,12 +201,12 @@ class Channel:
         """Write one frame.
 
         Raises:
-            Ended: nobody reads any more.
-            WireError: longer than `FRAME_BYTES`.
+            Ended: the other side closed its end.
+            WireError: the frame is longer than `FRAME_BYTES`.
         """
         data = json.dumps(message).encode("ascii")
         if len(data) > FRAME_BYTES:
-            raise WireError(f"a frame of {len(data)} bytes; the limit is {FRAME_BYTES}")
+            raise WireError(f"frame of {len(data)} bytes exceeds the limit of {FRAME_BYTES}")
         view = memoryview(len(data).to_bytes(4, "big") + data)
         try:
             while view:
@@ -217,7 +228,7 @@ class Channel:
         return parse(self._read(length))
 
     def close(self) -> None:
-        """Close both ends; whoever waits on the other side gets `Ended`."""
+        """Close both ends; a reader on the other side gets `Ended`."""
         for end in (self._reader, self._writer):
             with contextlib.suppress(OSError):
                 os.close(end)

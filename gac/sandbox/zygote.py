@@ -1,8 +1,9 @@
 """The fork server: a process without torch that forks a confined child for every program.
 
-It is started by `server.Server` with this folder as a package of its own, loads what programs may
-import, gives up root, proves on a child that the confinement holds, and then serves. Requests come
-over a socket with the descriptors that the children need; contents never enter this process.
+`server.Server` starts it with this folder as a standalone package. It loads what programs may
+import, drops root, verifies the confinement on a child, and then serves requests. Requests arrive
+on a socket together with the file descriptors that the children need. This process never reads
+their contents.
 """
 
 from __future__ import annotations
@@ -23,25 +24,29 @@ from typing import Any
 
 from . import confine, judge, modules, probe, solver, wire
 
-COUNT_EVERY = 1.0  # seconds between two looks at how many threads the uid has
-SOLVER_ENDED = 3  # exit status of a judge whose solver closed the channel: it ends by itself
+COUNT_EVERY = 1.0  # seconds between counts of the uid's threads
+SOLVER_ENDED = (
+    3  # exit status of a judge whose solver closed the channel; such a solver exits by itself
+)
 
 
 @dataclass
 class Job:
-    """A program under way: which processes, until when, who waits for the outcome."""
+    """A running program: its processes, its deadline and where to send the result."""
 
     reply: int
     patience: float
-    """Seconds by the clock, those aside in which it waited for a core."""
+    """Wall-clock limit in seconds, not counting time spent waiting for a core."""
     most: float
-    """Seconds by the clock."""
+    """Hard wall-clock limit in seconds."""
     main: int
-    """The process whose end ends the job."""
+    """The process whose exit completes the job."""
     helper: int | None = None
-    """The solver beside a judge."""
+    """The solver process of a judge."""
     ends: dict[str, list[float]] = field(default_factory=dict)
-    """"main", "helper" -> [wait status, CPU seconds]; 0 for a helper that was no longer needed."""
+    """"main", "helper" -> [wait status, CPU seconds]; status 0 for a helper that was killed when no
+    longer needed.
+    """
     stalled: bool = False
 
     def __post_init__(self) -> None:
@@ -49,12 +54,12 @@ class Job:
         self.deadline = self.started + self.patience
 
     def running(self) -> list[int]:
-        """Its processes that are not reaped: their numbers cannot be another's."""
+        """Pids of its processes that are not reaped yet, so that no other process can have them."""
         pids = {"main": self.main, "helper": self.helper}
         return [pid for name, pid in pids.items() if pid and name not in self.ends]
 
     def overdue(self, now: float) -> bool:
-        """Whether its time is over; else puts the deadline off by what it waited for a core."""
+        """Whether its time is up; otherwise extends the deadline by the time it waited for a core."""
         if self.deadline > now:
             return False
         waited = sum(map(_seconds_without_core, self.running()))
@@ -67,7 +72,7 @@ class Job:
 
 
 class Zygote:
-    """Forks children for requests on `control` until it is told to stop or its user dies."""
+    """Forks children for requests on `control` until the socket closes or the trainer dies."""
 
     def __init__(self, control: socket.socket, user: int | None) -> None:
         self.control, self.user = control, user
@@ -83,7 +88,7 @@ class Zygote:
     # -- confinement -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Give up what this process has and collect what children need to give up the rest."""
+        """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
         self.layers["seccomp"] = "seccomp"
         self._try("landlock", self._prepare_landlock)
@@ -109,7 +114,7 @@ class Zygote:
         return f"uid {uid}"
 
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
-        """Take everything but computing and the descriptors `kept` from this process, a child."""
+        """Confine this child process: it can only compute and use the descriptors `kept`."""
         confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
         confine.limit(cpu_seconds, self.base_bytes + memory_bytes, self.tasks[1] + confine.THREADS)
         confine.no_new_privileges()
@@ -121,7 +126,7 @@ class Zygote:
     # -- children ----------------------------------------------------------------------------------
 
     def fork(self, body: Callable[[], int]) -> int:
-        """Start a child that runs `body` and ends with its status."""
+        """Fork a child that runs `body` and exits with its return value; returns the pid."""
         if self.tasks[0] < time.monotonic():
             self.tasks = time.monotonic() + COUNT_EVERY, confine.tasks_of(os.getuid())
         parent = os.getpid()
@@ -130,7 +135,7 @@ class Zygote:
             return pid
         status = 1
         try:
-            random.seed(0)  # Python seeds it anew after a fork; verdicts should not vary
+            random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             confine.die_with(parent)
@@ -139,7 +144,7 @@ class Zygote:
             os._exit(status)
 
     def start(self, request: dict[str, Any], files: list[int]) -> Job:
-        """Fork what a request asks for; `files` are its descriptors, the reply's first."""
+        """Fork the processes for a request; `files` are its descriptors, the reply pipe first."""
         cpu, memory = request["cpu_seconds"], request["memory_bytes"]
         times = request["wall_seconds"], request["most_seconds"]
         reply, program, *others = files
@@ -191,7 +196,7 @@ class Zygote:
     # -- serving -----------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until a "stop", the other end's close, or the death of the user's process."""
+        """Serve until the other end closes the socket or the trainer process dies."""
         wake, wakened = os.pipe()
         os.set_blocking(wakened, False)
         signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
@@ -210,7 +215,7 @@ class Zygote:
             self._stop_stalled()
 
     def _next_deadline(self) -> int | None:
-        """Milliseconds to wait at most."""
+        """Milliseconds until the next deadline; None if there is none."""
         times = [job.deadline for job in self.jobs.values() if not job.stalled]
         return max(0, int(1000 * (min(times) - time.monotonic())) + 1) if times else None
 
@@ -221,7 +226,7 @@ class Zygote:
         request = json.loads(message)
         try:
             job = self.start(request, files)
-        except OSError as error:  # no process, no pipe: the machine's trouble, not the program's
+        except OSError as error:  # no process or no pipe: the machine is at fault, not the program
             _reply(files[0], {"failed": f"cannot start a process: {error.strerror}"})
             files = files[1:]
         else:
@@ -243,13 +248,13 @@ class Zygote:
                 continue
             if pid == job.main and job.helper and "helper" not in job.ends:
                 if not job.stalled and os.waitstatus_to_exitcode(status) == SOLVER_ENDED:
-                    continue  # its end, which says why, comes; a pipe closes before that
+                    continue  # the solver's exit, which gives the reason, is still to come; its pipe closes first
                 self._end_helper(job, job.helper)
             if len(job.ends) == 1 + (job.helper is not None):
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
 
     def _end_helper(self, job: Job, helper: int) -> None:
-        """It may have ended by itself before, which must not look like our doing."""
+        """Kill the helper, unless it has already exited by itself; its own status is kept then."""
         pid, status, usage = os.wait4(helper, os.WNOHANG)
         if not pid:
             os.kill(helper, signal.SIGKILL)
@@ -265,14 +270,14 @@ class Zygote:
 
     def _stop_stalled(self) -> None:
         now = time.monotonic()
-        for job in self.jobs.values():  # some stand there twice
+        for job in self.jobs.values():  # a job with a helper appears twice
             if not job.stalled and job.overdue(now):
                 job.stalled = True
                 job.kill()
 
 
 def _seconds_without_core(pid: int) -> float:
-    """How long this process could have run and was not let, as far as the kernel says."""
+    """Seconds that this process was runnable but waited for a core, if the kernel reports it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -280,7 +285,7 @@ def _seconds_without_core(pid: int) -> float:
 
 
 def _take(file: int) -> Any:
-    """Read the JSON of a memfd; its offset, which the trainer shares, tells that we came here."""
+    """Read JSON from a memfd. The trainer shares its offset, which shows that the file was read."""
     parts = []
     while part := os.read(file, 1 << 20):
         parts.append(part)
@@ -289,13 +294,13 @@ def _take(file: int) -> Any:
 
 
 def _reply(file: int, message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+    with contextlib.suppress(BrokenPipeError):  # the trainer is no longer waiting
         os.write(file, json.dumps(message).encode())
     os.close(file)
 
 
 def _address_space() -> int:
-    """Bytes that this process maps, which its children start with."""
+    """Address space of this process in bytes, which its children inherit."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -303,12 +308,16 @@ def _address_space() -> int:
 
 
 def main(options: dict[str, Any]) -> None:
-    """Load, give up, prove, report on the control socket, serve."""
+    """Load modules, drop privileges, verify the confinement, report on the control socket, then
+    serve.
+    """
     control = socket.socket(fileno=options["control"])
     try:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
-        with contextlib.suppress(OSError):  # memory that runs out should end programs first
+        with contextlib.suppress(
+            OSError
+        ):  # if memory runs out, the kernel should kill programs first
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()

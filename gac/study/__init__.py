@@ -1,1 +1,3 @@
-"""`gac study`: methods compared over seeds, paired, with intervals; resumable run by run."""
+"""`gac study`: compares methods over seeds, with paired differences and confidence intervals;
+resumable.
+"""

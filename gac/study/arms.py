@@ -1,4 +1,4 @@
-"""From a configuration and method specifications to the runs of a study."""
+"""Builds the runs of a study from a configuration and method specifications."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Arm:
     """One method of a study."""
 
     label: str
-    """How tables call it; part of a folder's name."""
+    """Name in tables and in the run's folder name."""
     method: Any
-    """The configuration key `method`: a name, or a mapping."""
+    """Value of the configuration key `method`: a name or a mapping."""
     changes: tuple[str, ...] = ()
     """Overrides `method.key=value`."""
 
 
 def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
-    """An arm from its specification, see HELP. Raises ConfigError if it is not one."""
+    """Parse an arm specification, see HELP. Raises ConfigError if it is invalid."""
     aliases = aliases or {}
     if text in aliases:
         meant = aliases[text]
@@ -38,15 +38,19 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
     name, _, settings = spec.partition(":")
     changes = [change for change in settings.split(",") if change]
     if not name or (at and not label) or not all("=" in change for change in changes):
-        raise ConfigError(f"methods: cannot read {text!r}; give {HELP}")
+        raise ConfigError(f"methods: invalid specification {text!r}; use {HELP}")
     label = label or spec
     if "/" in label:
-        raise ConfigError(f"methods: {text!r}: {label!r} names a folder, so it cannot hold a /")
+        raise ConfigError(
+            f"methods: {text!r}: the label {label!r} is used as a folder name and must not contain '/'"
+        )
     return Arm(label, name, tuple(f"method.{change}" for change in changes))
 
 
 def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration file as plain types without its key `methods`, and that key's aliases."""
+    """Read a configuration file. Returns its keys other than `methods`, and the aliases under
+    `methods`.
+    """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -64,9 +68,10 @@ def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def arm_config(
     data: Mapping[str, Any], arm: Arm, seed: int, overrides: Sequence[str] = ()
 ) -> TrainConfig:
-    """The run of one arm and seed, in a folder of its own under the study's `out`.
+    """Configuration of the run for one arm and seed, in its own folder under the study's `out`.
 
-    data: a TrainConfig as plain types. overrides: `key=value` for every run, after the arm's own.
+    data: a TrainConfig as plain types. overrides: `key=value` for every run, applied after the
+        arm's own.
     Raises ConfigError, naming the arm.
     """
     try:

@@ -1,4 +1,4 @@
-"""`gac study`: arguments, the runs, the two files that come out."""
+"""`gac study`: command-line arguments, the runs and the two output files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from gac.cells import aligned, percent, span
 
-SET_HELP = "one configuration key for every run, e.g. steps=200; the last of several wins"
+SET_HELP = "override a configuration key in every run, e.g. steps=200; if a key is repeated, the last value wins"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -20,28 +20,35 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         usage="%(prog)s CONFIG.yaml --methods A B ... [--seeds N] [--baseline NAME] "
         "[--set KEY=VALUE ...] [--jobs J]",
         help="compare methods over seeds, with intervals",
-        description="Run every method with every seed, each run in a folder of its own under the "
-        "configuration's `out`, then write study.json and study.html there. Finished runs are "
-        "kept, so the command may be stopped and given again, with more seeds or methods; a run "
-        "that fails is named and does not stop the others.",
+        description="Run every method with every seed, each run in its own folder under the configuration's `out`, then write study.json and study.html there. Finished runs are kept, so you can interrupt the command and rerun it, also with more seeds or methods; a failed run is reported and does not stop the others.",
     )
     study.add_argument(
-        "config", type=Path, metavar="CONFIG.yaml",
-        help="as for `gac train`; its key `methods:` may map labels to methods",
-    )  # fmt: skip
+        "config",
+        type=Path,
+        metavar="CONFIG.yaml",
+        help="configuration file, as for `gac train`; its key `methods:` may map labels to methods",
+    )
     study.add_argument(
-        "--methods", nargs="+", metavar="METHOD",
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
         help="NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a label of the file "
         "(default: all labels of the file)",
-    )  # fmt: skip
-    study.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (3)")
+    )
     study.add_argument(
-        "--baseline", metavar="NAME", help="the label that others are compared with (the first)"
+        "--seeds", type=int, default=3, metavar="N", help="run seeds 0 to N - 1 (default: 3)"
+    )
+    study.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="label of the method to compare the others with (default: the first)",
     )
     study.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP
     )
-    study.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time (1)")
+    study.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="number of parallel runs (default: 1)"
+    )
     study.add_argument(
         "--discard", action="store_true", help="delete the checkpoints of finished runs"
     )
@@ -69,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if baseline not in arms:
         raise ConfigError(f"--baseline={baseline!r}: use one of {', '.join(arms)}")
     seeds = range(options.seeds)
-    # seed by seed, so that a study that is stopped has compared all methods on the first ones
+    # seed by seed, so that an interrupted study has compared all methods on the first seeds
     configs = {(s, a): arm_config(data, arms[a], s, options.set) for s in seeds for a in arms}
     out = Path(next(iter(configs.values())).out).parent
     failed = run_all(list(configs.values()), options.jobs, options.discard)
@@ -89,12 +96,12 @@ def run(options: argparse.Namespace) -> int:
     }
     study = {"setting": setting, "methods": summary(finals, baseline), "failed": failed}
     write(out, study, [Path(c.out) for key, c in configs.items() if found[key] is not None])
-    print(table(study), f"\nThe numbers: {out / 'study.json'}\nThe page: {out / 'study.html'}")
+    print(table(study), f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}")
     return 1 if failed else 0
 
 
 def command(options: argparse.Namespace, specs: Sequence[str]) -> str:
-    """What was asked for, as it can be given again."""
+    """The command line that reproduces this study."""
     words = ["gac", "study", str(options.config), "--methods", *specs]
     words += ["--seeds", str(options.seeds)]
     if options.baseline:
@@ -103,7 +110,7 @@ def command(options: argparse.Namespace, specs: Sequence[str]) -> str:
 
 
 def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
-    """study.json and study.html, and the report of the runs where there are any."""
+    """Write study.json, study.html and, if any run has finished, the report of the runs."""
     from gac.report import write_report
     from gac.study.page import render
 
@@ -118,7 +125,7 @@ def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
 
 
 def table(study: dict[str, Any]) -> str:
-    """The comparison as aligned text, in percent."""
+    """The comparison as a text table, in percent."""
     lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
     for label, row in study["methods"].items():
         gap = row["against_baseline"]

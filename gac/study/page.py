@@ -1,4 +1,4 @@
-"""study.html: one file with the table, a figure of the intervals and the setting."""
+"""study.html: a single file with the table, a figure of the intervals and the settings."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from gac.report.plots import COLOURS, DPI, STYLE
 
 HEADS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (
-    "Accuracy is the share of held-out problems solved after the last step. Intervals hold 95 % of "
-    "the means of resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
-    "narrow. Differences are taken seed by seed, since runs of one seed share data order and start."
+    "Accuracy is the fraction of held-out problems solved after the last step (at the best evaluation, for methods that keep their best weights). Intervals contain 95 % of the means over resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
+    "narrow. Differences are paired by seed, because runs with the same seed share data order and initial model."
 )
 
 
 def render(study: Mapping[str, Any], report: str | None) -> str:
-    """The page; report: the file beside it with the runs' curves, None without one."""
+    """Render the page. report: file in the same folder with the curves of the runs, or None."""
     setting, rows = study["setting"], study["methods"]
     best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=None)
     return fill(
-        "study.html.j2", title=f"Study: {setting['config']}", headline=headline(study),
-        heads=["method", *HEADS], rows=[(label, *_cells(row, best)) for label, row in rows.items()],
-        baseline=setting["baseline"], how_to_read=HOW_TO_READ,
+        "study.html.j2",
+        title=f"Study: {setting['config']}",
+        headline=headline(study),
+        heads=["method", *HEADS],
+        rows=[(label, *_cells(row, best)) for label, row in rows.items()],
+        baseline=setting["baseline"],
+        how_to_read=HOW_TO_READ,
         figure=base64.b64encode(draw(rows, setting["baseline"])).decode("ascii"),
-        report=report, failed=study["failed"], setting=to_yaml(dict(setting)),
-    )  # fmt: skip
+        report=report,
+        failed=study["failed"],
+        setting=to_yaml(dict(setting)),
+    )
 
 
 def headline(study: Mapping[str, Any]) -> str:
-    """Who is ahead of the baseline by more than the interval, and who is behind."""
+    """Names the methods whose difference from the baseline has an interval that excludes 0."""
     baseline = study["setting"]["baseline"]
     told: dict[str, list[str]] = {"ahead of": [], "behind": []}
     for label, row in study["methods"].items():
@@ -45,21 +50,26 @@ def headline(study: Mapping[str, Any]) -> str:
             told["ahead of" if ends[0] > 0 else "behind"].append(label)
     words = [f"{where} {baseline}: {', '.join(who)}" for where, who in told.items() if who]
     if not words:
-        return f"No method's interval against {baseline} excludes 0."
-    return f"With an interval that excludes 0, {'; '.join(words)}."
+        return f"No method differs from {baseline} with an interval that excludes 0."
+    return f"Differences whose interval excludes 0: {'; '.join(words)}."
 
 
 def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
-    """What the table shows of a method, and whether its mean is the highest."""
+    """The table cells of a method, and whether its mean is the highest."""
     gap = row["against_baseline"]
     known = sum(value is not None for value in row["final"])
-    cells = [str(known), percent(row["mean"]), span(row["ci95"]),
-             percent(gap["difference"], "+"), span(gap["ci95"], "+")]  # fmt: skip
+    cells = [
+        str(known),
+        percent(row["mean"]),
+        span(row["ci95"]),
+        percent(gap["difference"], "+"),
+        span(gap["ci95"], "+"),
+    ]
     return cells, row["mean"] is not None and row["mean"] == best
 
 
 def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
-    """A PNG: each method's seeds as dots, its mean with the interval as a bar."""
+    """PNG figure with a dot per seed and a bar for the mean and its interval, for each method."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The numbers of a study: means over seeds, paired differences, bootstrap intervals."""
+"""Statistics of a study: means over seeds, paired differences, bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Finals = Mapping[str, Sequence[float | None]]
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
-    """95 % bootstrap interval of the mean, from resampled seeds; None below two of them.
+    """95 % bootstrap interval of the mean, from resampled seeds; None for fewer than two.
 
     With few seeds such intervals are somewhat too narrow.
     """
@@ -23,7 +23,7 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
-    """Differences on the seeds that both have."""
+    """Differences on the seeds for which both values are known."""
     both = zip(values, base, strict=True)
     return [a - b for a, b in both if a is not None and b is not None]
 
@@ -44,5 +44,5 @@ def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """None without values."""
+    """The mean, or None without values."""
     return round(math.fsum(values) / len(values), 6) if values else None

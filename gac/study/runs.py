@@ -1,4 +1,4 @@
-"""The runs of a study, each in a worker process: finished ones are kept, failing ones named."""
+"""Runs a study in worker processes: finished runs are kept, failed runs are reported."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run_all(
     discard: bool = False,
     tell: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Train what is not finished, in order, `jobs` at a time.
+    """Train the unfinished runs in order, `jobs` at a time.
 
     discard: delete the checkpoints of a run as soon as it is finished.
-    tell: gets a line per finished or failed run.
+    log: called with one line per finished or failed run.
 
-    Returns folder -> why, for the runs that failed; they are tried again the next time. Raises
-    ConfigError if a folder holds a finished run of another configuration.
+    Returns folder -> reason for the failed runs, which are retried the next time. Raises
+    ConfigError if a folder contains a finished run with another configuration.
     """
     waiting = [config for config in configs if result(config) is None]
     threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
@@ -58,7 +58,9 @@ def run_all(
                 if fault:
                     failed[config.out] = fault
                     worker.close()
-                    workers[workers.index(worker)] = worker = _Worker()  # what it left is unknown
+                    workers[workers.index(worker)] = worker = (
+                        _Worker()
+                    )  # the failed worker may be in a bad state
                 idle.append(worker)
     finally:
         for worker in workers:
@@ -67,9 +69,9 @@ def run_all(
 
 
 def result(config: TrainConfig) -> dict[str, Any] | None:
-    """What a finished run left: `final`, its last evaluation, and `seconds` of training.
+    """Result of a finished run: `final`, its last (or best) evaluation, and `seconds` of training.
 
-    None while it is not finished. Raises ConfigError if it was run under other settings.
+    None if the run is not finished. Raises ConfigError if it was run with other settings.
     """
     path = Path(config.out) / "result.json"
     try:
@@ -87,19 +89,21 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run's result, as JSON would give it back."""
+    """The settings that determine a run's result, in plain JSON types."""
     free = HARMLESS - {"steps", "eval"}
     return json.loads(json.dumps({k: v for k, v in plain.items() if k not in free}))
 
 
 class _Worker:
-    """A process that trains one run after the other, because starting one takes seconds."""
+    """A worker process that trains several runs in sequence, because starting a process takes
+    seconds.
+    """
 
     def __init__(self) -> None:
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=_serve, args=(theirs,))
         self.process.start()
-        theirs.close()  # so that its death ends the pipe
+        theirs.close()  # so that recv() raises EOFError if the worker dies
         self.config: TrainConfig | None = None
 
     def start(self, config: TrainConfig, discard: bool) -> None:
@@ -107,7 +111,7 @@ class _Worker:
         self.pipe.send((dump(config), discard))
 
     def finish(self) -> tuple[TrainConfig, str | None]:
-        """The run that is over, and why it failed if it did."""
+        """Return the run that has ended and, if it failed, the reason."""
         assert self.config is not None  # only called while busy
         try:
             fault = self.pipe.recv()
@@ -127,9 +131,11 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the worker: train what comes until the pipe ends, and say why a run failed."""
+    """Worker loop: train each run received until the pipe is closed, and report why a run failed."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a run resumes anyway
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent handles Ctrl-C; interrupted runs resume
     while True:
         try:
             plain, discard = pipe.recv()
@@ -138,10 +144,10 @@ def _serve(pipe: Connection) -> None:
         try:
             _train(load(TrainConfig, plain), discard)
             pipe.send(None)
-        except BaseException as error:  # the other runs go on, whatever it is
+        except BaseException as error:  # whatever the error, the other runs continue
             text = " ".join(str(error).split())
             pipe.send(f"{type(error).__name__}: {text[:300]}")
-            raise  # for the run's log
+            raise  # for the traceback in the run's log
 
 
 def _train(config: TrainConfig, discard: bool) -> None:
@@ -164,7 +170,7 @@ def _train(config: TrainConfig, discard: bool) -> None:
 def _outcome(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    if config.method.keeps_best:  # the start model is no candidate
+    if config.method.keeps_best:  # the initial model does not count
         final = max((row for row in rows if row["step"] > 0), key=lambda row: row["accuracy"])
     else:
         final = rows[-1]

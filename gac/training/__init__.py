@@ -1,1 +1,1 @@
-"""The training loop and what one step of it does."""
+"""The training loop and its optimizer step."""

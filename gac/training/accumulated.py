@@ -1,4 +1,4 @@
-"""The gradient while it accumulates: in which order, how much of the batch, how large."""
+"""Norms of the accumulating gradient, for `signals: accumulator`, and a check of the configuration."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Blocks = list[tuple[bool, list[Row]]]
 
 
 def ordered(blocks: Blocks) -> Blocks:
-    """Micro-batches, demonstrations or not, in the order in which their norms tell most."""
+    """Reorder the (is_demo, rows) micro-batches so that their gradient norms are most informative."""
     kinds = {kind: [block for block in blocks if block[0] == kind] for kind in (True, False)}
     sides = {kind: iter(mine) for kind, mine in kinds.items()}
     return [next(sides[kind]) for kind in order(len(kinds[True]), len(kinds[False]))]
 
 
 def progress(demo: Sequence[bool], rows: Sequence[float]) -> Tensor:
-    """[M, 2]: the shares of demonstrations and rollouts in the first 1 to M micro-batches.
+    """Cumulative shares [M, 2] of demonstrations and rollouts after each of the M micro-batches.
 
-    rows: of all ranks in each micro-batch.
+    rows: number of rows in each micro-batch, summed over ranks.
     """
     kinds = torch.tensor(demo)
     counts = torch.tensor(rows, dtype=torch.float64)
@@ -37,7 +37,9 @@ def progress(demo: Sequence[bool], rows: Sequence[float]) -> Tensor:
 
 
 def square_norm(gradients: Sequence[Any], device: torch.device) -> Tensor:
-    """float64 0-d: this rank's part of the squared norm; the sum over ranks is the whole."""
+    """This rank's contribution to the squared norm (float64 scalar); sum it over ranks for the
+    total.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         if gradient is not None:
@@ -46,12 +48,13 @@ def square_norm(gradients: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def check_accumulation(config: TrainConfig, ranks: int) -> None:
-    """Raises ConfigError unless the run's micro-batches tell all that `accumulator` reads."""
+    """Raise ConfigError unless the run's micro-batches determine every quantity that `accumulator`
+    estimates.
+    """
     group, limit = config.rollouts.completions, config.micro_batch
     if config.micro_tokens is not None:
         raise ConfigError(
-            f"micro_tokens={config.micro_tokens}: signals: accumulator counts micro-batches in "
-            "rows; set micro_batch instead"
+            f"micro_tokens={config.micro_tokens}: signals: accumulator requires micro-batches of a fixed number of rows; set micro_batch instead"
         )
     if limit is not None and limit % group:
         raise ConfigError(
@@ -71,5 +74,5 @@ def check_accumulation(config: TrainConfig, ranks: int) -> None:
 
 
 def _sizes(count: int, limit: int) -> list[float]:
-    """Rows of each micro-batch of at most `limit`."""
+    """Sizes of the chunks of at most `limit` rows that `count` rows are split into."""
     return [float(min(limit, count - start)) for start in range(0, count, limit)]

@@ -1,7 +1,7 @@
-"""Several gradients of one model side by side: their inner products and weighted sums.
+"""Several separate gradients of one model: their inner products and weighted sums.
 
-A solver for two objectives needs three scalars, so sharded gradients cost one small all-reduce.
-Each gradient is one more buffer of the size of the (sharded) parameters.
+A two-objective solver needs only three scalars, so sharded gradients cost one small all-reduce.
+Each gradient takes an additional buffer of the size of the (sharded) parameters.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gac.methods.base import Mix
 from gac.parallel.collectives import add, ranks
 
 logger = logging.getLogger(__name__)
-Gradient = list[Tensor | None]  # one entry per parameter; None: the loss does not reach it
+Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
 
 
 class GradientParts:
-    """Takes gradients off `parameters`, one after the other.
+    """Collects successive gradients of `parameters`.
 
     Args:
-        parameters: name and parameter of everything that is trained, in one order on every rank.
+        parameters: (name, parameter) of every trainable parameter, in the same order on all ranks.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -34,13 +34,13 @@ class GradientParts:
         self.averages: dict[str, Tensor] = {}
 
     def take(self) -> None:
-        """Keep the accumulated gradient as the next part and clear it."""
+        """Store the accumulated gradient as the next part and reset `.grad` to None."""
         self.taken.append([p.grad for _, p in self.parameters])
         for _, p in self.parameters:
             p.grad = None
 
     def gram(self) -> Tensor:
-        """float64 [P, P] on the CPU: inner products of the P parts, the same on every rank."""
+        """Gram matrix of the P parts: float64 [P, P] on the CPU, the same on every rank."""
         parts = self.taken
         device = self.parameters[0][1].device
         total = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
@@ -55,9 +55,10 @@ class GradientParts:
         return add(total).cpu()
 
     def bias_gram(self, count: int) -> Tensor:
-        """[4, 4] of the two terms, each the mean of `count` parts, and of two further gradients.
+        """Gram matrix [4, 4] of the two terms, each the mean of its `count` parts, and of the last
+        two parts.
 
-        The further ones, taken last, are dropped: they are measured, not applied.
+        The last two parts are removed: they are only measured, not applied.
         """
         mean = torch.zeros(4, len(self.taken), dtype=torch.float64)
         mean[0, :count] = mean[1, count : 2 * count] = 1 / count
@@ -67,30 +68,35 @@ class GradientParts:
         return gram
 
     def combine(self, weights: Sequence[float] | None) -> None:
-        """Make the gradient sum_i weights[i] part_i; None leaves the parameters without one."""
+        """Set the gradient to sum_i weights[i] part_i; with None, leave the parameters without a
+        gradient.
+        """
         if weights is not None:
             for column, (_, p) in zip(zip(*self.taken, strict=True), self.parameters, strict=True):
                 p.grad = _weighted(column, weights, reuse=not self.averages)
         self.taken = []
 
     def combine_pair(self, weights: Weights | None, mix: Mix) -> Mix:
-        """`combine` with the weights of the two terms, SFT and RL, each the mean of its parts.
+        """`combine` with one weight per term (demo, rollout); each term is the mean of its parts.
 
-        Returns what was applied; None skips the update with a warning and returns `mix`.
+        Returns the mix applied; if `weights` is None, warns, leaves no gradient and returns `mix`.
         """
         n = len(self.taken) // 2
         if weights is None:
-            logger.warning("inner products of the gradients are not finite: no update")
+            logger.warning(
+                "skipping the update: the inner products of the gradients are not finite"
+            )
             self.combine(None)
             return mix
         self.combine([weights[0] / n] * n + [weights[1] / n] * n)
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
 
     def average(self, tracked: dict[str, Tensor], rate: float) -> None:
-        """Replace the parts by their moving averages y <- y + rate (g - y), also in `averages`.
+        """Replace the parts with their moving averages y <- y + rate (g - y); also store these in
+        `averages`.
 
-        tracked: those of the step before, by "part.parameter name"; they stay what they are, for
-        the step may still be skipped.
+        tracked: the previous averages, keyed by "part.parameter name"; not modified, because the
+            step may still be skipped.
         """
         for i, part in enumerate(self.taken):
             for j, (name, _) in enumerate(self.parameters):
@@ -101,12 +107,12 @@ class GradientParts:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def copies(tensor: Any) -> int:
-    """On how many ranks each element is held."""
+    """Number of ranks that hold a copy of each element."""
     if not hasattr(tensor, "placements"):
         return ranks()
     held = 1
@@ -119,7 +125,7 @@ def copies(tensor: Any) -> int:
 def _weighted(
     column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
 ) -> Tensor | None:
-    """reuse: the first buffer becomes the result, because the parts are not needed any more."""
+    """Weighted sum of one parameter's gradients; reuse: in the first one's buffer."""
     total: Tensor | None = None
     for gradient, weight in zip(column, weights, strict=True):
         if gradient is None or weight == 0:

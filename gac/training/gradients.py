@@ -1,4 +1,6 @@
-"""From rows to gradients: micro-batches, log-probs of other policies, the loss, backward."""
+"""Computes gradients from rows: micro-batches, log-probs under the old and reference policies,
+loss, backward.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,26 @@ class Gradients:
     Args:
         model: the prepared policy. reference: the frozen initial policy; None = the policy
             without its adapters.
-        loss: of the method. temperature: of the rollouts; demonstrations are scored at 1.
-        micro: which rows of a kind share a forward, and how they lie in it.
-        kl_rows: so many of this rank's rollouts tell the KL where it is only measured; None = all.
-        averages: whether moving averages of the gradients are kept, in `tracked`.
+        loss: the method's loss. temperature: of the rollouts; demonstrations are scored at 1.
+        micro: how rows of one kind are grouped into micro-batches, packed or padded.
+        kl_rows: number of this rank's rollouts used to estimate the KL when it is only monitored;
+            None = all.
+        averages: whether to keep moving averages of the gradients, in `tracked`.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, loss: Loss,
-        *, temperature: float, micro: MicroBatches, pad_token: int, averages: bool,
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        reference: nn.Module | None,
+        loss: Loss,
+        *,
+        temperature: float,
+        micro: MicroBatches,
+        pad_token: int,
+        averages: bool,
         kl_rows: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.accelerator, self.model, self.reference = accelerator, model, reference
         self.loss, self.spec, self.temperature = loss, loss.spec, temperature
         self.micro, self.pad_token = micro, pad_token
@@ -58,14 +69,14 @@ class Gradients:
             }
 
     def __call__(self, step: Step) -> Measured:
-        """Forward all rows, backward those that can move a weight."""
-        seed(step.seed)  # what dropout draws does not hang on the sampling
+        """Forward all rows, and backward those that can have a nonzero gradient."""
+        seed(step.seed)  # dropout must not depend on how many random numbers sampling used
         even = Mix(0.5) if step.needs.parts else step.mix
         live, dead = self._split(step.rows, even)
         run = _Run(self, step)
         if step.needs.kl and self.kl_rows:
             run.sampled = self._sampled_reference(step)
-        # those without gradient first: no forward may run between the last backward and the update
+        # rows without a gradient first: no forward may run between the last backward and the update
         run(dead, step.mix, grad=False)
         if step.needs.parts:
             return self._apart(run, live, step)
@@ -75,19 +86,19 @@ class Gradients:
         return run.measured()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """What is trained, under the names of one process: DDP puts another before each."""
+        """Trainable parameters under their unwrapped names, without DDP's prefix."""
         whole = self.accelerator.unwrap_model(self.model)
         return [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
 
     def _apart(self, run: _Run, live: list[Row], step: Step) -> Measured:
-        """One backward for each of the step's parts of each term, demonstrations first."""
+        """Compute a separate gradient for each part of each term, demonstrations first."""
         parts, keep, bias = GradientParts(self._named()), set(live), None
         needs, count = step.needs, step.needs.parts
         for demo in (True, False):
             mine = [r for r in step.rows if r.is_demo == demo]
             for i in range(count):
                 block = mine[len(mine) * i // count : len(mine) * (i + 1) // count]
-                # a part is a mean of its own, so it is `count` times its share of the whole
+                # each part is a mean over its own rows, hence the scale `count`
                 run([r for r in block if r in keep], Mix(float(demo), float(count)))
                 parts.take()
         if needs.bias:
@@ -99,14 +110,17 @@ class Gradients:
                 parts.take()
             bias = parts.bias_gram(count)
         gram = parts.gram()
-        # a broken gradient would stay in the averages for ever; the step is skipped instead
+        # a non-finite gradient would corrupt the moving averages permanently; the step is skipped
+        # instead
         if needs.average and gram.isfinite().all():
             parts.average(self.tracked, needs.average)
             gram = parts.gram()
         return dataclasses.replace(run.measured(), parts=parts, gram=gram, bias_gram=bias)
 
     def _watched(self, run: _Run, live: set[Row], step: Step) -> Measured:
-        """The gradient is reduced over ranks, and its norm taken, after every micro-batch."""
+        """Reduce the accumulated gradient over ranks and record its squared norm after every
+        micro-batch.
+        """
         named, squares = self._named(), []
         blocks = ordered(self.schedule(step.rows))
         for _, block in blocks:
@@ -115,15 +129,16 @@ class Gradients:
         seen = collectives.total([float(len(block)) for _, block in blocks])
         norms = Norms(
             collectives.add(torch.stack(squares)).cpu(),
-            progress([demo for demo, _ in blocks], seen), step.mix.pair,
-        )  # fmt: skip
+            progress([demo for demo, _ in blocks], seen),
+            step.mix.pair,
+        )
         return dataclasses.replace(run.measured(), norms=norms)
 
     def _split(self, rows: Sequence[Row], mix: Mix) -> tuple[list[Row], list[Row]]:
-        """Those with a gradient, and those whose is known to be zero: they cost no backward."""
+        """Rows that may have a gradient, and rows whose gradient is known to be zero (no backward)."""
         if self.loss.token is not None:
             return list(rows), []
-        # what has a gradient without an advantage
+        # terms that have a gradient even at zero advantage
         shown = self.spec.demo_weight is not DemoWeight.SHAPED
         sampled = self.spec.kl_coef != 0 or self.spec.entropy_coef != 0
         live: list[Row] = []
@@ -137,10 +152,10 @@ class Gradients:
         return live, dead
 
     def schedule(self, rows: Sequence[Row]) -> list[tuple[bool, list[Row]]]:
-        """Micro-batches of one kind each, and whether they are demonstrations.
+        """Split `rows` into micro-batches of one kind each, as (is_demo, rows).
 
-        Every rank gets the same number of both sorts in the same order, some of them empty,
-        because each forward of the policy or of the reference may be a collective.
+        Every rank gets the same sequence of demonstration and rollout micro-batches, some of them
+        empty, because each forward of the policy or the reference may be a collective.
         """
         micro: dict[bool, dict[tuple, list[list[Row]]]] = {False: {}, True: {}}
         of_kind: dict[tuple, list[Row]] = {}
@@ -152,22 +167,24 @@ class Gradients:
         found = []
         for (demo, kinds), count in zip(micro.items(), map(int, most), strict=True):
             parts = [part for split in kinds.values() for part in split]
-            if len(kinds) == 1 and len(parts) < count:  # smaller ones, for none at the end
+            if (
+                len(kinds) == 1 and len(parts) < count
+            ):  # split further so that no rank runs out of micro-batches
                 parts = self.micro.split([r for r in rows if r.is_demo == demo], count)
             found += [(demo, parts[i] if i < len(parts) else []) for i in range(count)]
         return found
 
     @torch.no_grad()
     def losses(self, step: Step) -> Pair:
-        """Both terms of a step under the present weights, without a gradient."""
-        kl = self.spec.kl_coef != 0  # what is only measured is left out
+        """Both loss terms of `step` under the current weights, without gradients."""
+        kl = self.spec.kl_coef != 0  # skip the KL if it is only monitored
         needs = step.needs._replace(kl=kl, sketch=0)
         run = _Run(self, dataclasses.replace(step, needs=needs))
         run(step.rows, step.mix, grad=False)
         return run.measured().losses
 
     def _sampled_reference(self, step: Step) -> dict[int, Tensor]:
-        """Reference log-probs by `Row.sequence` of `kl_rows` rollouts, others in each step."""
+        """Reference log-probs of `kl_rows` rollouts, by `Row.sequence`; the subset rotates by step."""
         rows = [r for r in step.rows if not r.is_demo and not r.mixed]
         count = min(self.kl_rows or 0, len(rows))
         chosen = [rows[(step.number + i * len(rows) // count) % len(rows)] for i in range(count)]
@@ -177,24 +194,26 @@ class Gradients:
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row], model: nn.Module | None = None) -> list[Tensor]:
-        """The policy's log-probs of each row's response tokens, on the CPU, by `Row.sequence`."""
+        """Log-probs of each row's response tokens (model=None: of the policy), on the CPU."""
         model = self.model if model is None else model
         found: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
             batch = self.collate(micro)
             logps = model(**batch.model_inputs, request=self._scores(batch)).cpu().flatten()
-            for at, r in zip(batch.starts, micro, strict=False):  # an empty batch has one place
+            for at, r in zip(
+                batch.starts, micro, strict=False
+            ):  # an empty batch still has one dummy row
                 found[r.sequence] = logps[r.scored(at)].clone()
         reshard(model)
         return [found[r.sequence] for r in rows]
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        """One forward's tensors."""
+        """The tensors of one forward pass."""
         return collate(rows, self.pad_token, self.accelerator.device, self.micro.packed)
 
     @contextlib.contextmanager
     def reference_model(self):
-        """The frozen initial policy; with adapters, the policy without them."""
+        """Yield the frozen initial policy; with adapters, the policy with its adapters disabled."""
         if self.reference is not None:
             yield self.reference
         else:
@@ -203,36 +222,41 @@ class Gradients:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
-        """Log-probs under the reference, like the targets; 0 for demonstrations: nothing reads
-        them."""
+        """Reference log-probs, shaped like the targets; zeros for demonstrations, where they are
+        not used.
+        """
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
         with self.reference_model() as model:
             return model(**batch.model_inputs, request=self._scores(batch))
 
     def _scores(self, batch: Batch) -> Callable[[Head], Tensor]:
-        """What is asked of the model's last layer for the targets' log-probs."""
+        """Request that returns the targets' log-probs from the head."""
         return lambda head: head.logprobs(batch.targets, self.temperature)[0]
 
 
 class _Run:
-    """The forward and backward passes of one step, and the sums of what they find."""
+    """The forward and backward passes of one step and their accumulated statistics."""
 
     def __init__(self, owner: Gradients, step: Step) -> None:
         self.owner, self.step = owner, step
-        # gradients are averaged over ranks, so that each divides by its share
+        # gradients are averaged over ranks, so each rank divides by the global count / world size
         global_norms = norms(step.counts, owner.spec, owner.loss.pooled)
         self.norms = Pair(*(n / owner.accelerator.num_processes for n in global_norms))
         self.moments: list[TokenMoments] = []
-        self.losses: list[Tensor] = []  # demonstrations, rollouts, demonstrations, ...
+        self.losses: list[Tensor] = []  # alternating: demo term, rollout term, ...
         self.sketches = UnitSketches(step.needs.sketch, step.sketch_seed)
         self.sampled: dict[int, Tensor] | None = None  # see `Gradients.kl_rows`
-        self.kl = torch.zeros(2, dtype=torch.float64)  # sum over their tokens, and how many
+        self.kl = torch.zeros(
+            2, dtype=torch.float64
+        )  # sum over the tokens in `sampled`, and their number
 
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
     ) -> None:
-        """Micro-batches of `rows`; under a `spec` that is not the method's, only gradients."""
+        """Process `rows` in micro-batches. With a `spec` of its own, accumulate gradients only, no
+        statistics.
+        """
         micro_batches = self.owner.schedule(rows)
         for i, (demo, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
@@ -243,11 +267,11 @@ class _Run:
                 self.moments.append(out.moments)
                 self.losses += out.demo_loss, out.rollout_loss
                 self.sketches.add(micro, out.sketch)
-        if not grad:  # no backward will do it
+        if not grad:  # without a backward nothing else reshards
             reshard(self.owner.model)
 
     def measured(self) -> Measured:
-        """What all ranks found together."""
+        """The measurements, reduced over all ranks."""
         terms = torch.stack(self.losses or [torch.zeros(())] * 2).view(-1, 2)
         losses = Pair(*collectives.mean(terms.double().sum(0).tolist()))
         kl = None
@@ -260,16 +284,24 @@ class _Run:
         return Measured(losses, moments, sketches=sketches, kl=kl)
 
     def _note_kl(self, batch: Batch, rows: list[Row], logps: Tensor) -> None:
-        """Add the k3 estimates of the sampled rollouts among `rows`."""
-        for at, row in zip(batch.starts, rows, strict=False):  # an empty batch has one place
+        """Accumulate the k3 estimates of those `rows` that are in `sampled`."""
+        for at, row in zip(
+            batch.starts, rows, strict=False
+        ):  # an empty batch still has one dummy row
             if self.sampled and not row.is_demo and row.sequence in self.sampled:
                 gap = self.sampled[row.sequence] - logps.flatten()[row.scored(at)].cpu()
                 self.kl += torch.tensor([(gap.double().exp() - gap - 1).sum(), len(gap)])
 
     def _one(
-        self, batch: Batch, demo: bool, rows: list[Row], mix: Mix, grad: bool, sync: bool,
+        self,
+        batch: Batch,
+        demo: bool,
+        rows: list[Row],
+        mix: Mix,
+        grad: bool,
+        sync: bool,
         spec: LossSpec,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         owner = self.owner
         weight = rows[0].weight if rows else 1.0
         spec = dataclasses.replace(spec, temperature=1.0 if demo else owner.temperature)
@@ -279,7 +311,7 @@ class _Run:
         if self.step.old_logps and rows and not demo:
             known = [self.step.old_logps[r.sequence] for r in rows]
             old = place(known, rows, batch)
-        # a sketch of rows that move no weight sees them alone, whatever their weight is
+        # rows without a gradient are still sketched, with their own term at full weight
         mu = float(demo) if self.step.needs.sketch and not grad else mix.mu
         request = self._request(batch, mu, old, ref, spec, weight)
         model, accelerator = owner.model, owner.accelerator
@@ -292,10 +324,15 @@ class _Run:
         return out
 
     def _request(
-        self, batch: Batch, mu: float, old: Tensor | None, ref: Tensor | None, spec: LossSpec,
+        self,
+        batch: Batch,
+        mu: float,
+        old: Tensor | None,
+        ref: Tensor | None,
+        spec: LossSpec,
         weight: float,
-    ) -> Any:  # fmt: skip
-        """What is asked of the model's last layer: the loss of `batch`, times `weight`."""
+    ) -> Any:
+        """Request that returns the loss of `batch`, times `weight`, from the head."""
         owner, norms = self.owner, Pair(*(norm / weight for norm in self.norms))
         if (token := owner.loss.token) is not None:
             reference = None
@@ -305,11 +342,16 @@ class _Run:
             return lambda head: own_loss(token, head, reference, batch, mu, old, ref, spec, norms)
         targets, old, ref = batch.laid_out(batch.targets, old, ref)
         keywords: dict[str, Any] = {
-            "mu": mu, "old_logps": old, "ref_logps": ref, "spec": spec,
-            "rollout_norm": norms.rollout, "demo_norm": norms.demo, "cu_seqlens": batch.cu_seqlens,
-        }  # fmt: skip
+            "mu": mu,
+            "old_logps": old,
+            "ref_logps": ref,
+            "spec": spec,
+            "rollout_norm": norms.rollout,
+            "demo_norm": norms.demo,
+            "cu_seqlens": batch.cu_seqlens,
+        }
         if self.sketches.sketch is not None and len(batch.is_demo) == len(batch.starts):
-            keywords["sketch"] = self.sketches.sketch  # a row is a sequence
+            keywords["sketch"] = self.sketches.sketch  # only if every row is one sequence
         given = targets, batch.advantages, batch.is_demo
         packed = batch.cu_seqlens is not None
         return lambda head: (head.packed() if packed else head).loss(*given, **keywords)

@@ -1,4 +1,4 @@
-"""What a step writes into metrics.jsonl, and what the method sees of it: pure functions."""
+"""Pure functions from a step's measurements to its metrics.jsonl row and the method's observation."""
 
 from __future__ import annotations
 
@@ -15,41 +15,60 @@ from .step import Measured, Step, Update
 def observe(
     step: Step, measured: Measured, update: Update, reading: Reading | None
 ) -> tuple[dict[str, Any], Observation]:
-    """The metrics row of a step, and what the weights of the next one may depend on.
+    """The metrics row of a step, and the observation from which the method chooses the next
+    weights.
 
-    reading: of the signal source, in a step with signals. None in the row: not measured.
+    reading: from the signal source, in a step with signals. None in the row means "not measured".
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
     scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
-    kl, entropy, clip_fraction = scalars.tolist()  # in one copy
+    kl, entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
     kl = kl if measured.kl is None else measured.kl
     row: dict[str, Any] = {
-        "step": step.number + 1, "mu": update.mix.mu, "mu_star": None, "prior": None,
-        "alpha": None, "kl": kl if step.needs.kl and rewards.number else None,
+        "step": step.number + 1,
+        "mu": update.mix.mu,
+        "mu_star": None,
+        "prior": None,
+        "alpha": None,
+        "kl": kl if step.needs.kl and rewards.number else None,
         **moments.signals(step.needs.trim)._asdict(),
-        # a term without a row has the value 0, which nothing measured
+        # a term without rows is 0, which is not a measurement
         "rollout_loss": losses.rollout if counts.rollouts else None,
         "demo_loss": losses.demo if counts.demos else None,
-        "reward_mean": rewards.mean, "entropy": entropy,
+        "reward_mean": rewards.mean,
+        "entropy": entropy,
         "clip_fraction": clip_fraction if counts.rollouts else None,
         "response_length": counts.rollout_tokens / counts.rollouts if counts.rollouts else None,
-        "grad_norm": update.norm, "tokens": int(counts.tokens), "lr": update.lr,
-    }  # fmt: skip
-    if not update.applied:  # nothing that a broken step measured may steer the next one
+        "grad_norm": update.norm,
+        "tokens": int(counts.tokens),
+        "lr": update.lr,
+    }
+    if not update.applied:  # measurements of a skipped step must not influence the next one
         return row, Observation(step.number + 1)
     return row, Observation(
-        step.number + 1, reading.signals if reading else None, row["kl"], row["entropy"],
-        row["reward_mean"], rewards.variance, row["rollout_loss"], row["demo_loss"],
+        step.number + 1,
+        reading.signals if reading else None,
+        row["kl"],
+        row["entropy"],
+        row["reward_mean"],
+        rewards.variance,
+        row["rollout_loss"],
+        row["demo_loss"],
         reading.corrections if reading else None,
-    )  # fmt: skip
+    )
 
 
 def evidence(step: Step, measured: Measured) -> Evidence | None:
-    """What a signal source is given, in a step with signals."""
+    """Input of the signal source; None in a step without signals."""
     if not step.needs.signals:
         return None
     count = 0 if measured.gram is None else len(measured.gram) // 2
     return Evidence(
-        step.number, measured.moments, measured.gram, count, measured.bias_gram,
-        measured.sketches, measured.norms,
-    )  # fmt: skip
+        step.number,
+        measured.moments,
+        measured.gram,
+        count,
+        measured.bias_gram,
+        measured.sketches,
+        measured.norms,
+    )

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, a pure function of the step."""
+"""AdamW and its learning-rate schedule, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser."""
+    """Optimizer and learning-rate schedule."""
 
     lr: float = 1e-6
     """Peak learning rate."""
@@ -23,15 +23,15 @@ class OptimConfig:
     warmup: int = 10
     """Optimiser steps of linear warm-up from 0."""
     final: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
+    """AdamW's beta coefficients."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's decoupled decay, on matrices only."""
+    """AdamW's weight decay, applied to matrices only."""
     clip: float = 1.0
-    """Largest gradient norm; 0: no clipping."""
+    """Maximum gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -54,7 +54,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of optimiser step `step` (from 0) of `steps`."""
+    """Learning rate at optimizer step `step` (from 0) of `steps`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(steps - 1 - config.warmup, 1)
@@ -68,11 +68,13 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the rate `lr`."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def clip_gradient(params: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """Scale the gradient of `params` to a norm of at most `largest`, 0: none; its norm before."""
+    """Clip the gradient norm of `params` to `largest` (0: no clipping); returns the norm before
+    clipping.
+    """
     return torch.nn.utils.clip_grad_norm_(params, largest or math.inf)

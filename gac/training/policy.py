@@ -1,4 +1,4 @@
-"""The models of a run and what computes their gradients, for training and for replay."""
+"""Builds the models of a run and its `Gradients`, for training and for replay."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 def loss_of(config: TrainConfig) -> Loss:
-    """The run's loss; its longest response is what may be sampled where nothing else is said."""
+    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_new_tokens`."""
     longest = config.loss.max_tokens or config.rollouts.max_new_tokens
     return config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
 
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """The model as this rank trains it, with the weights that the run starts from."""
+    """The policy with the run's initial weights, prepared for training on this rank."""
     return _prepared(setup.prepare, config, accelerator)
 
 
 def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
-    """A frozen copy of the initial policy, if anything asks for it; `kl`: the KL to it does.
+    """A frozen copy of the initial policy, or None if nothing needs it. kl: whether the KL needs
+    it.
 
-    With adapters there is none: the reference is the model without them.
+    Always None with adapters: the reference is then the model with its adapters disabled.
     """
     sampling = config.method.sampling(config.rollouts.completions)
     asks = kl or sampling.from_reference or loss_of(config).reference
@@ -51,20 +52,29 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
 
 
 def make_gradients(
-    config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase,
-    model: nn.Module, reference: nn.Module | None, needs: Needs,
-) -> Gradients:  # fmt: skip
-    """The gradients of the steps whose union is `needs`; ConfigError if they cannot be had."""
+    config: TrainConfig,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    reference: nn.Module | None,
+    needs: Needs,
+) -> Gradients:
+    """Build `Gradients`; `needs`: union over all steps. Raises ConfigError if unsupported."""
     if needs.sketch:
         _check_sketch(config, accelerator.unwrap_model(model))
     if needs.norms:
         check_accumulation(config, accelerator.num_processes)
     return Gradients(
-        accelerator, model, reference, loss_of(config),
-        temperature=config.rollouts.temperature, micro=_micro_batches(config, model, reference),
-        pad_token=tokenizer.pad_token_id, averages=needs.average > 0,
+        accelerator,
+        model,
+        reference,
+        loss_of(config),
+        temperature=config.rollouts.temperature,
+        micro=_micro_batches(config, model, reference),
+        pad_token=tokenizer.pad_token_id,
+        averages=needs.average > 0,
         kl_rows=config.kl_rows and -(-config.kl_rows // accelerator.num_processes),
-    )  # fmt: skip
+    )
 
 
 def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
@@ -81,22 +91,24 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
-    """Packed where there is a token budget and every model keeps packed rows apart."""
+    """Micro-batching of the run: packed if there is a token budget and every model supports
+    packing.
+    """
     packed = config.micro_tokens is not None
     for model in filter(None, models):
         if packed and not _packs(model):
             packed = False
             logger.warning(
-                "micro_tokens=%s: attention of this model does not stay within packed rows, so "
-                "rows of like lengths are padded instead", config.micro_tokens,
-            )  # fmt: skip
+                "micro_tokens=%s: this model's attention crosses the boundaries of packed rows; padding rows of similar length instead",
+                config.micro_tokens,
+            )
         reshard(model)
     pairs = config.method.sampling(config.rollouts.completions).pairs
     return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
 
 
 def _packs(model: nn.Module) -> bool:
-    """Whether packed rows stay apart, if need be through PyTorch's own attention."""
+    """Whether the model supports packing, if necessary by falling back to PyTorch's SDPA."""
     return keeps_rows_apart(model) or (row_attention.disable(model) and keeps_rows_apart(model))
 
 
@@ -110,7 +122,7 @@ def _prepared(
     if arrival is None:
         check_head(model)
     model = prepare(model, accelerator, config.parallel, config.mixed_precision, arrival)
-    if arrival is not None:  # it takes all ranks' weights
+    if arrival is not None:  # the check needs the weights of all ranks
         check_head(model)
         reshard(model)
     return model

@@ -1,4 +1,4 @@
-"""The run's written record: one JSON object per line, cut back to the checkpoint on resume."""
+"""The run's logs: one JSON object per line, truncated to the checkpoint on resume."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gac.errors import RunError
 
 
 class Logbook:
-    """An append-only file of JSON lines, each with a "step"."""
+    """An append-only JSON-lines file; every line has a "step"."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one line; nan and infinite values become null, which every JSON reader takes."""
+        """Append one line; NaN and infinite values become null, because they are not valid JSON."""
         line = json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False)
         try:
             with self.path.open("a") as file:
@@ -31,7 +31,7 @@ class Logbook:
             ) from error
 
     def cut(self, step: int) -> None:
-        """Drop lines of steps after `step`, and a line torn by a kill."""
+        """Drop the lines after `step`, and an incomplete last line left by a killed run."""
         if not self.path.exists():
             return
         kept = [row for row in self.read() if row["step"] <= step]
@@ -46,14 +46,14 @@ class Logbook:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:
-                break  # only the last line of a killed run can be torn
+                break  # only the last line of a killed run can be incomplete
         return rows
 
 
 class Record:
-    """What a run writes as it goes: metrics.jsonl, eval.jsonl and accelerate's trackers.
+    """Logs of a run: metrics.jsonl, eval.jsonl and accelerate's trackers.
 
-    Every rank calls it; the main process writes.
+    Call it on every rank; only the main process writes files.
     """
 
     def __init__(self, out: Path, accelerator: Accelerator) -> None:
@@ -61,20 +61,20 @@ class Record:
         self.accelerator = accelerator
 
     def cut(self, step: int | None) -> None:
-        """Go on from the checkpoint of `step`; None: from nothing, whatever a kill left behind."""
+        """Truncate the logs to the checkpoint of `step`; None clears them for a fresh run."""
         if self.accelerator.is_main_process:
             for book in (self.metrics, self.evals):
                 book.cut(-1 if step is None else step)
 
     def step(self, row: dict[str, Any]) -> None:
-        """The metrics of an optimiser step."""
+        """Log the metrics of an optimizer step."""
         if self.accelerator.is_main_process:
             self.metrics.append(row)
         numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
         self.accelerator.log(numbers, step=row["step"])
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """An evaluation; step 0 is before the first optimiser step."""
+        """Log an evaluation; step 0 is before the first optimizer step."""
         if self.accelerator.is_main_process:
             self.evals.append(row)
 

@@ -1,4 +1,4 @@
-"""Whether a model can learn from rows that lie end to end: measured, not looked up by name."""
+"""Tests whether a model supports packed rows, by a small forward pass instead of a list of names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gac.data.rows import Row, collate
 
 @torch.no_grad()
 def keeps_rows_apart(model: nn.Module) -> bool:
-    """Whether packed rows come out of a prepared model as they do alone.
+    """Whether a prepared model treats each packed row as if it were alone.
 
-    Measured on a few tokens: nothing of one row may reach the log-probabilities of another, not
-    even in the last bit.
+    Tested on a few tokens: changing one row must leave the log-probabilities of the next bitwise
+    unchanged.
     """
     was_training = model.training
     model.eval()
@@ -27,7 +27,7 @@ def keeps_rows_apart(model: nn.Module) -> bool:
     row = (1, 2, 3, 0, 1)
     try:
         one, other, alone = scores((2, 1, 0), row), scores((0, 3, 2), row), scores(row)
-    except TypeError:  # a forward without these keywords
+    except TypeError:  # the forward does not accept these keywords
         return False
     finally:
         model.train(was_training)

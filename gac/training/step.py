@@ -1,4 +1,4 @@
-"""One optimiser step as values: what goes in, what its passes find, what becomes of it."""
+"""One optimizer step as data: its inputs, its measurements and its outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .gradient_parts import GradientParts
 
 
 class Rewards(NamedTuple):
-    """The rewards of a step's rollouts, those that are not learnt from too, as sums."""
+    """Sums over the rewards of a step's rollouts, including those that are not trained on."""
 
     number: float
     total: float
@@ -32,43 +32,43 @@ class Rewards(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        """None without a reward."""
+        """Mean reward; None if there are no rewards."""
         return self.total / self.number if self.number else None
 
     @property
     def variance(self) -> float | None:
-        """Population variance; None without a reward."""
+        """Population variance; Mean reward; None if there are no rewards."""
         if not self.number:
             return None
         mean = self.total / self.number
-        return self.squares / self.number - mean * mean  # ** raises where it overflows
+        return self.squares / self.number - mean * mean  # `mean**2` would raise OverflowError
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that the gradient of one optimiser step depends on, beside the weights."""
+    """Everything that the gradient of one optimizer step depends on, except the model's weights."""
 
     number: int
-    """Optimiser steps before it."""
+    """Index of the step, from 0."""
     rows: tuple[Row, ...]
-    """What this rank learns from."""
+    """This rank's training rows."""
     mix: Mix
     """The weights of the two terms."""
     counts: Counts
-    """Of the rows of all ranks: what the terms are divided by."""
+    """Row and token counts over all ranks, by which the terms are divided."""
     rewards: Rewards
-    """Of the rollouts of all ranks."""
+    """Rewards of all ranks' rollouts."""
     needs: Needs
-    """What is measured."""
+    """What the step must measure."""
     old_logps: tuple[Tensor, ...]
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
     seed: int
-    """Of the dropout masks."""
+    """Seed of the dropout masks."""
     sketch_seed: int = 0
-    """Of the head sketch, the same on every rank."""
+    """Seed of the head sketch, the same on every rank."""
 
     def plain(self) -> dict[str, Any]:
-        """Built-in types and tensors only, for `restore`."""
+        """Convert to built-in types and tensors, for `restore`."""
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "rows": [tuple(row) for row in self.rows],
@@ -87,10 +87,10 @@ _TUPLES: dict[str, Any] = {"mix": Mix, "counts": Counts, "rewards": Rewards, "ne
 
 @dataclass(frozen=True)
 class Measured:
-    """What the passes of one step found; all but `parts` is the same on every rank."""
+    """Results of a step's passes; every field except `parts` is the same on all ranks."""
 
     losses: Pair
-    """The two reduced terms."""
+    """The two loss terms, reduced over all ranks."""
     moments: TokenMoments
     """Statistics of the step's tokens."""
     parts: GradientParts | None = None
@@ -98,32 +98,34 @@ class Measured:
     gram: Tensor | None = None
     """float64 [2 n, 2 n] inner products of the `parts`."""
     bias_gram: Tensor | None = None
-    """[4, 4] of SFT, RL, and both without phi and clip."""
+    """[4, 4] inner products: SFT, RL, and both without phi and clipping."""
     sketches: Sketches | None = None
-    """Of every unit's gradient of the head's weight."""
+    """Sketches of each unit's gradient with respect to the head's weight."""
     norms: Norms | None = None
-    """Of the accumulated gradient, micro-batch by micro-batch."""
+    """Squared norms of the accumulated gradient after each micro-batch."""
     kl: float | None = None
-    """Mean k3 KL to the reference of a sample of the rollouts; None: `moments` has that of all."""
+    """Mean k3 KL to the reference over a subset of the rollouts; None: use `moments.kl`, over all
+    of them.
+    """
 
     @property
     def broken(self) -> bool:
-        """Whether an inner product is not finite, so that no weights can be found."""
+        """Whether an inner product is not finite, so that the solver cannot be used."""
         return self.gram is not None and not bool(self.gram.isfinite().all())
 
 
 class Update(NamedTuple):
-    """What became of a step."""
+    """The outcome of a step."""
 
     mix: Mix
-    """The weights that the gradient was made with."""
+    """The weights with which the gradient was computed."""
     norm: float
-    """Of the gradient, before the clip."""
+    """Gradient norm before clipping."""
     lr: float
     fault: str | None
-    """Why the step was skipped, if it was."""
+    """Why the step was skipped; None if it was applied."""
 
     @property
     def applied(self) -> bool:
-        """Whether the optimiser moved the weights."""
+        """Whether the optimizer step was applied."""
         return self.fault is None

@@ -1,7 +1,7 @@
-"""Losses outside the fused kernels' closed set, from differentiable log-probabilities.
+"""Custom per-token losses, for methods whose loss the fused kernels do not provide.
 
-The reductions, metrics and sufficient statistics are those of the fused loss, so a method only
-says what one token's loss is. Legend: N tokens, S sequences, H hidden size, V vocabulary.
+Reductions, metrics and sufficient statistics are those of the fused loss; a method only defines the
+loss of a token. Legend: N tokens, S sequences, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from gac_kernels.tokens import Tokens, TokenTerms, plan
 
 
 class TokenView(NamedTuple):
-    """What a method sees of a batch: one number per token, 0 where there is no loss."""
+    """Input of a method's token loss: one value per token, 0 where there is no loss."""
 
     logps: Tensor
     """[N] log-probabilities of the targets, differentiable."""
     entropy: Tensor
     """[N] entropies, nats, detached."""
     batch: Tokens
-    """Targets, advantages, `demo`, `old`, `ref` per token; `spread` and `lengths` per sequence."""
+    """Per-token targets, advantages, `demo`, `old` and `ref`; per-sequence `lengths`; `spread`
+    expands [S] to [N].
+    """
     spec: LossSpec
     head: Head
     """The policy's last layer."""
     reference: Head | None
-    """That of the reference, under `Loss.reference`."""
+    """The reference policy's last layer, if `Loss.reference` is set."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
@@ -43,33 +45,46 @@ class TokenView(NamedTuple):
 
     @property
     def log_ratio(self) -> Tensor:
-        """[N] log-ratio to the sampling policy; 0, with a gradient, on-policy."""
+        """[N] log-ratio to the sampling policy; on-policy it is 0 but still has a gradient."""
         old = self.logps.detach() if self.batch.old is None else self.batch.old
         return self.logps - old
 
     def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
-        """[N] KL between the whole distributions of policy p and reference q, nats.
+        """[N] KL over the full vocabulary between policy p and reference q, in nats.
 
-        forward: KL(q || p), else KL(p || q). Logits exist for `chunk` tokens at a time, and are
-        computed again in the backward.
+        forward: KL(q || p), else KL(p || q). Logits are materialized for `chunk` tokens at a time
+            and recomputed in the backward.
         """
         if self.reference is None:
-            raise ValueError("reference=None: set Loss.reference in the method's loss")
+            raise ValueError("reference=None: set Loss.reference=True in the method's loss")
         index = self.batch.live.nonzero()[:, 0]
         out = self.logps.new_zeros(len(self.logps))
         for part in index.split(chunk):
-            kl = checkpoint(_chunk_kl, self.head, self.reference, part,
-                            self.spec.temperature, forward, use_reentrant=False)  # fmt: skip
+            kl = checkpoint(
+                _chunk_kl,
+                self.head,
+                self.reference,
+                part,
+                self.spec.temperature,
+                forward,
+                use_reentrant=False,
+            )
             out = out.index_add(0, part, kl)
         return out
 
 
 def own_loss(
-    token_loss: Callable[[TokenView], Tensor], head: Head, reference: Head | None, batch: Batch,
-    mu: float, old_logps: Tensor | None, ref_logps: Tensor | None, spec: LossSpec,
+    token_loss: Callable[[TokenView], Tensor],
+    head: Head,
+    reference: Head | None,
+    batch: Batch,
+    mu: float,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    spec: LossSpec,
     norms: Pair,
-) -> LossOutput:  # fmt: skip
-    """`Head.loss` with `token_loss(TokenView) -> [N]` as the loss of a token."""
+) -> LossOutput:
+    """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss."""
     targets = batch.targets
     flat, old, ref = batch.laid_out(targets, old_logps, ref_logps)
     inputs = BatchInputs(
@@ -101,6 +116,6 @@ def _log_distribution(head: Head, index: Tensor) -> Tensor:
     """[M, V] float32 logits of the tokens at `index` [M]."""
     if head.logits is not None:
         return head.logits.flatten(0, 1)[index].float()
-    assert head.hidden is not None and head.weight is not None  # a head has these or logits
+    assert head.hidden is not None and head.weight is not None  # a head has either these or logits
     rows = head.hidden.flatten(0, 1)[index]
     return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()

@@ -1,7 +1,7 @@
-"""The training loop: sample, score, one fused loss, one optimiser step, one line in the record.
+"""The training loop: sample, score, compute the loss, step the optimizer, log one line.
 
-Everything random in step t is drawn from (seed, t, rank), so a resumed run repeats a run that was
-never stopped. The trainer never names a method; see `methods/base.py`.
+All randomness in step t is seeded by (seed, t, rank), so a resumed run reproduces an uninterrupted
+one. The trainer never names a method; see `methods/base.py`.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, resume: bool = True) -> Path:
-    """Run the training that `config` describes, from its last checkpoint if it has one.
+    """Train as `config` specifies, resuming from the last checkpoint if there is one.
 
     Args:
-        config: what `gac train` reads from a file.
-        resume: False refuses a run directory that already holds a run.
+        config: the configuration, as `gac train` reads it from a file.
+        resume: if False, fail when the run directory already holds a run.
 
     Returns:
         The run directory.
 
     Raises:
-        UserError: the configuration, the data or the machine cannot do this; one line says why.
+        UserError: the configuration, the data or the machine does not allow the run; the message
+        says why.
         RunError: the run had to stop; the message says what to do.
-        KeyboardInterrupt: it was interrupted, and a checkpoint is written.
+        KeyboardInterrupt: the run was interrupted; a checkpoint has been saved.
     """
     try:
         return Trainer(config, resume).run()
@@ -81,16 +82,21 @@ class Trainer:
         self.heartbeat = Heartbeat()
         found = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
-        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # refused early
+        stop_tokens(
+            self.tokenizer, (*config.rollouts.stop, *config.eval.stop)
+        )  # fail early on invalid stop strings
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.completions)
         longest = self.feed.check_budgets(config)
-        self.penalised = loss_of(config).spec.kl_coef != 0  # by the KL to the reference
+        self.penalised = loss_of(config).spec.kl_coef != 0  # whether the loss has a KL penalty
         needs = Needs.union(map(self._needs, range(config.steps)))
-        asked = config.rollouts if needs.rollouts else RolloutConfig()  # nothing asks a server
-        engine = make_engine(asked, self.tokenizer, served=config.model.path, longest=longest,
-                             folder=self.out)  # fmt: skip
+        asked = (
+            config.rollouts if needs.rollouts else RolloutConfig()
+        )  # without rollouts no server is contacted
+        engine = make_engine(
+            asked, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
+        )
         self.model = load_policy(config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
         self.reference = load_reference(config, self.accelerator, needs.kl)
@@ -106,23 +112,23 @@ class Trainer:
         self.tally = Tally(reward)
         self.evaluator = Evaluator(config.eval, self.tokenizer, plain, config.seed)
         self.step, self.state, self.last = 0, self.method.init(), Observation(0)
-        self.ended = False  # the method has had its last step
+        self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
-        self.kept: Path | None = None  # the first of the last skipped steps in a row
+        self.kept: Path | None = None  # saved first step of the current series of skipped steps
         self._start_from(found)
 
     # ---- set-up
 
     def _open_folder(self, resume: bool) -> Path | None:
-        """The checkpoint to go on from; what forbids a start is found before any work."""
+        """Find the checkpoint to resume from; fail early if the run cannot start."""
         preflight.check_folder(self.out)
         self.checkpoints = self.out / "checkpoints"
         self.record = Record(self.out, self.accelerator)
         found = checkpoint.newest(self.checkpoints)
         if found and not resume:
             raise ValueError(
-                f"out={str(self.out)!r} already holds a run: resume it, or choose another"
+                f"out={str(self.out)!r} already holds a run: resume it, or choose another directory"
             )
         if found:
             progress = checkpoint.read_progress(found)
@@ -154,32 +160,47 @@ class Trainer:
 
     def _save(self) -> None:
         progress = {
-            "method": self.state, "last": dataclasses.asdict(self.last), "ended": self.ended,
-            **self.feed.state_dict(), "guard": self.guard.state_dict(), "best": self.best,
-            "config": dump(self.config), "ranks": self.accelerator.num_processes,
+            "method": self.state,
+            "last": dataclasses.asdict(self.last),
+            "ended": self.ended,
+            **self.feed.state_dict(),
+            "guard": self.guard.state_dict(),
+            "best": self.best,
+            "config": dump(self.config),
+            "ranks": self.accelerator.num_processes,
             "format": preflight.FORMAT,
-        }  # fmt: skip
-        checkpoint.save(self.checkpoints, self.step, self.model, self.optimizer, progress,
-                        self.gradients.tracked)  # fmt: skip
+        }
+        checkpoint.save(
+            self.checkpoints,
+            self.step,
+            self.model,
+            self.optimizer,
+            progress,
+            self.gradients.tracked,
+        )
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
 
     # ---- the loop
 
     def run(self) -> Path:
         """Train to the last step, evaluate, export. Returns the run directory."""
-        bar = tqdm(total=self.feed.steps, initial=self.step, dynamic_ncols=True,
-                   disable=not self.accelerator.is_main_process,
-                   desc=self.config.name or self.method.name)  # fmt: skip
+        bar = tqdm(
+            total=self.feed.steps,
+            initial=self.step,
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+            desc=self.config.name or self.method.name,
+        )
         try:
             with self.stop, bar, in_use(self.tally.reward), contextlib.closing(self.evaluator):
                 self._loop(bar)
-        except UserError:  # on all ranks, or the others hear of it below
+        except UserError:  # raised on all ranks, or the others fail below
             raise
         except RuntimeError as error:
             gone = self.heartbeat.gone()
             if gone is None:
                 raise
-            raise RunError(f"{gone}; the job goes on from {self.checkpoints}") from error
+            raise RunError(f"{gone}; restart the job to resume from {self.checkpoints}") from error
         self.heartbeat.stop()
         if self.config.export and self.accelerator.is_main_process:
             export_checkpoint(self.config.model, self._chosen(), self.out / "model")
@@ -190,7 +211,7 @@ class Trainer:
     def _loop(self, bar: tqdm) -> None:
         config = self.config
         if self.step == 0:
-            self._evaluate()  # the model that training starts from
+            self._evaluate()  # evaluate the initial model
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
@@ -218,12 +239,14 @@ class Trainer:
         return self.step >= self.feed.steps or self.ended
 
     def _chosen(self) -> Path:
-        """The checkpoint that the run ends with."""
+        """The checkpoint to export: the best if the method keeps it, else the last."""
         best = self.best.get("step") if self.method.keeps_best else None
         return checkpoint.at(self.checkpoints, self.step if best is None else best)
 
     def _give_up(self) -> None:
-        """Stop after too many skipped steps; the weights are those before the first of them."""
+        """Abort after too many consecutive skipped steps; the saved weights are from before the
+        first of them.
+        """
         self._save()
         raise RunError(
             f"{self.config.guards.patience} steps in a row were skipped, the last because "
@@ -232,25 +255,26 @@ class Trainer:
         )
 
     def _due(self, every: int) -> bool:
-        """Whether what happens every so many steps happens now.
+        """Whether a periodic action is due at this step.
 
-        Reused rollouts are not saved: with them it happens at the next step that samples afresh.
+        Checkpoints do not hold rollouts, so with rollouts.reuse > 1 the action waits until new ones
+        are due.
         """
         reuse = self.config.rollouts.reuse
         boundary = every > 0 and self.step % reuse == 0
         return boundary and self.step // every > (self.step - reuse) // every
 
     def _agree(self, told: bool) -> bool:
-        """Whether any rank was told to stop."""
+        """Whether any rank received a stop signal."""
         return bool(collectives.largest([float(told)])[0])
 
     # ---- one optimiser step
 
     def _train_step(self) -> dict[str, Any]:
-        """Algorithm 1 of the paper: one turn of its loop, for whatever method chooses mu_t."""
+        """One iteration of the paper's Algorithm 1; the method chooses mu_t."""
         rows = self._sample()  # B_r and B_s
         before = self.state
-        self.state, mix = self.method.mix(before, self.last)  # from what step t - 1 measured
+        self.state, mix = self.method.mix(before, self.last)  # from the measurements of step t - 1
         if (news := self.method.notice(before, self.state)) and self.accelerator.is_main_process:
             logger.warning("step %d: %s", self.step + 1, news)
         step = self._assemble(rows, mix)
@@ -268,7 +292,7 @@ class Trainer:
         return sampled + self.feed.demo_rows(self.step)
 
     def _roll_out(self) -> Rollouts:
-        """Fresh rollouts, or those of the step before where they are used again."""
+        """New rollouts, or the previous ones if they are reused in this step."""
         reuse, initial = self.config.rollouts.reuse, self.plan.from_reference
         if self.rollouts is not None and self.step % reuse:
             return self.rollouts
@@ -287,37 +311,43 @@ class Trainer:
         return rollouts
 
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
-        """The step as a value, with what all ranks have to know of each other's rows."""
+        """Build the `Step`, with counts and rewards summed over all ranks."""
         mine = count(rows), Rewards.of(self.rollouts.rewards if self.rollouts else [])
         self.heartbeat.where = f"step {self.step}, gradients"
         sums = collectives.total([*mine[0], *mine[1]])
         split = len(Counts._fields)
         return Step(
-            self.step, tuple(rows), mix, Counts(*sums[:split]), Rewards(*sums[split:]),
-            self._needs(self.step), tuple(self.rollouts.old_logps if self.rollouts else ()),
-            self._seed + 1, _drawn(self.config.seed, self.step, "sketch"),
-        )  # fmt: skip
+            self.step,
+            tuple(rows),
+            mix,
+            Counts(*sums[:split]),
+            Rewards(*sums[split:]),
+            self._needs(self.step),
+            tuple(self.rollouts.old_logps if self.rollouts else ()),
+            self._seed + 1,
+            _drawn(self.config.seed, self.step, "sketch"),
+        )
 
     def _needs(self, step: int) -> Needs:
-        """What the method and the configuration need of a step."""
+        """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
         needs, every = self.method.needs(step), self.config.monitor_kl_every
         monitored = needs.rollouts and every > 0 and step % every == 0
         return needs._replace(kl=self.penalised or monitored or (needs.kl and needs.rollouts))
 
     @property
     def _seed(self) -> int:
-        """Of what this rank draws in this step."""
+        """This rank's RNG seed for the step."""
         return _drawn(self.config.seed, self.step, self.accelerator.process_index)
 
     def _apply(self, step: Step, measured: Measured) -> Update:
-        """Update weights and state, or skip the step: then neither of them changes."""
+        """Update the weights and the method state, or skip the step and leave both unchanged."""
         state, weights, mix = self.state, None, step.mix
         if measured.parts and measured.gram is not None:
             if not measured.broken:
                 state, weights = self.method.solve(state, measured.gram, mix, self.last)
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
-        setup.reshard(self.model)  # gathered parameters are other objects, without gradient
+        setup.reshard(self.model)  # gathered parameters are different objects, without gradients
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         moved = [p for p in trained if p.grad is not None]
         none = math.nan if measured.broken else 0.0
@@ -337,7 +367,9 @@ class Trainer:
         return Update(mix, norm, lr, fault)
 
     def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
-        """The metrics of the step; what the method learns from it, and sees before the next."""
+        """The metrics row of the step; also updates the method state and the observation for the
+        next step.
+        """
         reading = None
         if update.fault is None:
             after = self.gradients.losses(step) if step.needs.losses_after else None
@@ -345,18 +377,21 @@ class Trainer:
             self.state, reading = self.method.after_step(self.state, outcome)
         row, self.last = observe(step, measured, update, reading)
         return {
-            **row, **self._drawn(step.number), "skipped": self.guard.skipped, **self.tally.news(),
+            **row,
+            **self._drawn(step.number),
+            "skipped": self.guard.skipped,
+            **self.tally.news(),
             **self.method.report(self.state),
-        }  # fmt: skip
+        }
 
     def _drawn(self, step: int) -> dict[str, Any]:
-        """What all ranks drew, in a step that sampled."""
+        """Sampling metrics over all ranks; zero in a step without sampling."""
         fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
         return (self.rollouts.drawn if self.rollouts and fresh else Drawn()).columns()
 
     def _keep(self, skipped: SkippedStep) -> None:
-        """Log a skipped step, and keep it for `gac replay` while there is room."""
-        where = "not kept"
+        """Log a skipped step and save it for `gac replay`, up to `guards.keep` of them."""
+        where = "not saved"
         if self.guard.kept < self.config.guards.keep:
             self.kept = self.kept if self.guard.in_a_row > 1 else None
             path = skipped.keep(self.out / "replay", self.model, self.gradients.tracked, self.kept)
@@ -364,12 +399,12 @@ class Trainer:
             self.guard.kept += 1
             where = f"gac replay {path}"
         if self.accelerator.is_main_process:
-            logger.warning("step %d is skipped: %s (%s)", skipped.step.number, skipped.fault, where)
+            logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, where)
 
     # ---- evaluation
 
     def _evaluate(self) -> float | None:
-        """Record an evaluation; its accuracy, if there is anything to evaluate on."""
+        """Run and log an evaluation; returns its accuracy, or None without evaluation data."""
         if not self.evaluator:
             return None
         self.heartbeat.where = f"step {self.step}, evaluation"
@@ -380,7 +415,7 @@ class Trainer:
 
 
 def _drawn(*key: int | str) -> int:
-    """A seed that depends on `key` alone."""
+    """Derive a seed from `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 

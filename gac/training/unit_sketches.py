@@ -1,4 +1,4 @@
-"""Sketches of the head's gradient, added up to units over micro-batches and gathered over ranks."""
+"""Sketches of the head's gradient, summed per unit over micro-batches and gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gac_kernels import HeadSketch
 
 
 class UnitSketches:
-    """What the loss says of each row. size: of the sketch, 0 for none; seed: the same on all ranks.
+    """Collects the loss's sketches of each row. size: 0 disables them; seed: the same on all ranks.
 
-    The rows of a unit may be on several ranks.
+    The rows of a unit may be spread over several ranks.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -25,13 +25,13 @@ class UnitSketches:
         self.found: list[Tensor] = []  # [rows of the micro-batch, k k]
 
     def add(self, rows: Sequence[Row], found: Tensor | None) -> None:
-        """found: [B, k, k] of a micro-batch; None, or without rows, there is nothing to add."""
+        """Add the sketches [B, k, k] of a micro-batch; a no-op if there are none or no rows."""
         if rows and found is not None:
             self.rows += rows
             self.found.append(found.detach().flatten(1))  # copied to the CPU only once, at the end
 
     def gathered(self) -> Sketches:
-        """Of the units of all ranks, the same on each of them."""
+        """Sketches of all ranks' units; the same on every rank."""
         assert self.sketch is not None
         width = self.sketch.size**2
         found = torch.cat([torch.empty(0, width), *(x.cpu() for x in self.found)]).double()
@@ -40,16 +40,22 @@ class UnitSketches:
             kept = [i for i, row in enumerate(self.rows) if row.is_demo == demo]
             units = [-1 if demo else self.rows[i].unit for i in kept]
             sides.append(_sums(units, found[kept]))
-        # gradients are averaged over ranks, so that each rank's loss is as many times its share
-        return Sketches(*(
-            _sums([unit for units, _ in side for unit in units],
-                  torch.cat([sums for _, sums in side]))[1] / collectives.ranks()
-            for side in zip(*collectives.gather(sides), strict=True)
-        ))  # fmt: skip
+        # gradients are averaged over ranks, so each rank's loss is scaled by the world size; undo
+        # that
+        return Sketches(
+            *(
+                _sums(
+                    [unit for units, _ in side for unit in units],
+                    torch.cat([sums for _, sums in side]),
+                )[1]
+                / collectives.ranks()
+                for side in zip(*collectives.gather(sides), strict=True)
+            )
+        )
 
 
 def _sums(units: Sequence[int], found: Tensor) -> tuple[list[int], Tensor]:
-    """Each unit, and the sum [k k] of what belongs to it; what has the unit -1 is one by itself."""
+    """The units, and the sum [k k] of each unit's sketches; every row with unit -1 is its own unit."""
     index: list[int] = []
     place: dict[tuple[int, int], int] = {}
     for i, unit in enumerate(units):

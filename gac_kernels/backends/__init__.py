@@ -1,27 +1,29 @@
-"""The table of backends. A backend is a module with these functions and nothing else in common:
+"""Backend registry. A backend is a module with these functions:
 
 `unavailable(device, dtype) -> str | None`
-    Why it cannot run there, in words; None when it can.
+    Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`
-    One row of numbers per token: `tokens.plan`, which defines it, in few launches.
+    Per-token values, as defined by `tokens.plan`, in few launches.
 `reduce(tokens, terms, moments) -> Summary`
-    The sums over all tokens in float64: `tokens.finish`, which defines it, in few launches.
+    The sums over all tokens in float64, as defined by `tokens.finish`, in few launches.
 `row_stats(logits, targets, temperature) -> (logps, entropy, lse)`
-    float32 [N] each, one read of the rows that have a loss; 0 in the other places.
+    float32 [N] each; reads each row with a loss once; 0 for rows without a loss.
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out) -> None`
     out [B, T, V] = gradient of the logits from those of logps and entropy (float32 [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature.
 `row_loss(logits, tokens, spec, out, sketch) -> TokenTerms`
     Statistics, token formulas (`reference.token_terms`) and, unless `out` is None, the gradient
-    of sum(tokens.scale * loss) in one call; unless `sketch` is None, also `row_buckets` of that.
+    of sum(tokens.scale * loss) in one call; unless `sketch` is None, also `row_buckets` of the
+    gradient.
 `scale_(tensor, factor) -> None`
-    tensor *= factor (0-d, where the tensor lives), without touching the tensor when factor is 1.
+    tensor *= factor (0-d, on the tensor's device); a no-op if factor is 1.
 
-`plan` and `reduce` make constants: they run under no_grad and never wait for a device.
-`logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last dimension;
-`out` may have another float dtype than the logits, or be their own storage. Rows whose target is
+`plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
+device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
+dimension; `out` may have a different float dtype from the logits, or share their storage. Rows
+whose target is
 -100 are never read and get an all-zero gradient, as does a row with zero coefficients.
-A row kernel never uses atomics and sums in a fixed order, so results repeat bit for bit.
+Row kernels use no atomics and sum in a fixed order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from types import ModuleType
 import torch
 
 NAMES = ("reference", "triton", "native")
-# The fastest first. On CUDA "native" will join where bench/ has shown it to win: not measured yet.
+# Fastest first. On CUDA, "native" will be added once bench/ shows that it is faster; not measured
+# yet.
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 
 def load(name: str, device: torch.device) -> ModuleType:
-    """The module of a backend, imported on first use; "native" is one for each kind of device."""
+    """The module of a backend, imported on first use; "native" has one module per device type."""
     if name not in NAMES:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
     if name == "native":
@@ -53,7 +56,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | No
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The backend to run on `device` for inputs of `dtype`.
 
-    Raises ValueError for an unknown name, RuntimeError for one that cannot run here.
+    Raises ValueError for an unknown name, RuntimeError if the backend cannot run here.
     """
     if name != "auto":
         if reason := unavailable(name, device, dtype):

@@ -1,10 +1,10 @@
 """Row kernels in vectorised C++, in `csrc/cpu`: backend "native" on a CPU.
 
-A row is finished while it is in the L2: sums, token formulas, gradient. Rows run in parallel and
-each one is summed in a fixed order, so results do not depend on the number of threads. They do
-depend, within rounding, on the instruction set, which is chosen when the kernels are first used:
-the widest of AVX-512, AVX2 and the baseline that the processor has, or what the environment
-variable GAC_CPU_CAPABILITY names. The AVX-512 kernels were compiled and not run.
+Each row is completed while it is in the L2 cache: sums, token formulas, gradient. Rows run in
+parallel and each one is summed in a fixed order, so results do not depend on the number of threads.
+Up to rounding, they do depend on the instruction set, which is selected when the kernels are first
+used: the widest of AVX-512, AVX2 and the baseline that the processor supports, or the one named by
+    the environment variable GAC_CPU_CAPABILITY. The AVX-512 kernels were compiled and not run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it runs on CPUs and CUDA GPUs, not on {device.type}"
     if dtype not in DTYPES:
-        return f"it computes in float32 and has no {dtype}; use backend='reference'"
+        return f"it computes in float32 and does not support {dtype}; use backend='reference'"
     return _load()
 
 
 def capability() -> str:
     """The instruction set in use: "default", "avx2" or "avx512"."""
     if reason := _load():
-        raise RuntimeError(f"no native kernels: {reason}")
+        raise RuntimeError(f"the native kernels are not available: {reason}")
     return torch.ops.gac_native.cpu_capability()
 
 
@@ -78,7 +78,8 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
-    # The sums cost nothing while the row is in cache, and are better than `lse` rounded to float32.
+    # Recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
+    # to float32.
     torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
 
 
@@ -104,13 +105,13 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 @functools.cache
 def _load() -> str | None:
-    """Load the library and register the shapes of its results; else say why not."""
+    """Load the library and register its fake kernels; returns the reason if that fails."""
     if not LIBRARY.exists():
         return "the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler"
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
-        return f"{LIBRARY.name} does not load, rebuild it for this torch ({error})"
+        return f"{LIBRARY.name} failed to load; rebuild it for this torch version ({error})"
     _register_fakes()
     return None
 

@@ -1,7 +1,7 @@
 """Row kernels in CUDA C++ for clusters of thread blocks, in `csrc/cuda`: backend "native" on a GPU.
 
-A row is read once and its gradient written once; between the two it lives in the shared memory of
-the blocks of a cluster. The library is loaded by ctypes; see `gac_kernels.build_cuda`.
+A row is read once and its gradient written once; in between, the row is kept in the shared memory
+of a cluster's blocks. The library is loaded with ctypes; see `gac_kernels.build_cuda`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,56 @@ _CAPABILITIES = ((9, 0), (10, 0))
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
-_WARPS = 8  # that read and write a slice
+_WARPS = 8  # consumer warps of a block
 _HEADER_BYTES = 1024  # barriers and sums, before the tiles
-_AHEAD = 4  # tiles that are read ahead while a row is held
-_RINGS = (14, 28)  # tiles of a block's shared memory with two blocks per multiprocessor, with one
+_AHEAD = 4  # tiles to prefetch while a row is held
+_RINGS = (14, 28)  # ring-buffer tiles per block with two blocks per multiprocessor, and with one
 
-_POINTERS = ("logits", "out", "targets", "demo", "advantages", "old", "ref", "scale", "d_logps",
-             "d_entropy", "results", "signs", "parts")  # fmt: skip
-_SIZES = ("rows", "per_batch", "vocab", "batch_stride", "row_stride", "out_batch_stride",
-          "out_row_stride")  # fmt: skip
-_FLOATS = ("slope", "inverse_temperature", "ratio_low", "ratio_high", "dual_clip", "kl_coef",
-           "entropy_coef", "demo_shape")  # fmt: skip
-_INTS = ("kl_estimator", "demo_weight", "task", "dtype", "out_dtype", "cluster", "slots", "sketch",
-         "device")  # fmt: skip
+_POINTERS = (
+    "logits",
+    "out",
+    "targets",
+    "demo",
+    "advantages",
+    "old",
+    "ref",
+    "scale",
+    "d_logps",
+    "d_entropy",
+    "results",
+    "signs",
+    "parts",
+)
+_SIZES = (
+    "rows",
+    "per_batch",
+    "vocab",
+    "batch_stride",
+    "row_stride",
+    "out_batch_stride",
+    "out_row_stride",
+)
+_FLOATS = (
+    "slope",
+    "inverse_temperature",
+    "ratio_low",
+    "ratio_high",
+    "dual_clip",
+    "kl_coef",
+    "entropy_coef",
+    "demo_shape",
+)
+_INTS = (
+    "kl_estimator",
+    "demo_weight",
+    "task",
+    "dtype",
+    "out_dtype",
+    "cluster",
+    "slots",
+    "sketch",
+    "device",
+)
 
 
 Columns = dict[str, Tensor | None]
@@ -57,22 +94,23 @@ class Arguments(ctypes.Structure):
 
 
 class Split(NamedTuple):
-    """How a row is shared: `cluster` blocks, each with a ring of `slots` tiles of 8 KiB."""
+    """How a row is split: over `cluster` blocks, each with a ring buffer of `slots` tiles of 8 KiB."""
 
     cluster: int
     slots: int
 
 
 def split(vocab: int, dtype: torch.dtype, holds: bool) -> Split:
-    """The split for rows of `vocab` logits that are held for their gradient, or only read.
+    """Choose the split for rows of `vocab` logits that are kept for their gradient (`holds`) or
+    only read.
 
-    Raises ValueError when no cluster holds such a row. The fewest blocks that leave room to read
-    ahead, two blocks on a multiprocessor if that can be; not tuned on a device yet.
+    Raises ValueError if the row does not fit any cluster. Uses the fewest blocks that leave room to
+    prefetch, with two blocks per multiprocessor if possible; not yet tuned on a device.
     """
     if not holds:
         return Split(1, _RINGS[0])
     word = 16 // dtype.itemsize
-    words = (vocab + 2 * word - 2) // word  # of a row that starts anywhere in a word
+    words = (vocab + 2 * word - 2) // word  # for a row with any alignment
     for slots, ahead in ((_RINGS[0], _AHEAD), (_RINGS[1], _AHEAD), (_RINGS[1], 1)):
         for cluster in (1, 2, 4, 8):
             if math.ceil(math.ceil(words / cluster) * 16 / _TILE_BYTES) + ahead <= slots:
@@ -90,7 +128,9 @@ def shared_bytes(slots: int) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, built on first use. Raises RuntimeError or OSError, saying why it cannot be."""
+    """Load the library, building it on first use. Raises RuntimeError or OSError with the reason if
+    that fails.
+    """
     loaded = ctypes.CDLL(str(build_cuda.build()))
     loaded.gac_cuda_rows.restype = ctypes.c_char_p
     loaded.gac_cuda_scale.restype = ctypes.c_char_p
@@ -103,13 +143,13 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.cuda.get_device_capability(device) not in _CAPABILITIES:
-        return f"{torch.cuda.get_device_name(device)} is not of compute capability 9.0 or 10.0"
+        return f"{torch.cuda.get_device_name(device)} does not have compute capability 9.0 or 10.0"
     return _problem()
 
 
 @functools.cache
 def _problem() -> str | None:
-    """Why there is no library; asked once, since a build that fails takes its time."""
+    """Why the library is not available, or None; cached, because a failing build is slow."""
     try:
         library()
     except (RuntimeError, OSError) as error:
@@ -126,7 +166,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 
 def _beside(device: torch.device) -> ModuleType:
-    """Who does the work of size N around the row kernels."""
+    """The backend that runs `plan` and `reduce` on `device`."""
     return reference if triton.unavailable(device, torch.float32) else triton
 
 
@@ -146,7 +186,8 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
-    # the row is at hand: its own sums are better than `lse` rounded to float32
+    # the row is in shared memory, so its sums are recomputed: more accurate than `lse` rounded to
+    # float32
     columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
     _launch(_GRADS, logits, out, temperature, None, columns)
 
@@ -175,10 +216,14 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
         return
     factor = factor.to(device=tensor.device, dtype=torch.float32)
     _call(
-        library().gac_cuda_scale, tensor.device, ctypes.c_void_p(tensor.data_ptr()),
-        ctypes.c_int64(tensor.numel()), ctypes.c_void_p(factor.data_ptr()),
-        DTYPES.index(tensor.dtype), tensor.device.index,
-    )  # fmt: skip
+        library().gac_cuda_scale,
+        tensor.device,
+        ctypes.c_void_p(tensor.data_ptr()),
+        ctypes.c_int64(tensor.numel()),
+        ctypes.c_void_p(factor.data_ptr()),
+        DTYPES.index(tensor.dtype),
+        tensor.device.index,
+    )
 
 
 def _launch(
@@ -191,11 +236,12 @@ def _launch(
     spec: LossSpec | None = None,
     sketch: RowSketch | None = None,
 ) -> None:
-    # the copies must outlive the launch, not the kernel: their memory is reused in stream order
+    # the copies must live until the launch, not until the kernel ends: memory is reused in stream
+    # order
     held = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     held |= {"logits": logits, "out": out, "results": results}
     options = {} if spec is None else token_scalars(spec)._asdict()
-    options.pop("temperature", None)  # it goes as the two factors that the kernels multiply by
+    options.pop("temperature", None)  # passed as `slope` and `inverse_temperature` instead
     chosen = split(logits.shape[2], logits.dtype, holds=out is not None)
     if sketch is not None:
         buckets, warps = sketch.buckets, chosen.cluster * _WARPS
@@ -224,13 +270,17 @@ def _launch(
     )
     _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
     if sketch is not None:
-        torch.sum(parts, 1, out=sketch.buckets)  # without atomics: the same bits again
+        torch.sum(parts, 1, out=sketch.buckets)  # no atomics: bitwise reproducible
 
 
 def _call(function: Any, device: torch.device, *arguments: Any) -> None:
-    """Run it on the current stream of `device`; on a CPU the library is the tests' emulation."""
+    """Call `function` on the current stream of `device`; on a CPU, the library is the emulation
+    that the tests use.
+    """
     on_gpu = device.type == "cuda"
-    with torch.cuda.device(device if on_gpu else -1):  # the library sets it and does not set back
+    with torch.cuda.device(
+        device if on_gpu else -1
+    ):  # the library changes the current device and does not restore it
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None
         error = function(*arguments, ctypes.c_void_p(stream))
     if error:

@@ -1,4 +1,4 @@
-"""Row functions in plain PyTorch: runs on every device and in every float dtype."""
+"""Row functions in plain PyTorch, for every device and float dtype."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 
 def _live_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the rows with a loss are in [N], and these rows in the dtype of the arithmetic."""
+    """Indices in [N] of the rows with a loss, and these rows in the compute dtype."""
     live = (targets != IGNORE).nonzero().squeeze(1)
     width = logits.shape[1]
     rows = logits[live // width, live % width] if width else logits.reshape(0, logits.shape[-1])

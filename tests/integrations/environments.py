@@ -2,8 +2,9 @@
 
     python -m tests.integrations.environments [NAME ...]
 
-Each file in requirements/integrations is an environment; its name begins with the package's. It is
-built under .venv/integrations once, and again when its file changes. Exit code 1 if any test fails.
+Each file in requirements/integrations defines one environment; its name starts with the package
+name. Environments are built under .venv/integrations and rebuilt when their file changes. The exit
+code is 1 if any test fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FILES = {path.stem: path for path in sorted((ROOT / "requirements/integrations")
 
 
 def build(name: str) -> Path:
-    """The Python of the environment `name`."""
+    """Build the environment `name` if it is missing or out of date; return its Python interpreter."""
     folder = ROOT / ".venv/integrations" / name
     python, stamp = folder / "bin/python", folder / "requirements.sha256"
     digest = hashlib.sha256(FILES[name].read_bytes()).hexdigest()
@@ -30,21 +31,23 @@ def build(name: str) -> Path:
     venv.create(folder, clear=True, with_pip=True)
     pins = FILES[name].read_text().splitlines()
     torch = next(line for line in pins if line.startswith("torch=="))
-    # torch first, by its exact version: others' ranges would take builds with gigabytes of CUDA
+    # install the pinned torch first; version ranges of other packages would select builds with
+    # gigabytes of CUDA
     for wanted in ([torch], ["-r", str(FILES[name])]):
-        # the file holds every package of an environment that ran, some with each other's bounds
+        # the file pins every package of a working environment; --no-deps because some of their
+        # version bounds conflict
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *wanted], check=True)
     stamp.write_text(digest)
     return python
 
 
 def run(name: str) -> bool:
-    """Whether the tests of the environment `name` pass."""
+    """Run the tests of the environment `name`; return whether they pass."""
     package = name.split("-")[0]
     python = build(name)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     test = f"tests/integrations/test_{package}.py"
-    # a package that cannot be imported would skip its tests
+    # import the package first: if that failed, pytest would skip its tests
     for command in (["-c", f"import {package}"], ["-m", "pytest", "-q", "-W", "ignore", test]):
         if subprocess.run([python, *command], cwd=ROOT, env=env, check=False).returncode:
             return False

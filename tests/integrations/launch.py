@@ -1,4 +1,4 @@
-"""Real processes for adapters of other trainers: each starts anew, as a launcher would start it."""
+"""Real processes for the adapter tests: each starts a new interpreter, as a launcher would."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ import tempfile
 import time
 from pathlib import Path
 
-STARTED = dict(os.environ)  # trainers write to it: children get what the tests were given
+STARTED = dict(
+    os.environ
+)  # trainers modify os.environ; child processes get the original environment
 
 
 def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
-    """Run `python -m module args` on each of `ranks` ranks; AssertionError with the output of a
-    rank that failed, TimeoutError after `timeout` seconds."""
+    """Run `python -m module args` on each of `ranks` ranks. Raises AssertionError with the output
+    of a failed rank, or TimeoutError after `timeout` seconds.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     root = str(Path(__file__).parents[2])
     shared = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
+    }
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
@@ -32,16 +39,23 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
         try:
             for rank, output in enumerate(outputs):
                 with output.open("w") as out:
-                    processes.append(subprocess.Popen(
-                        [sys.executable, "-m", module, *args], stdout=out, stderr=out, cwd=root,
-                        env={**STARTED, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    ))  # fmt: skip
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", module, *args],
+                            stdout=out,
+                            stderr=out,
+                            cwd=root,
+                            env={**STARTED, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        )
+                    )
             for process in processes:
                 try:
                     process.wait(max(deadline - time.monotonic(), 0.1))
                 except subprocess.TimeoutExpired:
                     tails = "\n".join(o.read_text()[-2000:] for o in outputs)
-                    raise TimeoutError(f"{module}: no end within {timeout} s\n{tails}") from None
+                    raise TimeoutError(
+                        f"{module}: not finished after {timeout} s\n{tails}"
+                    ) from None
         finally:
             for process in processes:
                 process.kill()
@@ -51,13 +65,20 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
 
 
 def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float]]:
-    """The rows that `python -m examples.name steps` prints; AssertionError if it fails."""
+    """Run `python -m examples.name steps` and return the rows it prints; raise AssertionError if it
+    fails.
+    """
     root = str(Path(__file__).parents[2])
     known = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)], cwd=root,
-        env={**STARTED, **known}, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)],
+        cwd=root,
+        env={**STARTED, **known},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("reward ")]
     return [dict(zip(line[::2], map(float, line[1::2]), strict=True)) for line in lines]

@@ -1,4 +1,6 @@
-"""Gradients of whole optimiser steps in plain log-softmax code, for any trainer."""
+"""Reference gradients of full optimizer steps in plain log-softmax code, for the tests of every
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def rollout_term(
 ) -> Tensor:
     """The policy gradient term of a step without clipping, from prompt and completion tensors.
 
-    reduction: "token" = over all completion tokens, "sequence" = mean of each one's token mean.
+    reduction: "token" is the mean over all completion tokens, "sequence" the mean of the
+        per-completion token means.
     """
     total, count = torch.zeros(()), 0
     for batch in batches:
@@ -61,7 +64,7 @@ def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest difference over the largest entry."""
+    """Largest absolute difference, divided by the largest expected entry."""
     assert set(found) == set(expected)
     largest = max(float(g.abs().max()) for g in expected.values())
     assert largest > 0

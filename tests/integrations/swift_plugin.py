@@ -1,15 +1,15 @@
-"""What a user passes as --external_plugins: our trainer; a reward and a template for the tests."""
+"""Plugin for --external_plugins: our trainer, plus a reward and a template for the tests."""
 
 from typing import Any
 
 from swift.rewards import ORM, orms
 from swift.template import TemplateMeta, register_template
 
-import gac.integrations.swift  # noqa: F401 - puts our trainer in the place of GRPO's
+import gac.integrations.swift  # noqa: F401 - replaces swift's GRPO trainer with ours
 
 
 class Digits(ORM):
-    """Share of digits."""
+    """Fraction of characters that are digits."""
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]

@@ -1,4 +1,4 @@
-"""ms-swift's own rlhf command on a CPU, one rank, with what it computed."""
+"""Run one rank of ms-swift's own rlhf command on a CPU, and record what it computes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Watch(TrainerCallback):
 
 
 class Recording:
-    """Before a trainer: keeps it, its inputs and its gradients."""
+    """Mixin that records a trainer, its inputs and its gradients."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -44,8 +44,13 @@ class Recording:
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
         inputs = {k: model_inputs[k].clone() for k in ("input_ids", "attention_mask")}
-        self.seen.append({**inputs, "mask": grpo_batch.completion_mask.clone(),
-                          "advantages": grpo_batch.advantages.clone()})  # fmt: skip
+        self.seen.append(
+            {
+                **inputs,
+                "mask": grpo_batch.completion_mask.clone(),
+                "advantages": grpo_batch.advantages.clone(),
+            }
+        )
         return super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
 
 
@@ -60,7 +65,7 @@ class Theirs(Recording, GRPOTrainer):
 
 
 def write(folder: Path) -> None:
-    """Model, prompts and demonstrations."""
+    """Write the model, the prompts and the demonstrations."""
     tiny.write_model(folder / "model")
     rows = tiny.demonstrations()
     user = [[{"role": "user", "content": row["prompt"]}] for row in rows]
@@ -74,23 +79,80 @@ def write(folder: Path) -> None:
 
 
 def train(folder: str, out: str, kind: type, *options: str, demos: str = "demos.jsonl") -> Any:
-    """One run of swift's command; the trainer afterwards. demos: the file's name; empty: none."""
+    """Run swift's command once and return the trainer. demos: name of the demonstration file; ""
+    for none.
+    """
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.{kind.__name__}"
-    ours_only = ["--chord_sft_dataset", f"{folder}/{demos}",
-                 "--chord_sft_per_device_train_batch_size", "2"]  # fmt: skip
-    rlhf_main([
-        "--rlhf_type", "grpo", "--model", f"{folder}/model", "--model_type", "qwen2",
-        "--template", "digits", "--dataset", f"{folder}/prompts.jsonl", "--reward_funcs", "digits",
-        "--external_plugins", PLUGIN, "--output_dir", out, "--add_version", "false",
-        "--tuner_type", "full", "--torch_dtype", "float32", "--per_device_train_batch_size", "4",
-        "--num_generations", "4", "--max_completion_length", "6", "--learning_rate", "1e-3",
-        "--max_grad_norm", "0", "--report_to", "none", "--use_cpu", "true", "--seed", "3",
-        "--split_dataset_ratio", "0", "--logging_steps", "1", "--use_vllm", "false",
-        "--gradient_checkpointing", "false", "--dataloader_num_workers", "0",
-        "--load_args", "false", "--check_model", "false",
-        "--dataset_num_proc", "1", "--temperature", "0.7", "--save_strategy", "no",
-        *(ours_only if demos else []), *options,
-    ])  # fmt: skip
+    ours_only = [
+        "--chord_sft_dataset",
+        f"{folder}/{demos}",
+        "--chord_sft_per_device_train_batch_size",
+        "2",
+    ]
+    rlhf_main(
+        [
+            "--rlhf_type",
+            "grpo",
+            "--model",
+            f"{folder}/model",
+            "--model_type",
+            "qwen2",
+            "--template",
+            "digits",
+            "--dataset",
+            f"{folder}/prompts.jsonl",
+            "--reward_funcs",
+            "digits",
+            "--external_plugins",
+            PLUGIN,
+            "--output_dir",
+            out,
+            "--add_version",
+            "false",
+            "--tuner_type",
+            "full",
+            "--torch_dtype",
+            "float32",
+            "--per_device_train_batch_size",
+            "4",
+            "--num_generations",
+            "4",
+            "--max_completion_length",
+            "6",
+            "--learning_rate",
+            "1e-3",
+            "--max_grad_norm",
+            "0",
+            "--report_to",
+            "none",
+            "--use_cpu",
+            "true",
+            "--seed",
+            "3",
+            "--split_dataset_ratio",
+            "0",
+            "--logging_steps",
+            "1",
+            "--use_vllm",
+            "false",
+            "--gradient_checkpointing",
+            "false",
+            "--dataloader_num_workers",
+            "0",
+            "--load_args",
+            "false",
+            "--check_model",
+            "false",
+            "--dataset_num_proc",
+            "1",
+            "--temperature",
+            "0.7",
+            "--save_strategy",
+            "no",
+            *(ours_only if demos else []),
+            *options,
+        ]
+    )
     return made[-1]
 
 
@@ -103,14 +165,25 @@ def column(trainer: Any, name: str) -> list[float]:
 
 
 def main(folder: str, out: str, parts: str, *options: str) -> None:
-    """One rank: swift alone, ours at a constant mu, and ours with the controller, resumed."""
+    """One rank: swift's own trainer, ours with a constant mu, and ours with the controller,
+    uninterrupted and resumed.
+    """
     accumulate = ["--gradient_accumulation_steps", parts, *options]
     own = train(folder, f"{out}/own", Theirs, "--max_steps", "1", *accumulate, demos="")
     os.environ[ours.OPTIONS] = '{"name": "constant", "mu": 0.3}'
     constant = train(folder, f"{out}/constant", Ours, "--max_steps", "1", *accumulate)
     os.environ[ours.OPTIONS] = '{"name": "gac", "update_every": 2}'
-    saving = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2",
-              "--beta", "1e-30", *accumulate]  # fmt: skip
+    saving = [
+        "--max_steps",
+        "4",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "2",
+        "--beta",
+        "1e-30",
+        *accumulate,
+    ]
     whole = train(folder, f"{out}/whole", Ours, *saving)
     half = f"{out}/whole/checkpoint-2"
     again = train(folder, f"{out}/again", Ours, *saving, "--resume_from_checkpoint", half)
@@ -125,14 +198,20 @@ def main(folder: str, out: str, parts: str, *options: str) -> None:
         refusal = str(error)
     torch.save(
         {
-            "own": own.watch.gradients[0], "constant": constant.watch.gradients[0],
-            "shown": constant.shown[0], "seen": constant.seen,
-            "mu": column(whole, "gac/mu"), "again_mu": column(again, "gac/mu"),
-            "next_mu": (whole.mixer.mu, again.mixer.mu), "log": whole.state.log_history[0],
-            "weights": weights(whole), "again": weights(again), "refusal": refusal,
+            "own": own.watch.gradients[0],
+            "constant": constant.watch.gradients[0],
+            "shown": constant.shown[0],
+            "seen": constant.seen,
+            "mu": column(whole, "gac/mu"),
+            "again_mu": column(again, "gac/mu"),
+            "next_mu": (whole.mixer.mu, again.mixer.mu),
+            "log": whole.state.log_history[0],
+            "weights": weights(whole),
+            "again": weights(again),
+            "refusal": refusal,
         },
         Path(out) / f"rank{rank}.pt",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def shown(rows: list[dict[str, Any]]) -> list[Row]:
 
 
 def rollout_term(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """GRPO's mean over sequences of their token mean, on the policy's own samples."""
+    """GRPO's on-policy term: the mean over sequences of their token means."""
     total, count = torch.zeros(()), 0
     for batch in batches:
         logps = plain.logprobs(model, batch["input_ids"], batch["attention_mask"], 0.7)
@@ -50,9 +50,13 @@ def rollout_term(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.Te
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (1, 2), (2, 2)])
 def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, parts: int):
     launch(
-        "tests.integrations.swift_task", str(folder), str(tmp_path), str(parts), ranks=ranks,
+        "tests.integrations.swift_task",
+        str(folder),
+        str(tmp_path),
+        str(parts),
+        ranks=ranks,
         timeout=400,
-    )  # fmt: skip
+    )
     found = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
     from transformers import AutoModelForCausalLM
 
@@ -90,9 +94,14 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
         monkeypatch.setenv("RANK", "-1")
         with pytest.raises(ValueError, match=message):
             swift_task.train(
-                str(folder), str(tmp_path), swift_task.Ours, "--max_steps", "1", *options,
+                str(folder),
+                str(tmp_path),
+                swift_task.Ours,
+                "--max_steps",
+                "1",
+                *options,
                 demos=demos,
-            )  # fmt: skip
+            )
 
     refused("chord_sft_dataset is empty", demos="")
     missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
@@ -104,9 +113,11 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
     trainer = swift_task.made[-1]
     ours.refuse("swift", ours._refused(trainer))
     for owner, name, value in (
-        (trainer, "is_multimodal", True), (trainer.args, "use_liger_kernel", True),
-        (trainer.template, "padding_free", True), (trainer.template, "sequence_parallel_size", 2),
-    ):  # fmt: skip
+        (trainer, "is_multimodal", True),
+        (trainer.args, "use_liger_kernel", True),
+        (trainer.template, "padding_free", True),
+        (trainer.template, "sequence_parallel_size", 2),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             option = "model" if owner is trainer else name

@@ -44,7 +44,9 @@ def rollout_term(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 16), (1, 2), (2, 4)])
 def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, micro: int):
-    """One denominator whatever the micro-batches: Trinity's own mixture grows with their number."""
+    """The denominator must not depend on the number of micro-batches; Trinity's own mixed loss
+    grows with it.
+    """
     from transformers import AutoModelForCausalLM
 
     from tests.integrations.trinity_task import experiences
@@ -89,14 +91,22 @@ def test_the_paths_are_those_of_a_configuration(tmp_path: Path):
     [
         ("algorithm", "kl_loss_fn", "k3", "refuses algorithm.kl_loss_fn='k3': use 'none'"),
         ("algorithm", "entropy_loss_fn", "default", "refuses algorithm.entropy_loss_fn='default'"),
-        ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}},
-         "refuses actor.ppo_mini_batch_size=8: use 16"),
+        (
+            "trainer",
+            "trainer_config",
+            {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}},
+            "refuses actor.ppo_mini_batch_size=8: use 16",
+        ),
         ("trainer", "ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2: use 1"),
         ("model", "temperature", 0.7, "refuses model.temperature=0.7: use 1.0"),
-        ("trainer", "trainer_config", {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},
-         "refuses actor.ppo_epochs=2: use 1"),
+        (
+            "trainer",
+            "trainer_config",
+            {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},
+            "refuses actor.ppo_epochs=2: use 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_weighted_wrongly_is_refused(
     tmp_path: Path, place: str, name: str, value: Any, message: str
 ):
@@ -129,10 +139,12 @@ def test_a_batch_carries_its_counts():
     rows = sample(3)
     usual, experts = experiences(False, 10), experiences(True, 6)
     counts = {
-        "rollouts": 10, "demos": 6, "rows": 16,
+        "rollouts": 10,
+        "demos": 6,
+        "rows": 16,
         "rollout_tokens": sum(int(r.action_mask.sum()) for r in usual),
         "demo_tokens": sum(int(r.action_mask.sum()) for r in experts),
-    }  # fmt: skip
+    }
     assert all({k: row.info[k] for k in counts} == counts for row in rows)
     strategy = GACSampleStrategy.__new__(GACSampleStrategy)
     experts[2].action_mask[:] = False

@@ -1,4 +1,6 @@
-"""GACTrainer in real TRL: gradients of optimiser steps, ranks, resuming, adapters, refusals."""
+"""GACTrainer with the real TRL: gradients of optimizer steps, ranks, resuming, adapters, and
+rejected options.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
 
 MU = 0.3
-TOLERANCE = 3e-6  # float32 rounding; the largest that was seen is 1.4e-6
+TOLERANCE = 3e-6  # float32 rounding; the largest error observed is 1.4e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """accelerate collects garbage at each start of a training: not what was imported, too."""
+    """accelerate runs the garbage collector whenever training starts; exclude the imported modules
+    to save time.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -51,9 +55,11 @@ def test_the_gradient_of_a_step_is_that_of_plain_code(
     model: Path, tmp_path: Path, loss: str, reduction: str, micro_batches: int, demo_batch: int
 ):
     options = {
-        "loss_type": loss, "per_device_train_batch_size": 16 // micro_batches,
-        "gradient_accumulation_steps": micro_batches, "demo_batch": demo_batch,
-    }  # fmt: skip
+        "loss_type": loss,
+        "per_device_train_batch_size": 16 // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "demo_batch": demo_batch,
+    }
     made, watch = trl_task.trainer(model, tmp_path, controller=GAC(mu_init=MU), **options)
     made.train()
     reference = fresh(model)
@@ -72,15 +78,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{loss: {"loss_type": loss} for loss in ("bnpo", "dr_grpo", "cispo", "sapo", "vespo")},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "reuse, clip and KL": {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "delta": 4.0,
-                           "learning_rate": 1e-2},
+    "reuse, clip and KL": {
+        "num_iterations": 2,
+        "max_steps": 2,
+        "beta": 0.1,
+        "delta": 4.0,
+        "learning_rate": 1e-2,
+    },
     "entropy": {"top_entropy_quantile": 0.5, "mask_truncated_completions": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_loss_of_trl_is_mixed_as_it_is(model: Path, tmp_path: Path, name: str):
-    """The gradient is (1 - mu) times GRPOTrainer's and mu times the demonstrations'."""
+    """The gradient is (1 - mu) times GRPOTrainer's gradient plus mu times that of the
+    demonstrations.
+    """
     from trl import GRPOTrainer
 
     own, alone = trl_task.trainer(model, tmp_path, GRPOTrainer, **OPTIONS[name])
@@ -122,7 +135,9 @@ def test_adapters_learn_and_the_base_does_not(model: Path, tmp_path: Path):
 
 
 def test_options_of_the_trainer_run_with_it(model: Path, tmp_path: Path):
-    """bfloat16 autocast, recomputed layers and a head in float32, to a finite end."""
+    """bfloat16 autocast, gradient checkpointing and a float32 head together give finite losses and
+    gradients.
+    """
     options = {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}
     made, _ = trl_task.trainer(model, tmp_path, max_steps=2, **options)
     made.train()
@@ -132,7 +147,7 @@ def test_options_of_the_trainer_run_with_it(model: Path, tmp_path: Path):
 
 
 def test_the_controller_sees_the_step(model: Path, tmp_path: Path):
-    """The logged signals are those of plain code over the whole step."""
+    """The logged signals match plain torch code over the whole step."""
     made, _ = trl_task.trainer(model, tmp_path, controller=GAC(), beta=1e-30)
     made.train()
     advantages = torch.cat([batch["advantages"] for batch in made.seen])
@@ -146,15 +161,20 @@ def test_the_controller_sees_the_step(model: Path, tmp_path: Path):
     )
     assert trl_task.column(made, "gac/kl") == [0.0]
     assert set(made.state.log_history[0]) >= {
-        "gac/mu_star", "gac/alpha", "gac/prior", "gac/disagreement", "gac/demo_loss"
-    }  # fmt: skip
+        "gac/mu_star",
+        "gac/alpha",
+        "gac/prior",
+        "gac/disagreement",
+        "gac/demo_loss",
+    }
 
 
 @pytest.mark.dist
 def test_two_processes_and_resuming(model: Path, tmp_path: Path):
-    """The mean gradient is the step's, mu is one, and a resumed run is the one not stopped.
+    """The averaged gradient is that of the step, mu is the same on both ranks, and a resumed run
+    matches an uninterrupted one.
 
-    A run whose ranks have different mu ends before its first step."""
+    A run whose ranks have different values of mu fails before its first step."""
     ranks = processes.run(trl_task.resumed, model, tmp_path, ranks=2)
     reference = fresh(model)
     seen = [batch for rank in ranks for batch in rank["seen"]]
@@ -190,7 +210,7 @@ def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: P
 
 
 def test_messages_become_the_prompts_that_the_trainer_writes(model: Path, tmp_path: Path):
-    """The last message is learnt, up to EOS; a system's and earlier turns are its prompt."""
+    """The last message, up to EOS, is the target; all earlier messages form the prompt."""
     from gac.integrations.demonstrations import encode
 
     words = trl_task.tokenizer()
@@ -213,13 +233,24 @@ def test_messages_become_the_prompts_that_the_trainer_writes(model: Path, tmp_pa
     ("rows", "message"),
     [
         ([{"text": "1"}], r"columns \['text'\]: give prompt and completion, or messages"),
-        ([{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": ""}],
-         r"demo_dataset\[1\] has the completion '': remove the row"),
+        (
+            [{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": ""}],
+            r"demo_dataset\[1\] has the completion '': remove the row",
+        ),
         ([{"prompt": "", "completion": "2"}], r"demo_dataset\[0\] has the prompt ''"),
-        ([{"messages": [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]}],
-         "ends with a message by 'user'"),
+        (
+            [
+                {
+                    "messages": [
+                        {"role": "assistant", "content": "1"},
+                        {"role": "user", "content": "2"},
+                    ]
+                }
+            ],
+            "ends with a message by 'user'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, message: str):
     with pytest.raises(ValueError, match=message):
         trl_task.trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))

@@ -62,7 +62,9 @@ def rollout_term(model: Any) -> torch.Tensor:
 def test_a_step_is_that_of_plain_code(
     files: tuple[str, str], tmp_path: Path, ranks: int, micro: int
 ):
-    """The gradient of the first of four steps, the ranks' mu, and resuming after two."""
+    """Checks the gradient of the first of four steps, mu on every rank, and resuming after two
+    steps.
+    """
     size = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}"
     launch("tests.integrations.verl_task", "resumed", *files, str(tmp_path), size, ranks=ranks)
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
@@ -112,7 +114,7 @@ def test_every_loss_of_verl_is_mixed_as_it_is(files: tuple[str, str], tmp_path: 
 def test_bad_demonstrations_are_named(
     files: tuple[str, str], tmp_path: Path, row: dict[str, str], message: str
 ):
-    """As the worker reads them, before its first step."""
+    """The worker reads them, and fails, before its first step."""
     from gac.integrations.verl import GACPolicyLoss, Mixture
 
     path = tmp_path / "bad.jsonl"

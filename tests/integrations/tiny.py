@@ -1,4 +1,4 @@
-"""A model of a few thousand weights and demonstrations for it, for any trainer's tests."""
+"""A tiny model and demonstrations for it, for the tests of every adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gac.demo.task import model_config, rows, tokenizer
 
 
 def write_model(folder: Path) -> None:
-    """A random Qwen2 of two layers with the demo's tokenizer."""
+    """Write a random two-layer Qwen2 with the demo's tokenizer."""
     words = tokenizer()
     config = model_config(len(words), words.pad_token_id, words.eos_token_id)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2

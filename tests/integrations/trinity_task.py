@@ -1,4 +1,4 @@
-"""Trinity's loss and batches in verl 0.8's own worker on CPUs, one rank."""
+"""Run one rank of verl 0.8's own worker on a CPU, with Trinity's loss and batches."""
 
 from __future__ import annotations
 
@@ -38,28 +38,36 @@ def experiences(expert: bool, count: int) -> list[Experience]:
         known: dict[str, Any] = {}
         if not expert:
             known = {
-                "logprobs": -torch.rand(length, generator=draw) * 0.1 - 2.8, "reward": 1.0,
+                "logprobs": -torch.rand(length, generator=draw) * 0.1 - 2.8,
+                "reward": 1.0,
                 "advantages": torch.randn((), generator=draw).expand(length).clone(),
-            }  # fmt: skip
-        out.append(Experience(
-            eid=EID(task=i), tokens=torch.randint(3, 18, (prompt + length,), generator=draw),
-            prompt_length=prompt, info={"model_version": 0}, **known,
-        ))  # fmt: skip
+            }
+        out.append(
+            Experience(
+                eid=EID(task=i),
+                tokens=torch.randint(3, 18, (prompt + length,), generator=draw),
+                prompt_length=prompt,
+                info={"model_version": 0},
+                **known,
+            )
+        )
     return out
 
 
 def sample(step: int) -> list[Experience]:
-    """A training step's rows, by the real strategy, over buffers in memory."""
+    """The rows of one training step, sampled by the real strategy from in-memory buffers."""
     strategy = ours.GACSampleStrategy.__new__(ours.GACSampleStrategy)
     strategy.usual_exp_buffer = Buffer(experiences(False, 10))
     strategy.expert_exp_buffer = Buffer(experiences(True, 6))
     rows, _, _ = asyncio.run(strategy.sample(step))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
-    return [rows[i] for i in order]  # Trinity balances the ranks' tokens: kinds are mixed
+    return [
+        rows[i] for i in order
+    ]  # shuffled, because Trinity balances tokens over ranks and so mixes rollouts and demonstrations
 
 
 def reference(row: Experience) -> torch.Tensor:
-    """Log-probs of a reference policy, made up from the row's tokens."""
+    """Made-up reference log-probs, derived from the row's tokens."""
     return -2.8 - 0.01 * row.tokens[row.prompt_length :].float() / 18
 
 
@@ -70,7 +78,7 @@ def batch(step: int, micro: int) -> TensorDict:
 
 
 def configuration(state: str) -> Config:
-    """A user's configuration as far as it matters here."""
+    """A minimal user configuration."""
     config = Config()
     config.algorithm.algorithm_type = "gac.integrations.trinity.GACAlgorithm"
     config.buffer.train_batch_size = 16
@@ -79,7 +87,7 @@ def configuration(state: str) -> Config:
 
 
 def algorithm(state: str, **options: Any) -> AlgorithmConfig:
-    """The algorithm's part of it, as Trinity's own validator completes it."""
+    """The algorithm section of `configuration`, completed by Trinity's own validator."""
     config = configuration(state)
     config.algorithm.policy_loss_fn_args = {**ours.GACPolicyLoss.default_args(), **options}
     AlgorithmConfigValidator().validate(config)
@@ -92,7 +100,7 @@ def worker(model: str, state: str, **options: Any) -> Any:
 
 
 def main(model: str, out: str, micro: str) -> None:
-    """One rank: four steps, and the last two again by a worker that starts from the second."""
+    """One rank: four steps, then the last two repeated by a worker that resumes from the second."""
     dist.init_process_group("gloo")
     method = {"name": "gac", "update_every": 2}
     made = worker(model, f"{out}/state", method=method, kl_coef=0.05)
@@ -130,11 +138,18 @@ def main(model: str, out: str, micro: str) -> None:
         for each in (made, again)
     ]
     torch.save(
-        {"gradient": gradients[0], "logs": logs, "repeated": repeated, "weights": whole,
-         "refusal": refusal},
+        {
+            "gradient": gradients[0],
+            "logs": logs,
+            "repeated": repeated,
+            "weights": whole,
+            "refusal": refusal,
+        },
         Path(out) / f"rank{dist.get_rank()}.pt",
-    )  # fmt: skip
-    os._exit(0)  # an engine that failed within a step leaves collectives behind
+    )
+    os._exit(
+        0
+    )  # skip the normal shutdown: an engine that failed mid-step leaves collectives pending
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real runs of TRL on a model of a few thousand weights, with what they computed."""
+"""Run the real TRL on a tiny model, and record what it computes."""
 
 from __future__ import annotations
 
@@ -63,28 +63,56 @@ class Recorded(GACTrainer):
 
 
 def trainer(
-    model: Path, out: Path, kind: type[GRPOTrainer] = Recorded, *, controller: Any = None,
-    peft_config: Any = None, demo_dataset: Any = None, demo_batch: int = 5, **changes: Any,
-) -> tuple[Any, Watch]:  # fmt: skip
-    """A trainer of one step (by default) and its watch; `changes` go to GRPOConfig."""
+    model: Path,
+    out: Path,
+    kind: type[GRPOTrainer] = Recorded,
+    *,
+    controller: Any = None,
+    peft_config: Any = None,
+    demo_dataset: Any = None,
+    demo_batch: int = 5,
+    **changes: Any,
+) -> tuple[Any, Watch]:
+    """Build a trainer (one step by default) and its gradient recorder; `changes` are passed to
+    GRPOConfig.
+    """
     watch = Watch()
     options: dict[str, Any] = {
-        "output_dir": str(out), "per_device_train_batch_size": 8, "num_generations": 4,
-        "gradient_accumulation_steps": 2, "max_completion_length": 6, "max_steps": 1,
-        "temperature": TEMPERATURE, "learning_rate": 1e-3, "max_grad_norm": 0.0, "seed": 3,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
-        "disable_tqdm": True, **changes,
-    }  # fmt: skip
+        "output_dir": str(out),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 6,
+        "max_steps": 1,
+        "temperature": TEMPERATURE,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.0,
+        "seed": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        **changes,
+    }
     ours: dict[str, Any] = {}
     if issubclass(kind, GACTrainer):
-        ours = {"demo_dataset": demos() if demo_dataset is None else demo_dataset,
-                "demo_batch": demo_batch,
-                "controller": Constant(mu=0.3) if controller is None else controller}  # fmt: skip
+        ours = {
+            "demo_dataset": demos() if demo_dataset is None else demo_dataset,
+            "demo_batch": demo_batch,
+            "controller": Constant(mu=0.3) if controller is None else controller,
+        }
     made = kind(
-        model=AutoModelForCausalLM.from_pretrained(model), reward_funcs=share_of_digits,
-        args=GRPOConfig(**options), train_dataset=prompts(), processing_class=tokenizer(),
-        callbacks=[watch], peft_config=peft_config, **ours,
-    )  # fmt: skip
+        model=AutoModelForCausalLM.from_pretrained(model),
+        reward_funcs=share_of_digits,
+        args=GRPOConfig(**options),
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        callbacks=[watch],
+        peft_config=peft_config,
+        **ours,
+    )
     return made, watch
 
 
@@ -98,12 +126,18 @@ def weights(made: Any) -> dict[str, Tensor]:
 
 
 def resumed(model: Path, out: Path) -> dict[str, Any]:
-    """One rank of a job: four steps, saved after two, and the last two again from there."""
+    """One rank of a job: four steps with a checkpoint after two, then the last two again from that
+    checkpoint.
+    """
     gc.freeze()
     options = {
-        "controller": GAC(update_every=2), "max_steps": 4, "per_device_train_batch_size": 4,
-        "beta": 1e-30, "save_strategy": "steps", "save_steps": 2,
-    }  # fmt: skip
+        "controller": GAC(update_every=2),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "beta": 1e-30,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     made, watch = trainer(model, out, **options)
     made.train()
     again, _ = trainer(model, out, **options)
@@ -116,8 +150,13 @@ def resumed(model: Path, out: Path) -> dict[str, Any]:
     except RuntimeError as error:
         refusal = str(error)
     return {
-        "gradient": watch.gradients[0], "seen": made.seen[:2], "shown": made.shown[0],
-        "mu": made.mixer.mu, "logged": column(made, "gac/mu"), "weights": weights(made),
-        "again": weights(again), "again_mu": again.mixer.mu,
+        "gradient": watch.gradients[0],
+        "seen": made.seen[:2],
+        "shown": made.shown[0],
+        "mu": made.mixer.mu,
+        "logged": column(made, "gac/mu"),
+        "weights": weights(made),
+        "again": weights(again),
+        "again_mu": again.mixer.mu,
         "refusal": refusal,
-    }  # fmt: skip
+    }

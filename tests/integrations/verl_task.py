@@ -1,4 +1,6 @@
-"""A real verl actor on CPUs, one rank: FSDP2, its own engine, worker and configuration."""
+"""Run one rank of a real verl actor on a CPU: FSDP2, with verl's own engine, worker and
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,22 @@ def rollouts(size: int = 8, vocabulary: int = 18) -> list[dict[str, Any]]:
             for n in torch.randint(2, 7, (2,), generator=draw)
         )
         mask = torch.ones(len(response), dtype=torch.int64)
-        mask[1] = i % 3 != 0  # a token that a tool wrote
-        out.append({
-            "prompt": prompt, "response": response, "mask": mask,
-            "advantage": torch.randn((), generator=draw).expand(len(response)).clone(),
-            "old": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
-            "ref": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
-        })  # fmt: skip
+        mask[1] = i % 3 != 0  # a token written by a tool
+        out.append(
+            {
+                "prompt": prompt,
+                "response": response,
+                "mask": mask,
+                "advantage": torch.randn((), generator=draw).expand(len(response)).clone(),
+                "old": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
+                "ref": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
+            }
+        )
     return out
 
 
 def actor(model: str, *overrides: str) -> Any:
-    """The worker that verl's own configuration makes."""
+    """Build the worker from verl's own configuration."""
     return verl_cpu.actor(
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -47,15 +53,17 @@ def actor(model: str, *overrides: str) -> Any:
 
 
 def gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
-    """A list that receives the whole gradient of each optimiser step."""
+    """Return a list to which each optimizer step appends its full gradient."""
     found: list[dict[str, torch.Tensor]] = []
     step = trainer.engine.optimizer_step
 
     def watched() -> Any:
-        found.append({
-            name: p.grad.full_tensor().clone()
-            for name, p in trainer.engine.module.named_parameters()
-        })  # fmt: skip
+        found.append(
+            {
+                name: p.grad.full_tensor().clone()
+                for name, p in trainer.engine.module.named_parameters()
+            }
+        )
         return step()
 
     trainer.engine.optimizer_step = watched
@@ -63,7 +71,7 @@ def gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def ours(demos: str, *overrides: str) -> list[str]:
-    """Configuration alone: what a user adds to a command of verl's."""
+    """The configuration overrides that a user adds to a verl command."""
     loss = "actor_rollout_ref.actor.policy_loss"
     return [
         f"{loss}._target_=gac.integrations.verl.GACPolicyLoss",
@@ -74,7 +82,7 @@ def ours(demos: str, *overrides: str) -> list[str]:
 
 
 def run(worker: Any, rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Optimiser steps over the same rollouts; what ours logged in each."""
+    """Run optimizer steps over the same rollouts; return the gac metrics of each step."""
     logs = []
     for _ in range(steps):
         data = verl_cpu.batch(rows, TEMPERATURE, global_batch_size=8, mini_batch_size=8, epochs=1)
@@ -88,7 +96,7 @@ def whole(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]:
-    """Four steps, saved after two, and the last two again from there."""
+    """Four steps with a checkpoint after two, then the last two again from that checkpoint."""
     options = ours(demos, *overrides)
     trainer = actor(model, *options)
     found, mixer = gradients(trainer), trainer.mixture.mixer
@@ -111,13 +119,18 @@ def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]
     except FileNotFoundError as error:
         refusal = str(error)
     return {
-        "gradient": found[0], "drawn": drawn, "logs": logs, "repeated": repeated,
-        "weights": whole(trainer), "again": whole(again), "refusal": refusal,
-    }  # fmt: skip
+        "gradient": found[0],
+        "drawn": drawn,
+        "logs": logs,
+        "repeated": repeated,
+        "weights": whole(trainer),
+        "again": whole(again),
+        "refusal": refusal,
+    }
 
 
 def modes(model: str, demos: str, out: str, *names: str) -> dict[str, Any]:
-    """The gradient of one step under each of verl's losses: alone, and mixed at mu = 0.3."""
+    """The gradient of one step for each of verl's losses, unmixed and mixed at mu = 0.3."""
     result = {}
     for name in names:
         mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"

@@ -1,8 +1,8 @@
 """Multi-objective weights for two objectives, always in the order (SFT, RL).
 
-Everything is a pure function of a few scalars, so sharded gradients cost one small all-reduce.
+Everything is a pure function of a few scalars, so sharded gradients need only one small all-reduce.
 The update direction is w_s g_s + w_r g_r; the weights may be negative or sum to more than 1, so
-mix gradients with them, not losses. `None` means that the input was not finite: skip the step.
+apply them to gradients, not to losses. `None` means that an input was not finite: skip the step.
 """
 
 from .gram import Gram, Weights, cross_gram, with_unit_rl

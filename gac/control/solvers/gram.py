@@ -28,7 +28,7 @@ class Gram(NamedTuple):
 
     @classmethod
     def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
-        """From micro-batch gradients: gram [M_s + M_r, M_s + M_r], SFT first, equal sizes."""
+        """Build from micro-batch gradients: gram [M_s + M_r, M_s + M_r], SFT first, equal sizes."""
         ss, sr, rr = _block_means(gram, sft_count)
         return cls(ss, sr, rr)
 
@@ -46,7 +46,7 @@ class Gram(NamedTuple):
         return min(max(self.dot / norms, -1.0), 1.0) if norms > 0 else 0.0
 
     def unit(self) -> Gram:
-        """Divided by the larger squared norm: same directions, no overflow; zeros stay."""
+        """Divide by the larger squared norm to avoid overflow; zeros are returned unchanged."""
         size = max(self.sft, self.rl)
         return self if size == 0 else Gram(self.sft / size, self.dot / size, self.rl / size)
 
@@ -57,9 +57,10 @@ class Gram(NamedTuple):
 
 
 def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights | None:
-    """`solve` on the problem whose RL gradient has norm 1; the weights fit the raw gradients.
+    """Call `solve` with the RL gradient scaled to norm 1; the returned weights apply to the raw
+    gradients.
 
-    The paper's baselines use l2-normalised RL gradients. A zero RL gradient is left as it is.
+    The paper's baselines use l2-normalised RL gradients. A zero RL gradient is left unchanged.
     """
     norm = math.sqrt(gram.rl) if gram.usable else 0.0
     if norm == 0:
@@ -69,13 +70,19 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
 
 
 def cross_gram(gram: Tensor, sft_count: int) -> Cross:
-    """SDMGrad's two-batch matrix from micro-batches: the first half of each side is one batch.
+    """SDMGrad's two-batch matrix from micro-batches: the first half of each term is one batch, the
+    second half the other.
 
-    gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes; two of each at least.
+    gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes, at least two of each.
     """
     total = gram.shape[0]
     enough = is_count(sft_count, 2) and total - sft_count >= 2
-    require(enough, "sft_count", sft_count, f"2 or more of each side; there are {total} in all")
+    require(
+        enough,
+        "sft_count",
+        sft_count,
+        f"at least 2 of each term; there are {total} micro-batches in total",
+    )
     cuts = [0, sft_count // 2, sft_count, (sft_count + total) // 2, total]
     parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
     first, second = (parts[0], parts[2]), (parts[1], parts[3])

@@ -1,4 +1,4 @@
-"""Gradient solvers that learn their weights: one step each, state in and state out.
+"""Gradient solvers with learned weights, as step functions that take and return a state.
 
 States are named tuples of numbers; `State(*json.loads(json.dumps(state)))` restores one.
 """
@@ -12,14 +12,14 @@ from gac.checks import is_real, require
 
 from .gram import Gram, Weights
 
-LEAST = 1e-3  # smallest GradNorm weight: at 0 an objective could not come back
+LEAST = 1e-3  # smallest GradNorm weight; an objective with weight 0 could never recover
 
 
 class GradNormState(NamedTuple):
-    """What GradNorm remembers."""
+    """State of GradNorm."""
 
     weights: Weights = (1.0, 1.0)
-    """Their sum stays 2."""
+    """Weights, whose sum is always 2."""
     initial_losses: tuple[float, float] | None = None
     """Losses of the first step; used when `asymmetry` is not 0."""
 
@@ -32,16 +32,17 @@ def gradnorm_step(
     asymmetry: float = 0.0,
     lr: float = 0.025,
 ) -> tuple[Weights | None, GradNormState]:
-    """One step of GradNorm (arXiv 1711.02257): weighted norms w_i |g_i| move to a common target.
+    """One step of GradNorm (arXiv 1711.02257): moves the weighted norms w_i |g_i| towards a common
+    target.
 
-    losses: global means > 0; needed when asymmetry != 0.
+    losses: global means > 0; required if asymmetry != 0.
     asymmetry: the paper's alpha: the target is mean(w |g|) r_i^alpha, with r_i the relative
         inverse training rate L_i / L_i(0) over its mean. 0 equalises the norms.
-    lr: step of a weight, in units of |g_i| / mean(w |g|), which is scale-free. The rule follows
-        signs, so mu jitters by about lr: lower it over time.
+    lr: step of a weight, in units of |g_i| / mean(w |g|), which is scale-free. The update uses only
+        the sign of the error, so mu jitters by about lr; decay lr over time.
 
-    Returns the weights for this step's gradients. Not finite, or both gradients zero: None and
-    the old state. Raises ValueError on a loss <= 0 that is needed.
+    Returns the weights for this step's gradients and the new state; None and the old state if an
+    input is not finite or both gradients are zero. Raises ValueError if a required loss is <= 0.
     """
     require(is_real(lr) and lr >= 0, "lr", lr, "a finite number >= 0")
     require(is_real(asymmetry), "asymmetry", asymmetry, "a finite number")
@@ -74,11 +75,12 @@ def moco_step(
     """One projected step of MoCo's weights (Fernando et al., ICLR 2023).
 
     weights: on the simplex; start with (0.5, 0.5).
-    tracked: inner products of the tracked gradients y <- y - beta (y - g), which the caller keeps.
-        It is divided by its trace, so that lr has no unit.
-    regularization: rho >= 0, added to the diagonal after that.
+    tracked: inner products of the tracked gradients y <- y - beta (y - g), which the caller
+        maintains. They are divided by their trace, so lr is dimensionless.
+    regularization: rho >= 0, added to the diagonal after the division.
 
-    Returns (new weights, new state), the same pair twice; (None, old weights) if not finite.
+    Returns (new weights, new state), which are equal; (None, old weights) if an input is not
+    finite.
     """
     require(is_real(lr) and lr >= 0, "lr", lr, "a finite number >= 0")
     ok = is_real(regularization) and regularization >= 0

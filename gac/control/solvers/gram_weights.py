@@ -1,7 +1,7 @@
 """Stateless gradient solvers, in closed form for two objectives.
 
-A zero gradient leaves its objective without a say: what each function then returns is in its
-docstring. Weights come in each method's published scale (sums for PCGrad, means for the others).
+Each docstring says what the function returns for a zero gradient. Weights use each method's
+published scale (sums for PCGrad, means for the others).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gac.checks import is_real, require
 
 from .gram import Cross, Gram, Weights
 
-OPPOSITE = 1e-7  # 1 + cosine below this is rounding of float32 gradients
+OPPOSITE = 1e-7  # 1 + cosine below this is float32 rounding error
 PARALLEL = 1e-12  # 1 - cosine^2 below this: the Gram matrix has rank 1
 
 
@@ -31,10 +31,11 @@ def mgda(gram: Gram) -> Weights | None:
 
 
 def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
-    """Each gradient without its part along the other where they conflict (arXiv 2001.06782).
+    """If the gradients conflict, project each onto the normal plane of the other (arXiv
+    2001.06782).
 
     threshold: the cosine below which gradients conflict, in [-1, 1]; 0 is the published method.
-    With a zero gradient, or without conflict: (1, 1).
+    Returns (1, 1) for a zero gradient or without conflict.
     """
     ok = is_real(threshold) and -1 <= threshold <= 1
     require(ok, "threshold", threshold, "a cosine in [-1, 1]")
@@ -47,13 +48,14 @@ def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
 
 
 def cagrad(gram: Gram, radius: float = 0.5, rescale: int = 0) -> Weights | None:
-    """The best worst descent within `radius` |g_0| of the mean gradient g_0 (arXiv 2110.14048).
+    """The best worst-case descent within `radius` |g_0| of the mean gradient g_0 (arXiv
+    2110.14048).
 
     radius: the paper's c, >= 0. rescale: 0 none, 1 divides by 1 + radius^2, 2 by 1 + radius.
 
-    Minimises g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r. Where g_w vanishes
-    (a zero gradient, or opposite ones that the radius can cancel), nothing descends on both: the
-    mean (0.5, 0.5) if one gradient is zero, else (0, 0).
+    Minimises g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r. If g_w vanishes (one
+    gradient is zero, or opposite gradients cancel within the radius), no direction descends on
+    both. Returns the mean (0.5, 0.5) if one gradient is zero, else (0, 0).
     """
     require(is_real(radius) and radius >= 0, "radius", radius, "a finite number >= 0")
     require(rescale in (0, 1, 2), "rescale", rescale, "0, 1 or 2")
@@ -64,7 +66,7 @@ def cagrad(gram: Gram, radius: float = 0.5, rescale: int = 0) -> Weights | None:
     reach = radius * 0.5 * math.sqrt(max(a + 2 * b + c, 0.0))  # radius |g_0|
     gap = a + c - 2 * b
     if reach == 0 or a == 0 or c == 0 or gap <= 0:
-        pull = radius if gap <= 0 and a > 0 else 0.0  # equal gradients: all pulls agree
+        pull = radius if gap <= 0 and a > 0 else 0.0  # equal gradients: every g_w is the same
         return (0.5 + 0.5 * pull) / scale, (0.5 + 0.5 * pull) / scale
     slope = 0.5 * (a - c) / (reach * math.sqrt(gap))
     if abs(slope) >= 1:
@@ -82,10 +84,10 @@ def cagrad(gram: Gram, radius: float = 0.5, rescale: int = 0) -> Weights | None:
 def nash_mtl(gram: Gram, max_norm: float | None = 1.0) -> Weights | None:
     """The Nash bargaining solution, G w = 1 / w (arXiv 2202.01017): w_i = 1 / (|g_i| sqrt(1+cos)).
 
-    max_norm: the update is scaled down to at most this norm, as published; None: not at all. The
-    unclipped update always has norm sqrt(2), so the published one is the unit bisector. Opposite
-    gradients have no solution: the weights are bounded there and the update fades to zero.
-    A zero gradient drops out: its weight is 0, and the other gradient is normalised.
+    max_norm: clip the norm of the update to this value, as published; None: no clipping. The
+        unclipped update always has norm sqrt(2), so the published update is the unit bisector.
+        Opposite gradients have no solution; the weights stay bounded and the update goes to zero. A
+        zero gradient gets weight 0, and the other gradient is normalized.
     """
     require(max_norm is None or max_norm > 0, "max_norm", max_norm, "a number > 0, or None")
     if not gram.usable:
@@ -102,11 +104,13 @@ def nash_mtl(gram: Gram, max_norm: float | None = 1.0) -> Weights | None:
 def aligned_mtl(
     gram: Gram, mode: str = "min", preference: tuple[float, float] = (0.5, 0.5)
 ) -> Weights | None:
-    """The preferred mix of gradients made orthogonal and equally long (arXiv 2305.19000).
+    """Preference-weighted sum of the gradients after making them orthogonal and of equal norm
+    (arXiv 2305.19000).
 
-    w = sqrt(scale) G^(-1/2) preference, with scale the smallest eigenvalue of G ("min"), or the
-    mean one ("rmse"). Parallel gradients, or a zero one, leave the part along the one direction
-    that there is; two zeros return the preference. Weights may be negative.
+    w = sqrt(scale) G^(-1/2) preference, where scale is the smallest eigenvalue of G ("min") or
+    their mean ("rmse"). With parallel gradients or one zero gradient, only the component along
+    their common direction remains; two zero gradients return the preference. Weights may be
+    negative.
     """
     require(mode in ("min", "rmse"), "mode", mode, "one of min, rmse")
     p, q = _preference(preference)
@@ -117,7 +121,7 @@ def aligned_mtl(
     if trace == 0:
         return p, q
     det = a * c * (1 - gram.cosine**2)
-    if det <= PARALLEL * a * c:  # G = trace v v^T, one eigenvalue for both modes
+    if det <= PARALLEL * a * c:  # G = trace v v^T: a single nonzero eigenvalue, so both modes agree
         v_s, v_r = math.sqrt(a / trace), math.copysign(math.sqrt(c / trace), b)
         along = v_s * p + v_r * q
         return v_s * along, v_r * along
@@ -132,13 +136,14 @@ def sdmgrad(
     regularization: float = 0.3,
     preference: tuple[float, float] = (0.5, 0.5),
 ) -> Weights | None:
-    """MGDA regularised towards a preference (arXiv 2305.18409), the optimum of its inner loop.
+    """MGDA regularized towards a preference (arXiv 2305.18409), with its inner loop solved exactly.
 
     products: a `Gram` (one batch), or the 2 x 2 matrix of `cross_gram` (two batches: unbiased).
     regularization: lambda >= 0; 0 on one batch is MGDA.
 
-    The inner loop seeks w = (x, 1 - x) with no gain in A (w + lambda p); it is linear in x. A
-    noisy A may have no stable interior point: then the end to which (0.5, 0.5) is pushed.
+    The inner loop looks for w = (x, 1 - x) at which the two components of A (w + lambda p) are
+    equal, a linear equation in x. A noisy A may have no stable interior solution; the result is
+    then the end point that (0.5, 0.5) moves towards.
     """
     ok = is_real(regularization) and regularization >= 0
     require(ok, "regularization", regularization, "a finite number >= 0")

@@ -1,7 +1,7 @@
-"""Weights from the two loss values alone, always (SFT, RL) and global means over all ranks.
+"""Weights from the two loss values only, always in the order (SFT, RL) and averaged over all ranks.
 
-A GRPO surrogate is near 0 on-policy and changes its sign: feed 1 - mean reward, or the surrogate
-less a lower bound of it. States are named tuples of numbers and restore from JSON by `State(*x)`.
+A GRPO surrogate is near 0 on-policy and changes sign: pass 1 - mean reward, or the surrogate minus
+a lower bound. States are named tuples of numbers and restore from JSON by `State(*x)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gac.checks import is_count, is_real, require
 from .gram import Weights
 
 Losses = tuple[float, float]
-EPSILON = 1e-8  # keeps a loss of exactly 0 divisible
+EPSILON = 1e-8  # avoids division by a loss of exactly 0
 
 
 def uncertainty_weights(log_variances: Losses) -> Weights:
@@ -26,9 +26,10 @@ def uncertainty_weights(log_variances: Losses) -> Weights:
 def uncertainty_step(
     log_variances: Losses, losses: Losses, *, lr: float = 0.025, bound: float = 6.0
 ) -> Losses | None:
-    """A gradient step of sum_i exp(-s_i) L_i / 2 + s_i / 2 on s; its fixed point is exp(s) = L.
+    """One gradient step on s for sum_i exp(-s_i) L_i / 2 + s_i / 2; the fixed point is exp(s) = L.
 
-    bound: s is kept in [-bound, bound], for losses that reach 0. None if not finite.
+    bound: s is clipped to [-bound, bound], in case a loss reaches 0. Returns None if a loss is not
+        finite.
     """
     require(is_real(lr) and lr >= 0, "lr", lr, "a finite number >= 0")
     require(is_real(bound) and bound > 0, "bound", bound, "a finite number > 0")
@@ -42,20 +43,22 @@ def uncertainty_step(
 
 
 class DWAState(NamedTuple):
-    """Dynamic weight average: the running window and the last two window means."""
+    """State of dynamic weight average: the current window and the last two window means."""
 
     sums: Losses = (0.0, 0.0)
-    """Sums of the losses of the window so far."""
+    """Sums of the losses in the current window."""
     steps: int = 0
-    """Steps of the window so far."""
+    """Number of steps in the current window."""
     newer: Losses | None = None
     """Means of the last full window."""
     older: Losses | None = None
-    """Means of the one before."""
+    """Means of the full window before that."""
 
 
 def dwa_weights(state: DWAState, temperature: float = 2.0) -> Weights:
-    """w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704), or (1, 1) too early."""
+    """w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704); (1, 1) until two windows are
+    complete.
+    """
     require(is_real(temperature) and temperature > 0, "temperature", temperature, "a number > 0")
     if state.newer is None or state.older is None:
         return 1.0, 1.0
@@ -67,9 +70,10 @@ def dwa_weights(state: DWAState, temperature: float = 2.0) -> Weights:
 
 
 def dwa_step(state: DWAState, losses: Losses, window: int = 25) -> DWAState | None:
-    """The state after a step with these losses >= 0; the paper's epoch is `window` steps here.
+    """Update the state with the losses (>= 0) of a step; `window` steps replace the paper's epoch.
 
-    None if not finite. Raises ValueError on a negative loss, whose ratio means nothing.
+    Returns None if a loss is not finite. Raises ValueError on a negative loss, whose ratio is
+    meaningless.
     """
     require(is_count(window, 1), "window", window, "an integer >= 1")
     if not all(map(math.isfinite, losses)):
@@ -94,7 +98,7 @@ class FAMOState(NamedTuple):
 def famo_weights(state: FAMOState, losses: Losses, minimum: Losses = (0.0, 0.0)) -> Weights | None:
     """w_i ~ z_i / (L_i - minimum_i), z = softmax(logits), summing to 1 (arXiv 2306.03792).
 
-    None if not finite. Raises ValueError on a loss below its minimum.
+    Returns None if a loss is not finite. Raises ValueError if a loss is below its minimum.
     """
     gaps = _gaps(losses, minimum)
     if gaps is None:
@@ -113,10 +117,11 @@ def famo_step(
     lr: float = 0.025,
     decay: float = 1e-3,
 ) -> FAMOState | None:
-    """The logits after one Adam step on how much faster each loss fell on the same batch.
+    """One Adam step on the logits, from the decrease of each loss on the same batch.
 
     before, after: losses of one batch before and after the optimiser step.
-    decay: weight decay of the logits, added to their gradient. None if not finite.
+    decay: weight decay of the logits, added to their gradient. Returns None if a loss is not
+        finite.
     """
     require(is_real(lr) and lr >= 0, "lr", lr, "a finite number >= 0")
     require(is_real(decay) and decay >= 0, "decay", decay, "a finite number >= 0")

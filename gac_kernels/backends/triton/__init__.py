@@ -1,6 +1,7 @@
-"""Row kernels in Triton, for CUDA; on the CPU under Triton's interpreter only.
+"""Row kernels in Triton for CUDA; on a CPU only under Triton's interpreter.
 
-One file for each operation: the kernel, its launch, and the function of `gac_kernels.backends`.
+One file per operation: the kernel, its launch and the backend function (see
+`gac_kernels.backends`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if _INSTALLED:
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run on `device`, None when they can."""
+    """Why the kernels cannot run on `device`; None if they can."""
     if not _INSTALLED:
         return "the package triton is not installed"
     if dtype not in DTYPES:
@@ -35,14 +36,16 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if isinstance(loss_kernel, InterpretedFunction):
         return _interpreter_fault()
     if device.type != "cuda":
-        return f"no device {device.type!r} (on a CPU set TRITON_INTERPRET=1 before the import)"
+        return f"it does not run on {device.type!r} (on a CPU, set TRITON_INTERPRET=1 before importing it)"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None
 
 
 def _interpreter_fault() -> str | None:
-    """Triton 3.6 interprets loops by converting arrays of one element, which numpy 2.4 ended."""
+    """In loops, the interpreter of Triton 3.6 converts one-element arrays to scalars, which numpy
+    2.4 rejects.
+    """
     triton, numpy = (tuple(map(int, version(p).split(".")[:2])) for p in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return "the interpreter of Triton 3.6 needs numpy < 2.4"

@@ -1,6 +1,6 @@
-"""The gradient of the logits from those of log-probabilities and entropies.
+"""Gradient of the logits from the gradients of log-probabilities and entropies.
 
-Legend: N = B T rows, V vocabulary, L lanes, R neighbouring words of a lane.
+Notation: N = B T rows, V vocabulary size, L lanes, R consecutive logits per lane.
 """
 
 import triton
@@ -45,11 +45,23 @@ def grads_kernel(
         row = row_at(logits, n, T, stride_b, stride_t)
         nats = tl.load(lse + n)
         top = nats * LOG2E
-        rest = tl.fma(nats, LOG2E, -top)  # what the product lost
+        rest = tl.fma(nats, LOG2E, -top)  # rounding error of the product
         write_gradient(
-            row, into, None, y, V, top, rest, k, d_logp * inverse_temperature,
-            d_h * inverse_temperature, tl.load(entropy + n), True, BLOCK, STAGES,
-        )  # fmt: skip
+            row,
+            into,
+            None,
+            y,
+            V,
+            top,
+            rest,
+            k,
+            d_logp * inverse_temperature,
+            d_h * inverse_temperature,
+            tl.load(entropy + n),
+            True,
+            BLOCK,
+            STAGES,
+        )
     else:
         write_zeros(into, V, BLOCK)
 
@@ -91,6 +103,6 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
-    grads_launch(
-        logits, targets, lse, entropy, d_logps, d_entropy, temperature, out
-    ).run(logits.device)  # fmt: skip
+    grads_launch(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out).run(
+        logits.device
+    )

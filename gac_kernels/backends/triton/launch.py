@@ -1,4 +1,4 @@
-"""How the kernels are launched: which tile, how many programs, what each row kernel is told."""
+"""Launch configuration of the kernels: tile sizes, number of programs, arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 512  # tokens that a program of size N takes at once
+BLOCK = 512  # tokens per iteration of a per-token kernel
 
 
 class Tiling(NamedTuple):
-    """How a program covers its row: tiles of `lanes` x `width` words, `stages` in flight."""
+    """How a program covers its row: tiles of `lanes` x `width` logits, `stages` of them in flight."""
 
     lanes: int
     width: int
@@ -21,16 +21,17 @@ class Tiling(NamedTuple):
 
 
 def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
-    """The tile for rows of `vocab` words.
+    """Choose the tile for rows of `vocab` logits.
 
-    A lane's words fill one 16-byte load and a thread has two lanes: with four, some compilers run
-    out of the 64 registers that let two programs of 16 warps share a multiprocessor. The stages of
-    large rows hold 80 KiB, so that only two programs fit (on sm_80 and sm_90): enough in flight to
-    cover the latency of HBM, and few enough open rows that the gradient's second read finds
-    part of its row in the L2 cache. Small rows take fewer warps, or most lanes would idle.
-    Rows of odd length start anywhere and are loaded word by word, which takes more registers.
-    A table and no autotuning: another tile adds in another order, and tuning runs would
-    overwrite logits that share their storage with the gradient.
+    A lane's logits fill one 16-byte load, and a thread has two lanes: with four, some compiler
+    versions exceed the 64 registers at which two programs of 16 warps fit on a multiprocessor. For
+    large rows the stages take 80 KiB, so that only two programs fit (on sm_80 and sm_90): enough
+    loads in flight to hide the latency of HBM, and few enough active rows that the gradient's
+    second read finds part of its row in the L2 cache. Small rows use fewer warps; otherwise most
+    lanes would idle. Rows whose length is not a multiple of 16 are unaligned and loaded element by
+    element, which takes more registers.
+    A table instead of autotuning: a different tile would sum in a different order, and tuning runs
+    would overwrite logits that share their storage with the gradient.
     """
     width = 16 // dtype.itemsize
     if vocab % 16 and vocab >= 8192:
@@ -43,7 +44,7 @@ def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
 
 
 class Launch(NamedTuple):
-    """A kernel with everything it is launched with."""
+    """A kernel and its launch arguments."""
 
     kernel: Any
     programs: int
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
     warps: int
 
     def run(self, device: torch.device) -> None:
-        """Start it on the current stream of `device`; returns at once."""
+        """Launch on the current stream of `device`; asynchronous."""
         if not self.programs:
             return
         with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -61,10 +62,11 @@ class Launch(NamedTuple):
 
 
 def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
-    """Of [B, T, V], and of `out` in the same shape, if it has one.
+    """Sizes and strides of `rows` [B, T, V] and, if given, of `out` with the same shape.
 
-    Rows at one distance are one batch, whose stride is 0: the compiler makes a kernel for each kind
-    of divisibility, and that of T V would change with T. T is at least 1, as kernels divide by it.
+    Evenly spaced rows are passed as one batch with stride 0: Triton specializes kernels on the
+    divisibility of strides, and that of the batch stride T V would vary with T. T is at least 1
+    because kernels divide by it.
     """
     given = (rows,) if out is None else (rows, out)
     batches, length, _ = rows.shape
@@ -78,16 +80,16 @@ def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
 
 
 def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
-    """The [N] vectors without gaps: a packed batch may come as a strided slice."""
+    """Make the [N] vectors contiguous: a packed batch may be a strided slice."""
     return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
 def bits(temperature: float) -> float:
-    """The factor that makes exponents of 2 of logits."""
+    """log2(e) / temperature: the factor that turns logits into base-2 exponents."""
     return math.log2(math.e) / temperature
 
 
 def mu_arguments(mu: float | Tensor) -> dict[str, Any]:
-    """A tensor stays where it is: no host synchronisation."""
+    """Kernel arguments for mu; a tensor is passed by pointer, without a host synchronization."""
     pointer, number = (mu, 0.0) if isinstance(mu, Tensor) else (None, float(mu))
     return {"mu": pointer, "mu_number": number, "mu_rest": 1 - number}

@@ -1,6 +1,6 @@
-"""The whole loss of a row: statistics, the formulas of its token, gradient.
+"""The full loss of a row: statistics, per-token formulas and gradient.
 
-Legend: N = B T rows, V vocabulary, L lanes, R neighbouring words of a lane.
+Notation: N = B T rows, V vocabulary size, L lanes, R consecutive logits per lane.
 """
 
 import torch
@@ -22,7 +22,7 @@ _COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale")
 
 @triton.jit
 def kl_estimate(logp, ref, KL: tl.constexpr):
-    """The estimator and its derivative in logp."""
+    """The KL estimator and its derivative with respect to logp."""
     d = ref - logp
     if KL == "k1":
         return -d, tl.full([], 1.0, tl.float32)
@@ -35,7 +35,9 @@ def kl_estimate(logp, ref, KL: tl.constexpr):
 
 @triton.jit
 def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
-    """The clipped policy term, its derivative in logp, and 1 where the clip removed that."""
+    """The clipped policy term, its derivative with respect to logp, and 1 where clipping removed
+    that derivative.
+    """
     log_ratio = logp - old
     ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
     bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
@@ -54,7 +56,7 @@ def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constex
 
 @triton.jit
 def demonstration_term(logp, advantage, shape, DEMO: tl.constexpr):
-    """The loss of a demonstration token and its derivative in logp."""
+    """The loss of a demonstration token and its derivative with respect to logp."""
     p = tl.exp(logp)
     if DEMO == "shaped":
         loss = -advantage * p / (p + shape)
@@ -79,7 +81,7 @@ def demonstration_term(logp, advantage, shape, DEMO: tl.constexpr):
 )
 def loss_kernel(
     logits,  # [B, T, V]
-    out,  # [B, T, V]: gradient of sum(scale * loss); None = not wanted
+    out,  # [B, T, V]: gradient of sum(scale * loss); None = not needed
     targets,  # int64 [N]
     demo,  # bool [N]
     advantages,  # float32 [N]
@@ -88,7 +90,7 @@ def loss_kernel(
     scale,  # float32 [N]
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
-    buckets,  # float32 [N, SKETCH], zeros: the signed sums of the gradient by word modulo SKETCH
+    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by vocabulary index modulo SKETCH
     N,
     T,
     V,
@@ -150,16 +152,28 @@ def loss_kernel(
     tl.store(terms + 3 * N + n, kl)
     tl.store(terms + 4 * N + n, clipped)
     if out is not None:
-        tl.debug_barrier()  # `out` may be the row, of which a slower warp still wants its target
+        tl.debug_barrier()  # `out` may be the row itself, and a slower warp may still have to read the target logit
         weight = tl.load(scale + n)
         d_logp *= weight
         d_entropy *= weight
         into = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
             signed = write_gradient(
-                row, into, signs, y, V, top, bits, k, d_logp * inverse_temperature,
-                d_entropy * inverse_temperature, entropy, HAS_ENTROPY, L * R, STAGES,
-            )  # fmt: skip
+                row,
+                into,
+                signs,
+                y,
+                V,
+                top,
+                bits,
+                k,
+                d_logp * inverse_temperature,
+                d_entropy * inverse_temperature,
+                entropy,
+                HAS_ENTROPY,
+                L * R,
+                STAGES,
+            )
             if signs is not None:
                 sums = tl.sum(tl.reshape(signed, [L * R // SKETCH, SKETCH]), 0)
                 tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)

@@ -1,7 +1,7 @@
-"""The weights of the tokens, in two launches: the lengths first, then everything per token.
+"""The weights of the tokens, in two launches: first the lengths, then all per-token values.
 
-One program has a sequence to itself, or several share a long one; nothing is added atomically.
-Legend: N tokens, S sequences, T row length.
+Each sequence is processed by one program, or by several if it is long; there are no atomic adds.
+Notation: N tokens, S sequences, T row length.
 """
 
 import torch
@@ -18,7 +18,7 @@ from . import launch
 from .softmax import NO_LOSS
 
 _WARPS = 4
-_SHARED = 16  # programs that share a long sequence of `tokens_kernel`, at most
+_SHARED = 16  # most programs per sequence in `tokens_kernel`
 
 
 @triton.jit(
@@ -53,10 +53,19 @@ def lengths_kernel(
 
 @triton.jit
 def token_weight(
-    length, lengths, is_demo, S, norm, number, max_tokens,
-    SIDE: tl.constexpr, REDUCTION: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """float32: weight of one of the `length` tokens of a sequence; 0 for an empty denominator."""
+    length,
+    lengths,
+    is_demo,
+    S,
+    norm,
+    number,
+    max_tokens,
+    SIDE: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """float32: weight of each token of a sequence of `length` tokens; 0 if the denominator is 0."""
     if norm is not None:
         total = tl.load(norm).to(tl.float64)
     elif OWN:
@@ -85,18 +94,30 @@ def token_weight(
 @triton.jit(
     do_not_specialize=["S", "P"],
     do_not_specialize_on_alignment=[
-        "targets", "advantages", "is_demo", "mu", "old", "ref", "rollout_norm", "demo_norm",
-        "offsets", "lengths", "live", "demo", "sequence", "floats",
+        "targets",
+        "advantages",
+        "is_demo",
+        "mu",
+        "old",
+        "ref",
+        "rollout_norm",
+        "demo_norm",
+        "offsets",
+        "lengths",
+        "live",
+        "demo",
+        "sequence",
+        "floats",
     ],
-)  # fmt: skip
+)
 def tokens_kernel(
     targets,  # int64 [N]
     advantages,  # [S] or [N], any float
     is_demo,  # bool [S]
     old,  # [N], any float, or None
     ref,  # [N], any float, or None
-    mu,  # 0-d, or None: `mu_number`
-    rollout_norm,  # 0-d, or None: `rollout_number`, or the batch's own under ROLLOUT_OWN
+    mu,  # 0-d, or None: use `mu_number`
+    rollout_norm,  # 0-d, or None: use `rollout_number`, or the batch's own count if ROLLOUT_OWN
     demo_norm,
     offsets,  # int64 [S + 1]
     lengths,  # int64 [S]
@@ -134,14 +155,32 @@ def tokens_kernel(
         rest = tl.full([], 0.0, tl.float32) + mu_rest
     if d:
         w = token_weight(
-            length, lengths, is_demo, S, demo_norm, demo_number, max_tokens, True, DEMO,
-            DEMO_OWN, BLOCK,
-        )  # fmt: skip
+            length,
+            lengths,
+            is_demo,
+            S,
+            demo_norm,
+            demo_number,
+            max_tokens,
+            True,
+            DEMO,
+            DEMO_OWN,
+            BLOCK,
+        )
     else:
         w = token_weight(
-            length, lengths, is_demo, S, rollout_norm, rollout_number, max_tokens, False, ROLLOUT,
-            ROLLOUT_OWN, BLOCK,
-        )  # fmt: skip
+            length,
+            lengths,
+            is_demo,
+            S,
+            rollout_norm,
+            rollout_number,
+            max_tokens,
+            False,
+            ROLLOUT,
+            ROLLOUT_OWN,
+            BLOCK,
+        )
         share = rest
     for start in range(begin + part * BLOCK, end, P * BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -194,7 +233,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 def lengths_launch(
     targets: Tensor, cu_seqlens: Tensor | None, offsets: Tensor, lengths: Tensor, width: int
 ) -> launch.Launch:
-    """offsets int64 [S + 1] and lengths int64 [S]; width: tokens of a padded sequence."""
+    """offsets int64 [S + 1] and lengths int64 [S]; width: tokens per padded sequence."""
     arguments = {
         "targets": targets.contiguous(),
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
@@ -208,13 +247,13 @@ def lengths_launch(
 
 
 def tokens_launch(
-    tokens: Tokens,  # what is written, but for `targets`, `is_demo`, `offsets` and `lengths`
+    tokens: Tokens,  # outputs, except `targets`, `is_demo`, `offsets` and `lengths`, which are inputs
     floats: Tensor,
     inputs: BatchInputs,
     spec: LossSpec,
-    blocks: int,  # of the longest sequence that there can be
+    blocks: int,  # blocks of the longest possible sequence
 ) -> launch.Launch:
-    """Everything per token."""
+    """Fill the per-token fields of `tokens`."""
     programs = min(blocks, _SHARED)
     rollout_norm, rollout_number = _number(inputs.rollout_norm)
     demo_norm, demo_number = _number(inputs.demo_norm)
@@ -252,10 +291,10 @@ def tokens_launch(
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
-    """[N] or [S] without gaps, any float dtype."""
+    """Contiguous [N] or [S], with its own float dtype."""
     return None if x is None else x.detach().reshape(-1).contiguous()
 
 
 def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
-    """A pointer to a number, or the number itself, as a kernel takes them."""
+    """An optional number as two kernel arguments: a tensor or None, and a float."""
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))

@@ -1,7 +1,7 @@
-"""The sums over all tokens, in two launches: each sequence by itself, then all of them together.
+"""The sums over all tokens, in two launches: first per sequence, then over all sequences.
 
-Sums run in float64 and in a fixed order; nothing is added atomically.
-Legend: N tokens, S sequences.
+Sums are float64 in a fixed order; there are no atomic adds.
+Notation: N tokens, S sequences.
 """
 
 import torch
@@ -13,20 +13,31 @@ from ...contract import TokenMoments
 from ...tokens import Summary, Tokens, TokenTerms
 from . import launch
 
-SUMS = 9  # float64 that `sequence_kernel` leaves of each sequence
+SUMS = 9  # float64 values that `sequence_kernel` writes per sequence
 _WARPS = 4
 
 
 @triton.jit(
     do_not_specialize=["S"],
     do_not_specialize_on_alignment=[
-        "live", "advantages", "weight", "offsets", "lengths", "is_demo", "logps", "entropy", "loss",
-        "kl", "clipped", "sums", "demo_nll",
+        "live",
+        "advantages",
+        "weight",
+        "offsets",
+        "lengths",
+        "is_demo",
+        "logps",
+        "entropy",
+        "loss",
+        "kl",
+        "clipped",
+        "sums",
+        "demo_nll",
     ],
-)  # fmt: skip
+)
 def sequence_kernel(
     live,  # bool [N]
-    advantages,  # float32 [N], as the rest of the tokens' vectors
+    advantages,  # float32 [N], like the other per-token vectors
     weight,
     offsets,  # int64 [S + 1]
     lengths,  # int64 [S]
@@ -36,12 +47,14 @@ def sequence_kernel(
     loss,
     kl,
     clipped,
-    sums,  # float64 [SUMS, S]: loss, kl, clipped, entropy; means of s and r, of their products
-    demo_nll,  # float64 [S], or None: without the moments
+    sums,  # float64 [SUMS, S]: loss, kl, clipped, entropy; means of s and r and of their centred products
+    demo_nll,  # float64 [S], or None: no moments
     S,
     BLOCK: tl.constexpr,
 ):
-    """The sums of one sequence; s = p (1 - p) and r = advantage, centred at their means in it."""
+    """The sums of one sequence; s = p (1 - p) and r = advantage are centred on their means within
+    the sequence.
+    """
     n = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + n)
     end = tl.load(offsets + n + 1)
@@ -94,9 +107,10 @@ def sequence_kernel(
 
 @triton.jit
 def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
-    """TokenMoments.rollouts from the sequences': Chan's rule with one unit of weight for each.
+    """Merge the moments of all sequences into TokenMoments.rollouts: Chan's formula, each rollout
+    with weight 1.
 
-    Demonstrations enter with the factor 0, so that a nan of theirs shows.
+    Demonstrations have weight 0, so that a nan in one still propagates.
     """
     zero = tl.zeros([BLOCK], tl.float64)
     count, s_sum, r_sum = zero, zero, zero
@@ -136,11 +150,18 @@ def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
 @triton.jit(
     do_not_specialize=["S"],
     do_not_specialize_on_alignment=[
-        "sums", "lengths", "is_demo", "mu", "mixed", "scalars", "moments", "totals",
+        "sums",
+        "lengths",
+        "is_demo",
+        "mu",
+        "mixed",
+        "scalars",
+        "moments",
+        "totals",
     ],
-)  # fmt: skip
+)
 def merge_kernel(
-    sums,  # float64 [SUMS, S], of `sequence_kernel`
+    sums,  # float64 [SUMS, S], from `sequence_kernel`
     lengths,  # int64 [S]
     is_demo,  # bool [S]
     mu,  # 0-d, or None: `mu_number`
@@ -154,7 +175,7 @@ def merge_kernel(
     HAS_REF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: the sequences of both sides become the results."""
+    """Run as one program: reduce the sums of all sequences to the results."""
     zero = tl.zeros([BLOCK], tl.float64)
     rollouts, demos, rollout_loss, demo_loss = zero, zero, zero, zero
     kls, clips, rollout_entropy, demo_entropy = zero, zero, zero, zero
@@ -204,7 +225,9 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731 - one line
     sums = new(SUMS, sequences)
     statistics = TokenMoments(new(7), new(sequences), new(6)) if moments else None
-    loss = torch.empty((), dtype=torch.float32, device=device)  # no view: it may change in place
+    loss = torch.empty(
+        (), dtype=torch.float32, device=device
+    )  # not a view: callers may change it in place
     scalars = torch.empty(4, dtype=torch.float32, device=device)
     sequence_launch(tokens, terms, sums, statistics).run(device)
     merge_launch(tokens, sums, loss, scalars, statistics).run(device)
@@ -242,6 +265,6 @@ def merge_launch(
         "totals": None if statistics is None else statistics.totals,
         "S": tokens.is_demo.numel(),
         "HAS_REF": tokens.ref is not None,
-        "BLOCK": launch.BLOCK // 2,  # it has eight sums at once
+        "BLOCK": launch.BLOCK // 2,  # it accumulates eight sums at once
     }
     return launch.Launch(merge_kernel, 1, arguments, _WARPS)

@@ -1,4 +1,4 @@
-"""Gradients times the upstream one, in place."""
+"""Scales gradients in place by the upstream gradient."""
 
 import torch
 import triton
@@ -20,7 +20,9 @@ def scale_kernel(
     stride_t: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """tensor *= factor by a fixed number of programs, which all return at once when it is 1."""
+    """tensor *= factor with a fixed number of programs, which all return immediately if factor is
+    1.
+    """
     by = tl.load(factor).to(tl.float32)
     if by != 1:
         per_row = tl.cdiv(V, BLOCK)
@@ -28,7 +30,7 @@ def scale_kernel(
             row = row_at(tensor, tile // per_row, T, stride_b, stride_t)
             start = (tile % per_row) * BLOCK
             words = start + tl.arange(0, BLOCK)
-            if start + BLOCK <= V:  # only a row's last tile pays for a mask
+            if start + BLOCK <= V:  # only a row's last tile needs a mask
                 x = tl.load(row + words)
                 tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype))
             else:
@@ -37,11 +39,11 @@ def scale_kernel(
 
 
 def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
-    """tensor *= factor, for [B, T, V] or anything contiguous."""
+    """tensor *= factor, for a [B, T, V] tensor or any contiguous one."""
     rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
     geometry = launch.geometry(rows)
     if rows is not tensor:
-        geometry["stride_t"] = 0  # of one row: its length must not make a kernel of its own
+        geometry["stride_t"] = 0  # there is a single row: keep its length out of the specialization
     arguments = {
         "tensor": rows,
         "factor": factor,

@@ -1,15 +1,15 @@
-"""Device functions on one row of logits: its softmax, read once, and its gradient, written once.
+"""Device functions for one row of logits: softmax statistics in one read, gradient in one write.
 
-Legend: V vocabulary, L lanes, R neighbouring words of a lane. A lane keeps its own maximum and
-sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V terms
-is a tree over L short ones. Exponents are base 2: `k` = log2(e) / temperature.
+Notation: V vocabulary size, L lanes, R consecutive logits per lane. A lane keeps its own maximum
+and sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V
+terms is a tree reduction of L short sums. Exponents are base 2: `k` = log2(e) / temperature.
 """
 
 import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-300.0)  # 2^-300 is 0 in float32: stands for -inf where 0 * inf would be nan
+FLOOR = tl.constexpr(-300.0)  # 2^-300 is 0 in float32: replaces -inf, because 0 * inf would be nan
 NO_LOSS = tl.constexpr(-100)
 
 
@@ -23,7 +23,8 @@ def row_at(pointer, n, T, stride_b, stride_t):
 def absorb(top, mass, moment, x, k):
     """Add a tile x [L, R] to the lanes' maximum of x k, sum 2^d and sum d 2^d, d = x k - top.
 
-    A nan or +inf in x makes `mass` nan for good; -inf adds nothing, even before the first number.
+    A nan or +inf in x makes `mass` nan permanently; -inf adds nothing, even before the first finite
+    logit.
     """
     peak = tl.maximum(top, tl.max(x, 1) * k)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
@@ -38,7 +39,7 @@ def absorb(top, mass, moment, x, k):
 
 @triton.jit
 def gather(top, mass, moment):
-    """The lanes' [L] sums as those of the whole row."""
+    """Combine the lanes' [L] sums into those of the whole row."""
     peak = tl.max(top, 0)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shift = tl.maximum(top - anchor, FLOOR)
@@ -52,14 +53,14 @@ def read_row(
 ):
     """One read of a row: the maximum of x k, sum 2^d and sum d 2^d.
 
-    AGAIN: the row will be read a second time, so the cache should hold on to it.
+    AGAIN: the row will be read a second time, so it should stay in the cache.
     """
     EVICT: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     top = tl.full([L], float("-inf"), tl.float32)
     mass = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
     words = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
-    whole = V // (L * R) * (L * R)  # only the last tile pays for a mask
+    whole = V // (L * R) * (L * R)  # only the last tile needs a mask
     for start in tl.range(0, whole, L * R, num_stages=STAGES):
         x = tl.load(row + start + words, eviction_policy=EVICT)
         top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
@@ -73,7 +74,8 @@ def read_row(
 def row_values(
     row, y, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
 ):
-    """logp of word y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus rest.
+    """logp of token y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus
+    remainder.
 
     y outside [0, V) reads nothing and gives nan.
     """
@@ -98,16 +100,30 @@ def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY:
 
 @triton.jit
 def write_gradient(
-    row, out, signs, y, V, top, bits, k, d_logp, d_entropy, entropy,
-    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    row,
+    out,
+    signs,
+    y,
+    V,
+    top,
+    bits,
+    k,
+    d_logp,
+    d_entropy,
+    entropy,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
 
-    Backwards, since what was read last is still in the cache. `out` may be the row itself.
+    Runs backwards, because the end of the row was read last and is still in the cache. `out` may be
+    the row itself.
 
-    With `signs` [V], returns the signed sum over tiles of each place of a tile, float32 [BLOCK].
+    With `signs` [V], returns the signed gradient summed over tiles for each position in a tile,
+    float32 [BLOCK].
     """
-    y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # compares in one instruction per word
+    y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
     tiles = V // BLOCK
     words = tiles * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + words, mask=words < V, other=0.0)

@@ -1,6 +1,6 @@
-"""Log-probability, entropy and logsumexp of every row: one program each, so any number fits.
+"""Log-probability, entropy and logsumexp of every row, with one program per row.
 
-Legend: N = B T rows, V vocabulary, L lanes, R neighbouring words of a lane.
+Notation: N = B T rows, V vocabulary size, L lanes, R consecutive logits per lane.
 """
 
 import torch
@@ -12,7 +12,7 @@ from . import launch
 from .softmax import NO_LOSS, row_at, row_values
 
 
-# Only rows of logits are worth a kernel per alignment: the [N] vectors are often slices.
+# Specialize on the alignment of the logits only: the [N] vectors are often slices.
 @triton.jit(do_not_specialize=["N", "T"], do_not_specialize_on_alignment=["targets", "results"])
 def stats_kernel(
     logits,  # [B, T, V]
