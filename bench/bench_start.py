@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gac.demo.task import tokenizer
-from gac.export import export_checkpoint
 from gac.faults import checkpoint
-from gac.model import ModelConfig, check_head, load_model, load_tokenizer, make_model
+from gac.models.causal_lm import ModelConfig, check_head, load_model, load_tokenizer, make_model
 from gac.parallel import setup
 from gac.parallel.setup import ParallelConfig
+from gac.training.export import export_checkpoint
 
 from .peak_memory import resident
 from .record import RESULTS, copy_out, device_name, environment

@@ -73,7 +73,7 @@ def turn() -> None:
 
 def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
     from gac.config import load
-    from gac.train_config import TrainConfig
+    from gac.training.run_config import TrainConfig
     from gac.training.trainer import Trainer
 
     longest = PROMPT_TOKENS + LONGEST[kind]

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-import gac.model
+import gac.models.causal_lm
 from gac.config import load
 from gac.data.rows import Row
 from gac.demo.task import write_task
 from gac.methods.base import Needs
 from gac.parallel import collectives
-from gac.train_config import TrainConfig
 from gac.training.metrics import observe
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 
@@ -101,17 +101,17 @@ def chance(completion: str, example: Any) -> float:
 @contextlib.contextmanager
 def bare_loss() -> Iterator[None]:
     """Replace the fused loss by one without statistics."""
-    whole = gac.model.fused_linear_gac_loss
+    whole = gac.models.causal_lm.fused_linear_gac_loss
 
     def loss(hidden: Any, *batch: Any, **keywords: Any) -> Any:
         out = whole(hidden, *batch, moments=False, **keywords)
         return out._replace(moments=TokenMoments.zeros(hidden.device))
 
-    gac.model.fused_linear_gac_loss = loss  # type: ignore[assignment] # same call, fewer outputs
+    gac.models.causal_lm.fused_linear_gac_loss = loss  # type: ignore[assignment] # same call, fewer outputs
     try:
         yield
     finally:
-        gac.model.fused_linear_gac_loss = whole
+        gac.models.causal_lm.fused_linear_gac_loss = whole
 
 
 class Parts:
@@ -134,7 +134,7 @@ class Parts:
         self._keep_losses()
 
     def _keep_losses(self) -> None:
-        inner = gac.model.fused_linear_gac_loss
+        inner = gac.models.causal_lm.fused_linear_gac_loss
 
         def kept(*args: Any, **keywords: Any) -> Any:
             if self.on:
@@ -142,7 +142,7 @@ class Parts:
                 self.losses.append(functools.partial(inner, *plain, **keywords))
             return inner(*args, **keywords)
 
-        gac.model.fused_linear_gac_loss = kept  # type: ignore[assignment] # the same call
+        gac.models.causal_lm.fused_linear_gac_loss = kept  # type: ignore[assignment] # the same call
 
     @torch.no_grad()
     def time_statistics(self) -> None:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gac.control.controller import ControllerConfig, GuidedController
     from gac.control.estimators import mu_star, mu_star_biased
-    from gac.mixer import Mixer
+    from gac.integrations.mixer import Mixer
 
 __all__ = ["ControllerConfig", "GuidedController", "Mixer", "mu_star", "mu_star_biased"]
 
 _HOME = {
     "ControllerConfig": "control.controller",
     "GuidedController": "control.controller",
-    "Mixer": "mixer",
+    "Mixer": "integrations.mixer",
     "mu_star": "control.estimators",
     "mu_star_biased": "control.estimators",
 }

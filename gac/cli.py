@@ -26,7 +26,6 @@ from gac.errors import (
     verdict,
     writable_folder,
 )
-from gac.remembered import remembered
 from gac.study.command import add_parser as add_study
 
 OK, INTERRUPTED = 0, 130
@@ -127,7 +126,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.more = lambda: _keys("gac.train_config", "TrainConfig")
+    train.more = lambda: _keys("gac.training.run_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -274,7 +273,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from gac.config import load
-    from gac.train_config import TrainConfig
+    from gac.training.run_config import TrainConfig
 
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
@@ -312,14 +311,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from gac.export import export_run
+    from gac.training.export import export_run
 
     print(f"{export_run(options.source, options.out, options.step)} -> {options.out}")
     return OK
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from gac.faults.replay import replay
+    from gac.training.replay import replay
 
     print(json.dumps(replay(options.step), indent=2))
     return OK
@@ -351,18 +350,14 @@ def _check_rewards(options: argparse.Namespace) -> int:
 def _methods(options: argparse.Namespace) -> int:
     name = options.name
     if name is None:
-        print(remembered("methods", _methods_table))
+        from gac.methods.listing import methods_table
+
+        print(methods_table())
     elif re.fullmatch(r"[a-z0-9-]+", name):
-        print(remembered(f"method-{name}", lambda: _method(name)))
+        print(_method(name))
     else:
         raise ConfigError(f"unknown method {name!r}; run `gac methods` for a list")
     return OK
-
-
-def _methods_table() -> str:
-    from gac.methods.listing import methods_table
-
-    return methods_table()
 
 
 def _method(name: str) -> str:
@@ -387,17 +382,13 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _keys(module: str, name: str) -> str:
     """Help text for a configuration class."""
+    from importlib import import_module
 
-    def make() -> str:
-        from importlib import import_module
+    from gac.config import describe
+    from gac.rewards import rewards_table
 
-        from gac.config import describe
-        from gac.rewards import rewards_table
-
-        keys = describe(getattr(import_module(module), name))
-        return f"configuration keys:\n\n{keys}\n\n{rewards_table()}"
-
-    return remembered(f"keys-{name}", make)
+    keys = describe(getattr(import_module(module), name))
+    return f"configuration keys:\n\n{keys}\n\n{rewards_table()}"
 
 
 def _show_log() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 
 from .tiny import digit_reward

@@ -11,9 +11,9 @@ import torch
 
 from gac.control.accumulator import AccumulatorSignals, order, solve
 from gac.control.evidence import Evidence, Norms
+from gac.control.term_pair import Pair
 from gac.errors import ConfigError
 from gac.methods import Mix
-from gac.pair import Pair
 from gac.rollouts import engines
 from gac.training.accumulated import progress
 from gac.training.optim import clip_gradient

@@ -15,9 +15,9 @@ from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
+from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation
-from gac.mixer import Mixer
-from gac.train_config import TrainConfig, restated
+from gac.training.run_config import TrainConfig, restated
 from gac.training.trainer import Trainer
 from gac_kernels import fused_gac_loss
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gac.config import ConfigError
 from gac.errors import RunError
-from gac.export import export_run
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
+from gac.training.export import export_run
 from gac.training.trainer import Trainer, train
 
 from .tiny import metrics, tiny_config

@@ -13,7 +13,7 @@ import pytest
 from gac import cli
 from gac.config import load
 from gac.methods import METHODS
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 from .waiting import wait_until
 
@@ -163,7 +163,7 @@ def test_interrupt_exits_with_130_and_says_how_to_go_on(tmp_path):
     # reaches it
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    code = "import signal, sys; from gac.cli import main; import gac.train_config\n"
+    code = "import signal, sys; from gac.cli import main; import gac.training.run_config\n"
     # shells start background jobs, and so their children, with SIGINT ignored
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "sys.exit(main(sys.argv[1:]))"

@@ -274,7 +274,7 @@ def test_describe_gives_types_defaults_and_the_words_under_each_field():
 def test_a_prior_is_chosen_by_its_name():
     """Fields without `name` change the method's default prior, as in earlier versions."""
     from gac.control.schedules import Prior, RandomPrior
-    from gac.train_config import TrainConfig, restated
+    from gac.training.run_config import TrainConfig, restated
 
     def prior(**fields):
         return load(TrainConfig, {"method": {"name": "gac", "prior": fields}}).method.prior

@@ -15,7 +15,7 @@ import pytest
 from gac import cli
 from gac.config import load, parse_yaml
 from gac.evaluation.suite import EvalConfig
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from tools import quickstart
 
 from .tiny import write_tiny

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import tokenizer
-from gac.export import export_checkpoint
 from gac.faults import checkpoint
-from gac.model import LoraConfig, ModelConfig, make_model
+from gac.models.causal_lm import LoraConfig, ModelConfig, make_model
+from gac.training.export import export_checkpoint
 
 SMALL = {
     "vocab_size": 61,

@@ -17,9 +17,9 @@ import torch
 from gac.errors import CheckpointError, ConfigError, RunError
 from gac.faults import checkpoint
 from gac.faults.guard import Guard, GuardConfig
-from gac.faults.replay import replay
 from gac.methods import Observation
 from gac.training.record import Logbook
+from gac.training.replay import replay
 from gac.training.trainer import Trainer, train
 
 from . import ranks

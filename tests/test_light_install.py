@@ -34,7 +34,7 @@ from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
 for name in ("config", "control", "data", "errors", "methods", "mixer", "report", "rewards"):
     room = importlib.import_module(f"gac.{name}")
     for found in pkgutil.walk_packages(getattr(room, "__path__", []), f"gac.{name}."):
-        if found.name != "gac.data.feed":  # used only by the trainer
+        if found.name != "gac.training.feed":  # used only by the trainer
             importlib.import_module(found.name)
 for found in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
     if found.name != "gac_kernels._native":  # a torch operator library, not a Python module

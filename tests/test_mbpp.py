@@ -10,11 +10,11 @@ import pytest
 
 from gac.config import load
 from gac.data import load_demos, read_rows
-from gac.model import load_tokenizer
+from gac.models.causal_lm import load_tokenizer
 from gac.rewards import build_reward
 from gac.rewards.check import check
 from gac.rewards.code import CodeReward
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 
 from .tiny import metrics, write_reader

@@ -17,7 +17,7 @@ import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 from tools.methods_table import PAGE, RESULTS, needs, page
 

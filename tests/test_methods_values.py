@@ -19,13 +19,13 @@ from torch import Tensor
 
 from gac.control.signals import GradientSignals
 from gac.control.solvers import cross_gram
+from gac.control.term_pair import Pair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
 from gac.methods.base import Outcome
-from gac.model import Head
-from gac.pair import Pair
+from gac.methods.token_loss import own_loss
+from gac.models.causal_lm import Head
 from gac.training.gradient_parts import GradientParts
-from gac.training.token_loss import own_loss
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec, Signals
 

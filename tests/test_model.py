@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gac.model import LoraConfig, _add_lora, attach_head
+from gac.models.causal_lm import LoraConfig, _add_lora, attach_head
 from gac_kernels import reference
 
 SMALL = {

@@ -12,16 +12,16 @@ from accelerate import Accelerator
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-from gac import row_attention
 from gac.config import ConfigError, load
 from gac.data.micro import MicroBatches
 from gac.data.rows import Row, collate, count
 from gac.methods.base import Loss, Mix, Needs
-from gac.model import attach_head
-from gac.train_config import TrainConfig
+from gac.models import row_attention
+from gac.models.causal_lm import attach_head
 from gac.training.gradients import Gradients
 from gac.training.policy import _micro_batches
 from gac.training.rows_apart import keeps_rows_apart
+from gac.training.run_config import TrainConfig
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec

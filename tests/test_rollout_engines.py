@@ -10,7 +10,7 @@ from gac.errors import RunError
 from gac.rollouts import paged
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import Draws, RolloutConfig, _parts, generate
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 
 from .tiny import metrics, tiny_config

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from gac.config import ConfigError, dump, load
-from gac.data.feed import Feed
 from gac.data.shift import DemoShift, ShiftingOrder
 from gac.demo import scenarios, task
-from gac.model import ModelConfig, load_tokenizer
+from gac.models.causal_lm import ModelConfig, load_tokenizer
 from gac.rewards import NoisyReward, RewardNoise, build_reward
-from gac.train_config import TrainConfig
+from gac.training.feed import Feed
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 
 from .tiny import metrics, tiny_config, write_tiny

@@ -167,7 +167,7 @@ def test_a_loss_or_a_head_that_cannot_be_sketched_is_refused(task, tmp_path, mon
         config(task, tmp_path, method={**METHOD, "signals": {"size": 7}})
     made = config(task, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("gac.model._plain_head", lambda model: False)
+        patch.setattr("gac.models.causal_lm._plain_head", lambda model: False)
         with pytest.raises(ConfigError, match="signals: sketch needs the weight of a plain head"):
             Trainer(made)
     own = Loss(made.loss, token=lambda view: -view.logps)

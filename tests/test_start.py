@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gac import weights
 from gac.errors import ConfigError
-from gac.model import make_model
+from gac.models import weights
+from gac.models.causal_lm import make_model
+from gac.models.pretrained import loading
+from gac.models.weights import read_model
 from gac.parallel import setup
 from gac.parallel.arrival import ONE_BY_ONE, Arrival
-from gac.pretrained import loading
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
-from gac.weights import read_model
 
 from . import ranks
 from .test_distributed import FSDP, config, fixed_responses, whole

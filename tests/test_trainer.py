@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from gac.control.term_pair import Pair
 from gac.data.rows import Batch, Counts, Row, collate, count, norms
-from gac.pair import Pair
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
 from gac.training.trainer import Trainer, train

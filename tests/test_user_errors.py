@@ -14,7 +14,7 @@ import pytest
 
 from gac import cli
 from gac.errors import ConfigError, RunError, refusals_are, verdict
-from gac.pretrained import check_source
+from gac.models.pretrained import check_source
 from tests.tiny import write_tiny
 
 ROOT = Path(cli.__file__).parents[1]

@@ -17,7 +17,7 @@ from gac.config import ConfigError, load
 from gac.errors import MissingExtra, RunError
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import generate
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 
 from . import ranks

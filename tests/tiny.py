@@ -11,7 +11,7 @@ from gac.config import load
 from gac.data import Example
 from gac.demo.task import model_config, rows, tokenizer, write_rows
 from gac.rewards.base import RowReward
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 CLOCKS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")  # metrics
 

@@ -24,7 +24,7 @@ from gac.methods import METHODS
 from gac.methods.constant import Constant
 from gac.report.statistics import mean_sd
 from gac.study.runs import result, run_all
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 RESULTS = Path("docs") / "methods_study.json"
 GRID = (0.1, 0.3, 0.5, 0.7, 0.9)  # constant weights; the best is chosen in hindsight

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gac.cells import percent, span
 from gac.config import ConfigError
+from gac.evaluation.cells import percent, span
 from gac.evaluation.estimates import DRAWS, bootstrap_interval
 from gac.study.runs import result
 from tools.scenario_study import (

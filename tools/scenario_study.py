@@ -21,7 +21,7 @@ from gac.demo.scenarios import SCENARIOS, write_scenarios
 from gac.demo.settings import short
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import run_all
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 STEPS = 120
 SMALLER = ("rollouts.prompts=8", "rollouts.completions=6", "demo_batch=16")

@@ -26,8 +26,8 @@ from gac.control.evidence import Evidence, Reading
 from gac.control.signals import AccumulatorSignals, GradientSignals, ProxySignals, SketchSignals
 from gac.methods.base import Mix
 from gac.study.arms import Arm, arm_config
-from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
+from gac.training.run_config import TrainConfig
 from gac.training.step import Step
 from gac.training.trainer import Trainer
 from tools.scenario_study import SMALLER, STEPS, scenarios

@@ -1,8 +1,6 @@
-"""Run configurations: reads YAML and `key.sub=value` overrides into nested frozen dataclasses, and
-writes them back.
+"""Run configurations: reads YAML and `key.sub=value` overrides into nested frozen dataclasses, and writes them back.
 
-The dataclasses are defined next to the code they configure; this package only builds them. Types
-come from the annotations, and every error names the key, the offending value and what is accepted.
+It may import `errors`.
 """
 
 from .build import choose, load

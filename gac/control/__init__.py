@@ -1,1 +1,4 @@
-"""How mu is chosen: controller, estimators, schedules, signals, solvers."""
+"""How mu is chosen: controller, gate, estimators, schedules, signals and solvers.
+
+It may import `config`.
+"""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.checks import is_count, is_real, numbers, require
+from gac.control.checks import is_count, is_real, numbers, require
 
 LEAST = 0.1  # smallest jump relative to the level; with large batches the noise is so low that any drift would count
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.checks import finite, is_count, is_real, require
+from gac.control.checks import finite, is_count, is_real, require
 from gac_kernels.contract import Signals
 
 from .alarm import Alarm

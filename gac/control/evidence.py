@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from gac.pair import Pair
+from gac.control.term_pair import Pair
 from gac_kernels.contract import Signals, TokenMoments
 
 from .alignment import Alignment

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.checks import is_real, numbers, require
+from gac.control.checks import is_real, numbers, require
 
 from .alignment import Alignment
 

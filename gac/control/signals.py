@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from gac.checks import is_count, is_real, require
 from gac.config import Choice
+from gac.control.checks import is_count, is_real, require
 from gac_kernels import HeadSketch
 from gac_kernels.contract import Signals
 

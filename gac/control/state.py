@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from gac.checks import finite, is_count, numbers, require
+from gac.control.checks import finite, is_count, numbers, require
 
 from .alarm import AlarmState
 from .estimators import Corrections

@@ -1,4 +1,7 @@
-"""Data: reading rows from files or the Hub, tokenized examples, their order, and each step's share."""
+"""Training data: sources, examples and their order, the rows and micro-batches of a step.
+
+It may import `models` and earlier packages.
+"""
 
 from .examples import DataConfig, Example, Examples, load_demos, load_prompts
 from .order import Order

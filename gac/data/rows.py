@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gac.pair import Pair
+from gac.control.term_pair import Pair
 from gac_kernels import LossSpec
 
 from .examples import Example

@@ -1,4 +1,7 @@
-"""`gac demo`: a tiny task on which mixing SFT and RL matters."""
+"""`gac demo`: a tiny task on which mixing SFT and RL matters.
+
+It may import `report`, `training` and earlier packages.
+"""
 
 METHODS = ("sft", "grpo", "constant", "gac", "gac-gated")
 """Methods that `gac demo` compares by default."""

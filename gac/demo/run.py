@@ -22,7 +22,7 @@ from gac.errors import ConfigError, RunError, writable_folder
 from gac.faults.checkpoint import complete, read_progress
 from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 from . import METHODS
 from .settings import short

@@ -19,7 +19,7 @@ from pathlib import Path
 from gac.config import save
 from gac.data.shift import DemoShift
 from gac.rewards.noise import RewardNoise
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 from .run import make_base, method_config
 from .task import rows, write_rows, write_task, wrong

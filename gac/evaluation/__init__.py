@@ -1,1 +1,4 @@
-"""Evaluation: one task, a suite of them, and estimates with intervals."""
+"""Evaluation: one task, a suite of them, and estimates with intervals.
+
+It may import `methods` and earlier packages.
+"""

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from gac.config import dump
 from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, refusals_are, writable_folder
-from gac.model import ModelConfig, load_model, load_tokenizer
+from gac.models.causal_lm import ModelConfig, load_model, load_tokenizer
 from gac.parallel import collectives, setup
 from gac.rewards import Reward, build_reward, in_use
 

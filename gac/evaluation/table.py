@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gac.cells import aligned, percent, span
+from gac.evaluation.cells import aligned, percent, span
 
 HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "truncated", "dropped")
 

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import DataConfig, Example
 from gac.errors import ConfigError
-from gac.model import stop_tokens
+from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, ranks
 from gac.parallel.setup import calls
 from gac.rollouts.generation import generate

@@ -1,1 +1,4 @@
-"""Fault tolerance: checkpoints, guards, heartbeats, replay of skipped steps."""
+"""Fault tolerance: checkpoints, guards, heartbeats, checks before the start.
+
+It may import `evaluation` and earlier packages.
+"""

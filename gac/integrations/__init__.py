@@ -1,1 +1,4 @@
-"""Adaptive mixing in other trainers: one module per trainer, plus shared code."""
+"""GAC inside other trainers: one module per trainer, and the `Mixer` that they share.
+
+It may import `training` and earlier packages.
+"""

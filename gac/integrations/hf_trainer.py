@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gac.mixer import Mixer
+from gac.integrations.mixer import Mixer
 
 from .rollouts import rollout_moments
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gac.config import choose
 from gac.data.rows import Row
+from gac.integrations.mixer import Mixer
 from gac.methods import METHODS
-from gac.mixer import Mixer
-from gac.model import Head, attach_head
+from gac.models.causal_lm import Head, attach_head
 from gac_kernels import LossOutput, LossSpec
 
 from .demonstrations import demo_norm

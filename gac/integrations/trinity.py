@@ -22,8 +22,8 @@ from trinity.algorithm.sample_strategy.mix_sample_strategy import MixSampleStrat
 from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
+from gac.integrations.mixer import Mixer, served
 from gac.methods import METHODS
-from gac.mixer import Mixer, served
 from gac_kernels import LossSpec, loss_from_logprobs
 
 REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}

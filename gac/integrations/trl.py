@@ -19,9 +19,9 @@ from trl import GRPOTrainer
 
 from gac.control.controller import ControllerConfig
 from gac.data.rows import Batch, collate
+from gac.integrations.mixer import Mixer
 from gac.methods import Method
-from gac.mixer import Mixer
-from gac.model import Head, attach_head
+from gac.models.causal_lm import Head, attach_head
 from gac_kernels import LossOutput, LossSpec
 
 from .demonstrations import demo_norm, row_of, tokenized

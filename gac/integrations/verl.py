@@ -31,8 +31,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
 from gac.data.rows import Row
+from gac.integrations.mixer import Mixer, served
 from gac.methods import METHODS
-from gac.mixer import Mixer, served
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, share, tokenized

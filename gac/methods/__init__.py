@@ -1,4 +1,7 @@
-"""Every method, in the order in which `gac methods` prints them."""
+"""Every method, one file each, and the interface between methods and the trainer.
+
+It may import `rollouts` and earlier packages.
+"""
 
 from .aligned_mtl import AlignedMTL
 from .asft import ASFT

@@ -20,13 +20,13 @@ from torch import Tensor
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence, Reading
 from gac.control.solvers import Weights
-from gac.pair import Pair
+from gac.control.term_pair import Pair
 from gac.rollouts.advantages import Credit, group_credit
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec, Signals
 
 if TYPE_CHECKING:
-    from gac.training.token_loss import TokenView
+    from gac.methods.token_loss import TokenView
 
 State = dict[str, Any]  # plain JSON types
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from gac.control.signals import Reading
 from gac.control.solvers import FAMOState, famo_step, famo_weights
-from gac.pair import Pair
+from gac.control.term_pair import Pair
 
 from .base import Mix, Needs, Observation, Outcome, State
 from .loss_weights import LossWeights

@@ -14,7 +14,7 @@ from gac_kernels import LossSpec
 from .base import Loss, Method, Mix, Needs, Observation, State
 
 if TYPE_CHECKING:
-    from gac.training.token_loss import TokenView
+    from gac.methods.token_loss import TokenView
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gac.pair import Pair
+from gac.control.term_pair import Pair
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Observation

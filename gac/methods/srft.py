@@ -15,7 +15,7 @@ from gac_kernels import DemoWeight, LossSpec
 from .base import Loss, Method, Mix, Observation, State
 
 if TYPE_CHECKING:
-    from gac.training.token_loss import TokenView
+    from gac.methods.token_loss import TokenView
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""Single-process and distributed execution."""
+"""Process groups, sharding (DDP, FSDP2) and collectives.
+
+It may import `config`.
+"""

@@ -1,4 +1,7 @@
-"""Turns run directories into a self-contained HTML page, PNG plots and a table for the terminal."""
+"""Reports: turns run directories into HTML pages, plots and tables.
+
+It may import `evaluation` and earlier packages.
+"""
 
 import contextlib
 from collections.abc import Sequence

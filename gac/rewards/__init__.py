@@ -1,4 +1,7 @@
-"""Rewards score completions. `build_reward` builds one from its configuration."""
+"""Rewards that score completions; `build_reward` builds one from its configuration.
+
+It may import `sandbox` and earlier packages.
+"""
 
 from .base import Reward, RewardError, RowReward
 from .build import REWARDS, build_reward, rewards_table

@@ -1,1 +1,4 @@
-"""Sampling: generation engines, rollouts, advantages."""
+"""Sampling: generation engines, rollout plans, advantages.
+
+It may import `rewards` and earlier packages.
+"""

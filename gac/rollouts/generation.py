@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac import row_attention
 from gac.data.rows import token_ids
-from gac.model import stop_tokens
+from gac.models import row_attention
+from gac.models.causal_lm import stop_tokens
 from gac.parallel.setup import calls, in_lockstep
 
 from .advantages import ADVANTAGES

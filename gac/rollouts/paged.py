@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import RunError
-from gac.model import stop_tokens
+from gac.models.causal_lm import stop_tokens
 
 from .generation import Draws, PagedConfig, Responses, generation_config, sampling_mode
 

@@ -22,7 +22,7 @@ from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
 from gac.errors import ConfigError, RunError, UserError
-from gac.model import stop_tokens
+from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank
 
 from .generation import Draws, Responses, VLLMConfig, sampling_mode, until

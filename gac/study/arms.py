@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import ConfigError, YamlError, load, parse_yaml
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 HELP = "NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the file's `methods:`"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.cells import aligned, percent, span
+from gac.evaluation.cells import aligned, percent, span
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; if a key is repeated, the last value wins"
 

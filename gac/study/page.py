@@ -7,8 +7,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gac.cells import percent, span
 from gac.config import to_yaml
+from gac.evaluation.cells import percent, span
 from gac.report.page import fill
 from gac.report.plots import COLOURS, DPI, STYLE
 

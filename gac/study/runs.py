@@ -17,7 +17,7 @@ from typing import Any
 from gac.config import ConfigError, dump, load
 from gac.demo.run import die_with_parent
 from gac.faults.preflight import HARMLESS
-from gac.train_config import TrainConfig, restated
+from gac.training.run_config import TrainConfig, restated
 
 SPAWN = multiprocessing.get_context("spawn")
 

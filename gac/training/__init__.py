@@ -1,1 +1,4 @@
-"""The training loop and its optimizer step."""
+"""The run configuration, the training loop and its optimizer step, export and replay.
+
+It may import `faults` and earlier packages.
+"""

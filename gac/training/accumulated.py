@@ -11,7 +11,7 @@ from torch import Tensor
 from gac.control.accumulator import order, tells_all
 from gac.data.rows import Row
 from gac.errors import ConfigError
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 from .gradient_parts import copies, local
 

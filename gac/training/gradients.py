@@ -15,11 +15,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.evidence import Norms
+from gac.control.term_pair import Pair
 from gac.data.micro import MicroBatches
 from gac.data.rows import Batch, Row, collate, norms
 from gac.methods.base import Loss, Mix
-from gac.model import Head
-from gac.pair import Pair
+from gac.methods.token_loss import own_loss
+from gac.models.causal_lm import Head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import place
@@ -28,7 +29,6 @@ from gac_kernels import DemoWeight, LossSpec, TokenMoments
 from .accumulated import ordered, progress, square_norm
 from .gradient_parts import GradientParts
 from .step import Measured, Step
-from .token_loss import own_loss
 from .unit_sketches import UnitSketches
 
 

@@ -10,15 +10,15 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac import row_attention
 from gac.data.micro import MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss, Needs
-from gac.model import check_head, make_model
+from gac.models import row_attention
+from gac.models.causal_lm import check_head, make_model
 from gac.parallel import setup
 from gac.parallel.collectives import together
 from gac.parallel.setup import reshard
-from gac.train_config import TrainConfig
+from gac.training.run_config import TrainConfig
 
 from .accumulated import check_accumulation
 from .gradients import Gradients

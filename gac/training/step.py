@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gac.control.evidence import Norms, Sketches
+from gac.control.term_pair import Pair
 from gac.data.rows import Counts, Row
 from gac.methods.base import Mix, Needs
-from gac.pair import Pair
 from gac_kernels import TokenMoments
 
 from .gradient_parts import GradientParts

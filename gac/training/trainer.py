@@ -18,26 +18,26 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
-from gac.data.feed import Feed
+from gac.control.term_pair import Pair
 from gac.data.rows import Counts, Row, count
 from gac.errors import RunError, UserError
 from gac.evaluation.during import Evaluator
-from gac.export import export_checkpoint
 from gac.faults import checkpoint, preflight
 from gac.faults.guard import Guard
 from gac.faults.heartbeat import Heartbeat
-from gac.faults.skipped import SkippedStep
 from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
 from gac.methods.base import Needs, Outcome
-from gac.model import load_tokenizer, stop_tokens
-from gac.pair import Pair
+from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import collectives, setup
 from gac.rewards import Tally, build_rewards, in_use
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.sampling import Drawn, Rollouts, Sampler
-from gac.train_config import TrainConfig, restated
+from gac.training.export import export_checkpoint
+from gac.training.feed import Feed
+from gac.training.run_config import TrainConfig, restated
+from gac.training.skipped import SkippedStep
 
 from .metrics import evidence, observe
 from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate

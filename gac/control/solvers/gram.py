@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gac.checks import is_count, require
+from gac.control.checks import is_count, require
 
 Weights = tuple[float, float]  # (w_s, w_r)
 Cross = tuple[tuple[float, float], tuple[float, float]]  # A_ij = <g_i of one batch, g_j of another>

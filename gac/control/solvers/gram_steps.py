@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gac.checks import is_real, require
+from gac.control.checks import is_real, require
 
 from .gram import Gram, Weights
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from gac.checks import is_real, require
+from gac.control.checks import is_real, require
 
 from .gram import Cross, Gram, Weights
 

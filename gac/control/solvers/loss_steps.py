@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gac.checks import is_count, is_real, require
+from gac.control.checks import is_count, is_real, require
 
 from .gram import Weights
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gac.control.term_pair import Pair
 from gac.data.rows import Batch
-from gac.model import Head
-from gac.pair import Pair
+from gac.models.causal_lm import Head
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.reference import loss_output

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from gac.config import load
-from gac.model import load_tokenizer
+from gac.faults import checkpoint
+from gac.models.causal_lm import load_tokenizer
 from gac.parallel import setup
-from gac.train_config import TrainConfig
 from gac.training.policy import load_policy, load_reference, make_gradients
+from gac.training.run_config import TrainConfig
 from gac.training.step import Step
 
-from . import checkpoint, skipped
+from . import skipped
 
 
 def replay(path: Path) -> dict[str, Any]:

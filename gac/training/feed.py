@@ -7,14 +7,13 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.data.balance import exchanged, shares
+from gac.data.examples import Example, Order, load_demos, load_prompts
+from gac.data.rows import Row, demo_row
+from gac.data.shift import ShiftingOrder
 from gac.faults.preflight import check_budget
 from gac.methods.base import Needs
-from gac.train_config import TrainConfig
-
-from .balance import exchanged, shares
-from .examples import Example, Order, load_demos, load_prompts
-from .rows import Row, demo_row
-from .shift import ShiftingOrder
+from gac.training.run_config import TrainConfig
 
 
 class Feed:

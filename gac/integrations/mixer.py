@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gac.checks import is_count, require
+from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.control.evidence import Evidence, Wanted
+from gac.control.term_pair import Pair
 from gac.data.order import Order
 from gac.methods import CHORD, GAC, Constant, Method, Observation
 from gac.methods.base import Outcome
 from gac.methods.kl_ctrl import KLControl
-from gac.pair import Pair
 from gac.parallel.collectives import rank
 from gac_kernels import LossSpec, TokenMoments
 

@@ -11,7 +11,7 @@ from gac.data import DataConfig
 from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method
-from gac.model import ModelConfig
+from gac.models.causal_lm import ModelConfig
 from gac.parallel.setup import ParallelConfig
 from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import RolloutConfig

@@ -19,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gac.config import load
 from gac.errors import NoCheckpoint, writable_folder
 from gac.faults import checkpoint
-from gac.model import ModelConfig, adapted, hollow_model, load_model, load_tokenizer
-from gac.train_config import TrainConfig
-from gac.weights import on_adapters
+from gac.models.causal_lm import ModelConfig, adapted, hollow_model, load_model, load_tokenizer
+from gac.models.weights import on_adapters
+from gac.training.run_config import TrainConfig
 
 SHARD = 1 << 30  # bytes
 WHOLE = 1 << 62  # bytes; disables sharding in save_pretrained

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gac.control.term_pair import Pair
 from gac.data.rows import Row
 from gac.errors import ConfigError
-from gac.pair import Pair
+from gac.faults import checkpoint
 from gac.parallel.collectives import rank
 from gac.training.step import Step
-
-from . import checkpoint
 
 FORMAT = 2  # version of the files; incremented when older ones can no longer be read
 

@@ -23,10 +23,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
+from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
+from gac.models.row_attention import bounds_given
+from gac.models.weights import empty_model, read_model
 from gac.parallel.arrival import Arrival
-from gac.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
-from gac.row_attention import bounds_given
-from gac.weights import empty_model, read_model
 from gac_kernels import (
     LossOutput,
     fused_gac_loss,
