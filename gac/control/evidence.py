@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from gac.control.term_pair import Pair
 from gac_kernels.contract import Signals, TokenMoments
 
 from .alignment import Alignment
@@ -28,13 +27,11 @@ class Wanted(NamedTuple):
     """`Evidence.bias_gram`, at the cost of two extra backward passes."""
     sketch: int = 0
     """`Evidence.sketches` of this size; 0: none."""
-    norms: bool = False
-    """`Evidence.norms`: gradients are reduced over ranks after every micro-batch."""
 
     @property
     def aligned(self) -> bool:
         """Whether it includes the inner product of the two gradients."""
-        return self.gram or self.sketch > 0 or self.norms
+        return self.gram or self.sketch > 0
 
 
 class Sketches(NamedTuple):
@@ -48,17 +45,6 @@ class Sketches(NamedTuple):
     """float64 [n, k k]."""
     rollouts: Tensor
     """float64 [n, k k]."""
-
-
-class Norms(NamedTuple):
-    """Squared norms of the accumulated gradient of both terms after each micro-batch."""
-
-    squares: Tensor
-    """float64 [M]: its squared norm after each of M micro-batches."""
-    progress: Tensor
-    """float64 [M, 2]: fractions of the demonstrations and of the rollouts accumulated so far."""
-    weights: Pair
-    """The weight of each term."""
 
 
 class Evidence(NamedTuple):
@@ -76,8 +62,6 @@ class Evidence(NamedTuple):
     """[4, 4] inner products as in `bias_moments`."""
     sketches: Sketches | None = None
     """Sketches of every unit in the step."""
-    norms: Norms | None = None
-    """Norms of the accumulated gradient."""
 
 
 class Reading(NamedTuple):

@@ -14,7 +14,6 @@ from gac.control.checks import is_count, is_real, require
 from gac_kernels import HeadSketch
 from gac_kernels.contract import Signals
 
-from .accumulator import AccumulatorSignals
 from .alignment import alignment
 from .estimators import Corrections
 from .evidence import Evidence, Reading, SignalSource, Sketches, State, Wanted
@@ -208,7 +207,6 @@ SOURCES: dict[str, type] = {
     "proxy": ProxySignals,
     "gradients": GradientSignals,
     "sketch": SketchSignals,
-    "accumulator": AccumulatorSignals,
     "constant-variance": ConstantVariance,
     "shuffled-disagreement": ShuffledDisagreement,
     "random-disagreement": RandomDisagreement,

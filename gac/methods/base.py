@@ -73,8 +73,6 @@ class Needs(NamedTuple):
     """Fraction of the demonstrations trimmed at each end for the logged sigma_s^2."""
     sketch: int = 0
     """Size of the head sketch of each unit's gradient; 0: none."""
-    norms: bool = False
-    """The norm of the accumulated gradient is measured after each micro-batch."""
 
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:

@@ -31,7 +31,7 @@ class GAC(ControllerConfig, Method):
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
     """Source of the signals: the paper's proxies, degraded proxies, true gradients of all
-    parameters, a sketch of the LM head gradient, or the accumulated gradient.
+    parameters, or a sketch of the LM head gradient.
     """
     gradient_parts: int = 4
     """Number of micro-batch gradients per term for `signals: gradients`, >= 2."""
@@ -45,11 +45,8 @@ class GAC(ControllerConfig, Method):
         wanted = self.signals.wanted
         if self.gate is not None and not wanted.aligned:
             raise ValueError(
-                "gate: these signals do not include the inner product of the two gradients; set signals: gradients, sketch or accumulator"
-            )
-        if self.gate is not None and wanted.norms and (self.mu_min == 0 or self.mu_max == 1):
-            raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_max={self.mu_max!r}: with signals: accumulator, a term with weight 0 cannot be measured, so a closed gate would never reopen; use e.g. 0.02 and 0.98"
+                "gate: these signals do not include the inner product of the two gradients; "
+                "set signals: gradients or sketch"
             )
 
     def loss(self, base: LossSpec) -> Loss:
@@ -82,9 +79,7 @@ class GAC(ControllerConfig, Method):
         if refresh:
             wanted = self.signals.wanted
             parts = self.gradient_parts if wanted.gram else 0
-            needs = needs._replace(
-                parts=parts, bias=wanted.bias, sketch=wanted.sketch, norms=wanted.norms
-            )
+            needs = needs._replace(parts=parts, bias=wanted.bias, sketch=wanted.sketch)
         if isinstance(self.signals, ProxySignals):
             needs = needs._replace(trim=self.signals.trim)
         return needs

@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac.control.evidence import Norms
 from gac.control.term_pair import Pair
 from gac.data.micro import MicroBatches
 from gac.data.rows import Batch, Row, collate, norms
@@ -26,7 +25,6 @@ from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import place
 from gac_kernels import DemoWeight, LossSpec, TokenMoments
 
-from .accumulated import ordered, progress, square_norm
 from .gradient_parts import GradientParts
 from .step import Measured, Step
 from .unit_sketches import UnitSketches
@@ -80,8 +78,6 @@ class Gradients:
         run(dead, step.mix, grad=False)
         if step.needs.parts:
             return self._apart(run, live, step)
-        if step.needs.norms:
-            return self._watched(run, set(live), step)
         run(live, step.mix)
         return run.measured()
 
@@ -116,23 +112,6 @@ class Gradients:
             parts.average(self.tracked, needs.average)
             gram = parts.gram()
         return dataclasses.replace(run.measured(), parts=parts, gram=gram, bias_gram=bias)
-
-    def _watched(self, run: _Run, live: set[Row], step: Step) -> Measured:
-        """Reduce the accumulated gradient over ranks and record its squared norm after every
-        micro-batch.
-        """
-        named, squares = self._named(), []
-        blocks = ordered(self.schedule(step.rows))
-        for _, block in blocks:
-            run([r for r in block if r in live], step.mix)
-            squares.append(square_norm([p.grad for _, p in named], self.accelerator.device))
-        seen = collectives.total([float(len(block)) for _, block in blocks])
-        norms = Norms(
-            collectives.add(torch.stack(squares)).cpu(),
-            progress([demo for demo, _ in blocks], seen),
-            step.mix.pair,
-        )
-        return dataclasses.replace(run.measured(), norms=norms)
 
     def _split(self, rows: Sequence[Row], mix: Mix) -> tuple[list[Row], list[Row]]:
         """Rows that may have a gradient, and rows whose gradient is known to be zero (no backward)."""

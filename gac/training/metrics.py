@@ -70,5 +70,4 @@ def evidence(step: Step, measured: Measured) -> Evidence | None:
         count,
         measured.bias_gram,
         measured.sketches,
-        measured.norms,
     )

@@ -20,7 +20,6 @@ from gac.parallel.collectives import together
 from gac.parallel.setup import reshard
 from gac.training.run_config import TrainConfig
 
-from .accumulated import check_accumulation
 from .gradients import Gradients
 from .rows_apart import keeps_rows_apart
 
@@ -62,8 +61,6 @@ def make_gradients(
     """Build `Gradients`; `needs`: union over all steps. Raises ConfigError if unsupported."""
     if needs.sketch:
         _check_sketch(config, accelerator.unwrap_model(model))
-    if needs.norms:
-        check_accumulation(config, accelerator.num_processes)
     return Gradients(
         accelerator,
         model,

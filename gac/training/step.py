@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gac.control.evidence import Norms, Sketches
+from gac.control.evidence import Sketches
 from gac.control.term_pair import Pair
 from gac.data.rows import Counts, Row
 from gac.methods.base import Mix, Needs
@@ -78,7 +78,8 @@ class Step:
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Step:
         """Inverse of `plain`."""
-        named = {key: kind(*plain[key]) for key, kind in _TUPLES.items()}
+        # steps saved by earlier versions have more fields in `needs`
+        named = {key: kind(*plain[key][: len(kind._fields)]) for key, kind in _TUPLES.items()}
         return cls(**{**plain, **named, "rows": tuple(Row(*row) for row in plain["rows"])})
 
 
@@ -101,8 +102,6 @@ class Measured:
     """[4, 4] inner products: SFT, RL, and both without phi and clipping."""
     sketches: Sketches | None = None
     """Sketches of each unit's gradient with respect to the head's weight."""
-    norms: Norms | None = None
-    """Squared norms of the accumulated gradient after each micro-batch."""
     kl: float | None = None
     """Mean k3 KL to the reference over a subset of the rollouts; None: use `moments.kl`, over all
     of them.
