@@ -1,4 +1,1 @@
-"""GAC inside other trainers: one module per trainer, and the `Mixer` that they share.
-
-It may import `training` and earlier packages.
-"""
+"""GAC inside other trainers: one module per trainer, and the `Mixer` that they share."""

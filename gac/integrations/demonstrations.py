@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.data.rows import Row, count, norms
+from gac.data.rows import Row, count, loss_divisors
 from gac_kernels import LossSpec
 
 COLUMNS = ({"prompt", "completion"}, {"messages"})
@@ -14,17 +14,16 @@ COLUMNS = ({"prompt", "completion"}, {"messages"})
 
 def check_columns(name: str, columns: Sequence[str]) -> None:
     """Raise ValueError unless these are the columns of a demonstration data set."""
-    if not any(wanted <= set(columns) for wanted in COLUMNS):
+    if not any(required <= set(columns) for required in COLUMNS):
         raise ValueError(
             f"{name} has the columns {sorted(columns)}: expected prompt and completion, or messages"
         )
 
 
 def encode(
-    row: Mapping[str, Any], place: str, tokenizer: Any, template: Mapping[str, Any] | None = None
+    row: Mapping[str, Any], location: str, tokenizer: Any, template: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tokenize one demonstration; returns {"ids": prompt and completion, "start": length of the
-    prompt}.
+    """Tokenize one demonstration.
 
     A plain-text completion ends with EOS. In a conversation, the completion is the last message,
     which must be the assistant's. Anything that the chat template adds after EOS is dropped,
@@ -32,70 +31,85 @@ def encode(
 
     Args:
         row: prompt and completion (texts, or lists of messages), or messages.
-        place: how errors refer to the row.
+        location: how errors refer to the row.
         tokenizer: a Hugging Face tokenizer with an EOS token.
         template: additional keyword arguments for `apply_chat_template`.
 
-    Raises ValueError for an empty or malformed row.
+    Returns:
+        {"ids": token ids of prompt and completion, "start": length of the prompt}.
+
+    Raises:
+        ValueError: the row is empty or malformed.
     """
     if "messages" in row and "completion" not in row:
         prompt, completion = row["messages"][:-1], row["messages"][-1:]
     else:
         prompt, completion = row["prompt"], row["completion"]
     if not completion:
-        raise ValueError(f"{place}: the completion {completion!r} is empty; remove the row")
+        raise ValueError(f"{location}: the completion {completion!r} is empty; remove the row")
     if isinstance(completion, str):
-        head = list(tokenizer(prompt)["input_ids"])
-        tail = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-        if tail and tail[-1] != tokenizer.eos_token_id:
-            tail.append(tokenizer.eos_token_id)
+        prompt_ids = list(tokenizer(prompt)["input_ids"])
+        target_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if target_ids and target_ids[-1] != tokenizer.eos_token_id:
+            target_ids.append(tokenizer.eos_token_id)
     else:
-        head, tail = _conversation(prompt, completion, place, tokenizer, template or {})
-    if not head:
-        raise ValueError(f"{place}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
-    if not tail:
-        raise ValueError(f"{place}: the completion {completion!r} has no tokens; remove the row")
-    return {"ids": head + tail, "start": len(head)}
+        prompt_ids, target_ids = _conversation(
+            prompt, completion, location, tokenizer, template or {}
+        )
+    if not prompt_ids:
+        raise ValueError(f"{location}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
+    if not target_ids:
+        raise ValueError(f"{location}: the completion {completion!r} has no tokens; remove the row")
+    return {"ids": prompt_ids + target_ids, "start": len(prompt_ids)}
 
 
 def _conversation(
     prompt: list[Any],
     completion: list[Any],
-    place: str,
+    location: str,
     tokenizer: Any,
     template: Mapping[str, Any],
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation up to the assistant's turn, and of that turn."""
+    """Tokenize a conversation: the ids up to the assistant's last message, and those of it."""
     role = completion[-1].get("role")
     if role != "assistant":
-        raise ValueError(f"{place}: the last message has role {role!r}, expected 'assistant'")
+        raise ValueError(f"{location}: the last message has role {role!r}, expected 'assistant'")
     if not completion[-1].get("content") and not completion[-1].get("tool_calls"):
-        raise ValueError(f"{place}: the last message has no content; remove the row")
+        raise ValueError(f"{location}: the last message has no content; remove the row")
     keywords = {"tokenize": True, "return_dict": True, **template}
-    head, whole = (
-        list(
-            tokenizer.apply_chat_template(turns, add_generation_prompt=asks, **keywords)[
-                "input_ids"
-            ]
+
+    def token_ids(messages: list[Any], *, add_prompt: bool) -> list[int]:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_prompt, **keywords
         )
-        for turns, asks in ((prompt, True), ([*prompt, *completion], False))
-    )
-    if whole[: len(head)] != head:
+        return list(encoded["input_ids"])
+
+    prompt_ids = token_ids(prompt, add_prompt=True)
+    all_ids = token_ids([*prompt, *completion], add_prompt=False)
+    if all_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
-            f"{place}: the chat template does not begin the whole conversation with its prompt: "
-            "give prompt and completion as plain texts"
+            f"{location}: the chat template formats the prompt differently inside the whole "
+            "conversation; use a plain-text prompt and completion"
         )
-    tail = whole[len(head) :]
-    if tokenizer.eos_token_id in tail:
-        tail = tail[: len(tail) - tail[::-1].index(tokenizer.eos_token_id)]
-    return head, tail
+    target_ids = all_ids[len(prompt_ids) :]
+    if tokenizer.eos_token_id in target_ids:
+        target_ids = target_ids[: len(target_ids) - target_ids[::-1].index(tokenizer.eos_token_id)]
+    return prompt_ids, target_ids
 
 
 def tokenized(
     dataset: Any, name: str, tokenizer: Any, template: Mapping[str, Any] | None = None
 ) -> Any:
-    """Tokenize a Dataset with `encode`. `name` is how errors refer to `dataset`. Raises ValueError
-    for unexpected columns and for the first invalid row.
+    """Tokenize a Dataset with `encode`.
+
+    Args:
+        dataset: rows with prompt and completion, or messages.
+        name: how errors refer to the dataset.
+        tokenizer: a Hugging Face tokenizer with an EOS token.
+        template: additional keyword arguments for `apply_chat_template`.
+
+    Raises:
+        ValueError: unexpected columns, or an invalid row (the first one is named).
     """
     check_columns(name, dataset.column_names)
     return dataset.map(
@@ -121,28 +135,26 @@ def read(path: str) -> Any:
     """Load a Dataset from a .jsonl or .parquet file, or from a folder written by `save_to_disk`."""
     from datasets import Dataset, load_from_disk
 
-    kinds = {".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
+    readers = {".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
     if not Path(path).exists():
-        raise FileNotFoundError(f"demo_path={path!r} does not exist")
+        raise FileNotFoundError(f"demo_path={path!r} does not exist; use the path of a data set")
     if Path(path).is_dir():
         return load_from_disk(path)
-    if Path(path).suffix not in kinds:
+    if Path(path).suffix not in readers:
         raise ValueError(f"demo_path={path!r}: use a .jsonl or .parquet file, or a saved Dataset")
-    return kinds[Path(path).suffix](path)
+    return readers[Path(path).suffix](path)
 
 
 def row_of(encoded: Mapping[str, Any]) -> Row:
-    """Convert the result of `encode` to a Row. Its advantage of 1 is the weight for SHAPED
-    demonstrations.
-    """
+    """Convert the result of `encode` to a Row; the advantage is the weight for SHAPED demos."""
     return Row(tuple(encoded["ids"]), encoded["start"], is_demo=True, advantage=1.0)
 
 
 def demo_norm(rows: Sequence[Row], spec: LossSpec, ranks: int) -> float:
-    """The `demo_norm` of a step with these demonstrations when gradients are averaged over `ranks`."""
-    return norms(count(rows), spec).demo / ranks
+    """The step's `demo_norm` for these demonstrations; gradients are averaged over `ranks`."""
+    return loss_divisors(count(rows), spec).demo / ranks
 
 
-def share(rows: Sequence[Row], part: int, parts: int) -> list[Row]:
-    """Every `parts`-th row, starting at index `part`."""
-    return list(rows[part::parts])
+def shard(rows: Sequence[Row], rank: int, ranks: int) -> list[Row]:
+    """The rows of one rank: every `ranks`-th row, starting at index `rank`."""
+    return list(rows[rank::ranks])

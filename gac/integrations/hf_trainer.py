@@ -21,29 +21,29 @@ else:
 
 
 class StepMixin(Trainer):
-    """Manages the current optimizer step's demonstrations, the log and the checkpoints."""
+    """Manages the step's demonstrations, the log and the checkpoints of a trainer."""
 
     mixer: Mixer
-    _drawn: Any = None  # demonstrations of the current step
-    _micro_batch = 0  # number of its micro-batches so far
-    _scored: tuple[Tensor, Tensor | None] | None = None  # the rollouts' log-probs and entropy
+    _step_demos: Any = None  # demonstrations of the current step
+    _micro_batch = 0  # number of micro-batches so far in the current step
+    _rollout_scores: tuple[Tensor, Tensor | None] | None = None  # log-probs and entropy
 
     def begin_step(self, pick: Callable[[list[int]], Sequence[Any]]) -> None:
         """Draw the step's demonstrations in its first micro-batch; `pick` maps indices to rows."""
-        if self._drawn is None:
-            self._drawn, self._micro_batch = pick(self.mixer.draw()), 0
+        if self._step_demos is None:
+            self._step_demos, self._micro_batch = pick(self.mixer.draw()), 0
 
-    def own_share(self) -> Sequence[Any] | None:
+    def local_demos(self) -> Sequence[Any] | None:
         """This rank's demonstrations in this micro-batch, or None if no rank has any.
 
         An empty list still requires a forward pass: sharded weights need every rank.
         """
-        assert self._drawn is not None
+        assert self._step_demos is not None
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         first = self._micro_batch * ranks
-        if first >= len(self._drawn):
+        if first >= len(self._step_demos):
             return None
-        return self._drawn[first + rank :: ranks * self.current_gradient_accumulation_steps]
+        return self._step_demos[first + rank :: ranks * self.current_gradient_accumulation_steps]
 
     def end_micro_batch(self) -> None:
         """End the micro-batch; after the last one, end the step and log its metrics."""
@@ -51,21 +51,20 @@ class StepMixin(Trainer):
         if self.accelerator.sync_gradients:
             for name, value in self.mixer.close().items():
                 self._metrics["train"][f"gac/{name}"].append(value)
-            self._drawn = None
+            self._step_demos = None
 
     def observe_rollouts(self, mask: Tensor, advantages: Tensor, ref: Tensor | None) -> None:
         """Report the rollouts whose loss was just computed to the mixer; see `rollout_moments`."""
-        assert self._scored is not None
-        (logps, entropy), self._scored = self._scored, None
+        assert self._rollout_scores is not None
+        (logps, entropy), self._rollout_scores = self._rollout_scores, None
         self.mixer.observe(rollout_moments(logps, mask, advantages, entropy=entropy, ref_logps=ref))
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*args, **keywords)
-        if (
-            torch.is_grad_enabled()
-        ):  # the policy's log-probs; old and reference ones are computed without gradients
-            self._scored = found[:2]
-        return found
+        scores = super()._get_per_token_logps_and_entropies(*args, **keywords)
+        # only the policy's log-probs have gradients, not those of the old policy or the reference
+        if torch.is_grad_enabled():
+            self._rollout_scores = scores[:2]
+        return scores
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -86,10 +85,8 @@ def base_model(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def refused(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """Unsupported transformers and accelerate options: name -> (whether it is set, what to do
-    instead).
-    """
+def unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
+    """Unsupported transformers and accelerate options: name -> (whether it is set, the fix)."""
     args, accelerator = trainer.args, trainer.accelerator
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -111,13 +108,13 @@ def refused(trainer: Any) -> dict[str, tuple[bool, str]]:
         "torch_compile": (args.torch_compile, "set it to False"),
         "gradient_checkpointing_kwargs": (
             args.gradient_checkpointing and checkpointing.get("use_reentrant", False),
-            "reentrant checkpointing allows only one forward per backward: set use_reentrant to False",
+            "reentrant checkpointing allows one forward per backward: set use_reentrant to False",
         ),
     }
 
 
-def refuse(name: str, found: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError for the first unsupported option that is set; `name` is the trainer's name."""
-    for option, (is_set, use) in found.items():
+def check_supported(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
+    """Raise ValueError, naming `trainer`, for the first unsupported option that is set."""
+    for option, (is_set, fix) in options.items():
         if is_set:
-            raise ValueError(f"{name} does not support {option}: {use}")
+            raise ValueError(f"{trainer} does not support {option}: {fix}")

@@ -16,16 +16,16 @@ def rollout_moments(
     entropy: Tensor | None = None,  # [B, T], nats
     ref_logps: Tensor | None = None,  # [B, T]: token log-probabilities under the reference policy
 ) -> TokenMoments:
-    """Compute the `gac_kernels` moments of a batch of rollouts, without gradients.
+    """Compute the controller's statistics of a batch of rollouts, without gradients.
 
     Without `entropy` or `ref_logps`, the corresponding moments are nan ("not measured").
     """
-    live = mask != 0
+    trained = mask != 0
     if advantages.dim() == 2:
         advantages = advantages.expand(mask.shape)
     moments = loss_from_logprobs(
         logps.detach(),
-        torch.where(live, 0, -100),
+        torch.where(trained, 0, -100),
         advantages.float(),
         torch.zeros(len(mask), dtype=torch.bool),
         ref_logps=ref_logps,

@@ -1,10 +1,11 @@
-"""Adaptive mixing in ms-swift 4.6, through a plugin file that contains the single line
+"""Adaptive mixing in ms-swift 4.6.
+
+Pass a plugin file with one line as --external_plugins::
 
     import gac.integrations.swift
 
-passed as --external_plugins. GRPO then also trains on the demonstrations of --chord_sft_dataset
-with an adaptive weight, replacing swift's CHORD. docs/integrations/swift.md lists unsupported
-options.
+GRPO then also trains on the demonstrations of --chord_sft_dataset with an adaptive weight,
+replacing swift's CHORD. docs/integrations/swift.md lists unsupported options.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from gac.models.causal_lm import Head, attach_head
 from gac_kernels import LossOutput, LossSpec
 
 from .demonstrations import demo_norm
-from .hf_trainer import StepMixin, base_model, refuse, refused
+from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
 
-OPTIONS = "GAC_METHOD"  # swift's command line cannot be extended
+METHOD_ENV = "GAC_METHOD"  # an environment variable: swift's command line cannot be extended
 
 
 class GACGRPOTrainer(StepMixin, GRPOTrainer):
@@ -47,12 +48,13 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
             raise ValueError("chord_sft_dataset is empty: set it to a data set of demonstrations")
         if not self.args.chord_sft_per_device_train_batch_size:
             raise ValueError(
-                "chord_sft_per_device_train_batch_size is not set: set it to the number of demonstrations per process and micro-batch"
+                "chord_sft_per_device_train_batch_size is not set: set it to the number of "
+                "demonstrations per process and micro-batch"
             )
-        refuse("gac.integrations.swift", _refused(self))
+        check_supported("gac.integrations.swift", _unsupported_options(self))
         slots = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         self.mixer = Mixer(
-            choose(METHODS, json.loads(os.environ.get(OPTIONS, '"gac"')), OPTIONS),
+            choose(METHODS, json.loads(os.environ.get(METHOD_ENV, '"gac"')), METHOD_ENV),
             rows=len(self.chord_sft_dataset),
             batch=slots * self.args.chord_sft_per_device_train_batch_size,
             seed=self.args.seed,
@@ -62,65 +64,62 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
     def _compute_loss_and_metrics(
         self, model: torch.nn.Module, model_inputs: dict[str, Any], grpo_batch: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        own, metrics = super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
+        rollout_loss, metrics = super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
         if not self.model.training:
-            return own, metrics
-        self.begin_step(lambda numbers: [self._demonstration(i) for i in numbers])
+            return rollout_loss, metrics
+        self.begin_step(lambda indices: [self._demonstration(i) for i in indices])
         mask = grpo_batch.completion_mask
         if self.overlong_filter:
             mask = mask & ~grpo_batch.truncated_mask[:, None]
         ref = grpo_batch.ref_per_token_logps
         self.observe_rollouts(mask, grpo_batch.advantages, ref)
         # Trainer divides the returned loss by the number of micro-batches
-        parts = self.current_gradient_accumulation_steps
-        loss = self.mixer.rollouts(own / parts) + self.mixer.demos(self._demo_loss(model))
+        micro_batches = self.current_gradient_accumulation_steps
+        loss = self.mixer.rollouts(rollout_loss / micro_batches)
+        loss = loss + self.mixer.demos(self._demo_loss(model))
         self.end_micro_batch()
-        return parts * loss, metrics
+        return micro_batches * loss, metrics
 
     def _compute_loss_chunked(self, *args: Any, **keywords: Any) -> Tensor:
         raise ValueError("chunked micro-batches (dynamic_num_samples) are not supported")
 
-    def _demonstration(self, number: int) -> dict[str, Any]:
+    def _demonstration(self, index: int) -> dict[str, Any]:
         """One encoded row of the dataset."""
-        row = self.chord_sft_dataset[number]
+        row = self.chord_sft_dataset[index]
         if row.get("loss_scale") is not None:
             raise ValueError(
                 "per-token loss_scale is not supported: use --loss_scale default or last_round"
             )
-        if _learnt(row) == 0:
-            raise ValueError(
-                f"chord_sft_dataset[{number}] has no completion tokens: remove the row"
-            )
+        if _num_targets(row) == 0:
+            raise ValueError(f"chord_sft_dataset[{index}] has no completion tokens: remove the row")
         return row
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """This rank's demonstration loss for the micro-batch. Summing over micro-batches and
-        averaging over ranks gives the step's loss.
+        """This rank's demonstration loss for the micro-batch.
+
+        Summing over micro-batches and averaging over ranks gives the step's loss.
         """
-        rows, device = self.own_share(), self.accelerator.device
+        rows, device = self.local_demos(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
         # every rank runs a forward; a rank without rows uses one with all targets masked
-        batch = to_device(self.template.data_collator(rows or self._drawn[:1]), device)
+        batch = to_device(self.template.data_collator(rows or self._step_demos[:1]), device)
         labels, spec = batch.pop("labels"), self.mixer.spec
         targets = labels.roll(-1, 1)
         targets[:, -1] = -100
         if not rows:
             targets = torch.full_like(targets, -100)
-        counts = [Row((0,) * _learnt(row), 0, True) for row in self._drawn]
+        counts = [Row((0,) * _num_targets(row), 0, True) for row in self._step_demos]
         norm = demo_norm(counts, spec, self.accelerator.num_processes)
-        known = {
-            k: v for k, v in batch.items() if k in ("input_ids", "attention_mask", "position_ids")
-        }
-        out = model(**known, request=functools.partial(_score, targets, spec, norm))
+        names = {"input_ids", "attention_mask", "position_ids"} & set(batch)
+        inputs = {name: batch[name] for name in names}
+        out = model(**inputs, request=functools.partial(_score, targets, spec, norm))
         self.mixer.observe(out.moments)
         return out.loss
 
 
-def _learnt(row: dict[str, Any]) -> int:
-    """Number of tokens with a loss in an encoded row. The first token has no context, so it never
-    counts.
-    """
+def _num_targets(row: dict[str, Any]) -> int:
+    """Number of tokens with a loss in an encoded row; the first one, without context, has none."""
     return sum(label != -100 for label in row["labels"][1:])
 
 
@@ -130,10 +129,10 @@ def _score(targets: Tensor, spec: LossSpec, norm: float, head: Head) -> LossOutp
     return head.loss(targets, ones, ones.bool(), mu=1.0, spec=spec, demo_norm=norm)
 
 
-def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
+def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
     """Unsupported options, which would be ignored or weighted incorrectly."""
     template, args = trainer.template, trainer.args
-    return refused(trainer) | {
+    return unsupported_options(trainer) | {
         "model": (trainer.is_multimodal, "images are not supported: use a text model"),
         "use_liger_kernel": (
             args.use_liger_kernel,

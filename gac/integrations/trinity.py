@@ -1,11 +1,11 @@
-"""Adaptive mixing in Trinity-RFT 0.6, enabled by one dotted path in its configuration:
+"""Adaptive mixing in Trinity-RFT 0.6, enabled by one dotted path in its configuration::
 
     algorithm:
       algorithm_type: gac.integrations.trinity.GACAlgorithm
 
-It replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive.
-Each term is divided by its count over the whole training step, so the gradient does not depend on
-the number of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
+It replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive. Each term
+is divided by its count over the whole training step, so the gradient does not depend on the number
+of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trinity.algorithm.sample_strategy.mix_sample_strategy import MixSampleStrat
 from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
-from gac.integrations.mixer import Mixer, served
+from gac.integrations.mixer import Mixer, resolve_method
 from gac.methods import METHODS
 from gac_kernels import LossSpec, loss_from_logprobs
 
@@ -49,16 +49,18 @@ class GACAlgorithm(MIXCHORDAlgorithm):
         super().check_config(config)
         algorithm, trainer = config.algorithm, config.trainer
         actor = ((trainer.trainer_config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
-        whole = config.buffer.train_batch_size
-        wanted = {
+        supported = {
             "algorithm.kl_loss_fn": (algorithm.kl_loss_fn, "none"),
             "algorithm.entropy_loss_fn": (algorithm.entropy_loss_fn, "none"),
             "trainer.ulysses_sequence_parallel_size": (trainer.ulysses_sequence_parallel_size, 1),
             "model.temperature": (config.model.temperature, 1.0),
             "actor.ppo_epochs": (actor.get("ppo_epochs"), 1),
-            "actor.ppo_mini_batch_size": (actor.get("ppo_mini_batch_size"), whole),
+            "actor.ppo_mini_batch_size": (
+                actor.get("ppo_mini_batch_size"),
+                config.buffer.train_batch_size,
+            ),
         }
-        for name, (value, use) in wanted.items():
+        for name, (value, use) in supported.items():
             if value not in (None, use):
                 raise ValueError(f"GACAlgorithm does not support {name}={value!r}: use {use!r}")
         if algorithm.policy_loss_fn_args is None:
@@ -70,14 +72,16 @@ class GACSampleStrategy(MixSampleStrategy):
     """Trinity's mixed batches, with the step's counts added to each row."""
 
     async def sample(self, step: int) -> tuple[list[Experience], dict[str, Any], list[Any]]:
-        rows, metrics, shown = await super().sample(step)
+        rows, metrics, representatives = await super().sample(step)
         count_rows(rows)
-        return rows, metrics, shown
+        return rows, metrics, representatives
 
 
 def count_rows(rows: list[Experience]) -> None:
-    """Write the counts of the whole step into each row. Raises ValueError for an empty
-    demonstration.
+    """Write the counts of the whole step into each row.
+
+    Raises:
+        ValueError: a demonstration has no completion tokens.
     """
     counts = dict.fromkeys(COUNTS, 0)
     for row in rows:
@@ -125,9 +129,10 @@ class GACPolicyLoss(PolicyLossFn):
             raise ValueError(f"loss_agg_mode={loss_agg_mode!r}: use one of {', '.join(REDUCTIONS)}")
         if not state_dir:
             raise ValueError(
-                "policy_loss_fn_args.state_dir is empty: set it to a folder for the controller's state"
+                "policy_loss_fn_args.state_dir is empty: set it to a folder for the controller's "
+                "state"
             )
-        self.method, self.state_dir = served(choose(METHODS, method)), Path(state_dir)
+        self.method, self.state_dir = resolve_method(choose(METHODS, method)), Path(state_dir)
         self.rollout_options: dict[str, Any] = {
             "clip_low": clip_range if clip_range_low is None else clip_range_low,
             "clip_high": clip_range if clip_range_high is None else clip_range_high,
@@ -136,10 +141,8 @@ class GACPolicyLoss(PolicyLossFn):
             "rollout_reduction": REDUCTIONS[loss_agg_mode],
         }
         self.mixer: Mixer | None = None
-        self.step, self.seen = (
-            0,
-            0,
-        )  # current step, and number of its rows that this rank has processed
+        self.step = 0
+        self.rows_done = 0  # number of the step's rows that this rank has processed
 
     def __call__(  # Trinity selects the fields to pass by argument name
         self,
@@ -187,17 +190,19 @@ class GACPolicyLoss(PolicyLossFn):
         mixer.observe(out.moments)
         mixer.rollouts(out.rollout_loss)
         mixer.demos(out.demo_loss)
-        self.seen += len(logprob)
+        self.rows_done += len(logprob)
         log = {"mu": mixer.mu}
-        if self.seen == rows // ranks:  # the step's last micro-batch, on every rank
+        if self.rows_done == rows // ranks:  # the step's last micro-batch, on every rank
             log = self._close(rollout_tokens, demo_tokens)
         return out.loss, {f"gac/{name}": value for name, value in log.items()}
 
     def _mixer(self, step: int, demos: int) -> Mixer:
         """The mixer for this step, restored from the previous step after a restart."""
         if step != self.step:
-            if self.mixer is not None and self.seen:
-                raise RuntimeError(f"step {self.step} ended after {self.seen} rows on this rank")
+            if self.mixer is not None and self.rows_done:
+                raise RuntimeError(
+                    f"step {self.step} ended after {self.rows_done} rows on this rank"
+                )
             if self.mixer is None:
                 # Trinity's buffer orders the demonstrations; the mixer's order is not used
                 self.mixer = Mixer(self.method, rows=1, batch=max(demos, 1))
@@ -212,18 +217,18 @@ class GACPolicyLoss(PolicyLossFn):
         """End the step on all ranks and save the controller for a restart."""
         assert self.mixer is not None
         log = self.mixer.close()
-        found = log.pop("demo_tokens")
-        if found != demo_tokens:
+        tokens = log.pop("demo_tokens")
+        if tokens != demo_tokens:
             raise RuntimeError(
-                f"the optimiser step had {found:.0f} of the training step's {demo_tokens} "
-                "demonstration tokens: give each training step one optimiser step, without "
-                "sequence parallelism"
+                f"the optimizer step saw {tokens:.0f} of the training step's {demo_tokens} "
+                "demonstration tokens: use one optimizer step per training step and no sequence "
+                "parallelism"
             )
         if not dist.is_initialized() or dist.get_rank() == 0:
             folder = self.state_dir / f"gac_{self.step}"
             folder.mkdir(parents=True, exist_ok=True)
             self.mixer.save(folder)
-        self.seen = 0
+        self.rows_done = 0
         return log
 
     @classmethod

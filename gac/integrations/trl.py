@@ -1,4 +1,4 @@
-"""Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also learns from demonstrations.
+"""Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also trains on demonstrations.
 
 loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu is updated after
 each optimizer step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md lists unsupported options.
@@ -25,23 +25,26 @@ from gac.models.causal_lm import Head, attach_head
 from gac_kernels import LossOutput, LossSpec
 
 from .demonstrations import demo_norm, row_of, tokenized
-from .hf_trainer import StepMixin, base_model, refuse, refused
+from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
 
 logger = logging.getLogger(__name__)
 
 
 class GACMixin(StepMixin):
-    """Mixin that adds demonstrations to a trainer. List it before GRPOTrainer, or a subclass of it,
-    among the bases.
+    """Mixin that adds demonstrations to a trainer.
 
-    Args, in addition to the trainer's own:
+    List it before GRPOTrainer, or a subclass of it, among the bases. It adds three arguments and
+    logs gac/mu, gac/mu_star, gac/alpha, gac/prior, gac/rollout_loss, gac/demo_loss,
+    gac/sft_variance, gac/rl_variance, gac/disagreement and, with a reference model, gac/kl.
+
+    Args:
         demo_dataset: a Dataset with prompt and completion (texts or messages), or messages.
         demo_batch: demonstrations per optimizer step, over all processes.
         controller: a ControllerConfig or a method, see `gac.Mixer`; None = GAC's defaults.
 
-    Logs gac/mu, gac/mu_star, gac/alpha, gac/prior, gac/rollout_loss, gac/demo_loss,
-    gac/sft_variance, gac/rl_variance, gac/disagreement and, with a reference model, gac/kl.
-    Raises ValueError for unsupported trainer options.
+    Raises:
+        TypeError: demo_dataset is not a Dataset.
+        ValueError: a trainer option is not supported, or an argument is invalid.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class GACMixin(StepMixin):
         **keywords: Any,
     ) -> None:
         if not isinstance(demo_dataset, Dataset):
-            raise TypeError(f"demo_dataset must be a Dataset, got {type(demo_dataset).__name__}")
+            raise TypeError(
+                f"demo_dataset is a {type(demo_dataset).__name__}: use a datasets.Dataset"
+            )
         super().__init__(*args, **keywords)
-        refuse("GACTrainer", _refused(self))
+        check_supported("GACTrainer", _unsupported_options(self))
         self.mixer = Mixer(
             controller, rows=len(demo_dataset), batch=demo_batch, seed=self.args.seed
         )
@@ -69,34 +74,36 @@ class GACMixin(StepMixin):
         attach_head(base_model(self))
         if self.beta == 0:
             logger.warning(
-                "beta=0.0: without a reference model, the KL is unknown and alpha stays constant; use beta=1e-30 to measure the KL without changing the training"
+                "beta=0.0: without a reference model, the KL is unknown and alpha stays constant; "
+                "use beta=1e-30 to measure the KL without changing the training"
             )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if "pixel_values" in inputs:
             raise ValueError("the prompts contain images: GACTrainer supports text only")
-        own = super()._compute_loss(model, inputs)
+        rollout_loss = super()._compute_loss(model, inputs)
         if not self.model.training:  # evaluation uses the trainer's own loss
-            return own
-        self.begin_step(lambda numbers: [row_of(row) for row in self._demos.select(numbers)])
+            return rollout_loss
+        self.begin_step(lambda indices: [row_of(row) for row in self._demos.select(indices)])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")
         self.observe_rollouts(mask, inputs["advantages"], ref)
-        loss = self.mixer.rollouts(own) + self.mixer.demos(self._demo_loss(model))
+        loss = self.mixer.rollouts(rollout_loss) + self.mixer.demos(self._demo_loss(model))
         self.end_micro_batch()
         return loss
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """This rank's demonstration loss for the micro-batch. Summing over micro-batches and
-        averaging over ranks gives the step's loss.
+        """This rank's demonstration loss for the micro-batch.
+
+        Summing over micro-batches and averaging over ranks gives the step's loss.
         """
-        rows, device = self.own_share(), self.accelerator.device
+        rows, device = self.local_demos(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
         tokenizer, spec = self.processing_class, self.mixer.spec
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(rows, pad, device)
-        norm = demo_norm(self._drawn, spec, self.accelerator.num_processes)
+        norm = demo_norm(self._step_demos, spec, self.accelerator.num_processes)
         score = functools.partial(_score, batch, spec, norm)
         out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, request=score)
         self.mixer.observe(out.moments)
@@ -121,9 +128,9 @@ def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
     )
 
 
-def _refused(trainer: Any) -> dict[str, tuple[bool, str]]:
+def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
     """Unsupported options, which would be ignored or weighted incorrectly."""
-    return refused(trainer) | {
+    return unsupported_options(trainer) | {
         "processing_class": (
             isinstance(trainer.processing_class, ProcessorMixin),
             "images are not supported: use a text model",

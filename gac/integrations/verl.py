@@ -1,11 +1,11 @@
-"""Adaptive mixing in verl 0.9, enabled by configuration alone:
+"""Adaptive mixing in verl 0.9, enabled by configuration only::
 
     actor_rollout_ref.actor.policy_loss._target_=gac.integrations.verl.GACPolicyLoss
     +actor_rollout_ref.actor.policy_loss.demo_path=demos.parquet
     +actor_rollout_ref.actor.policy_loss.demo_batch=64
 
-verl's own policy loss, in any mode, is unchanged and weighted by 1 - mu. Within each optimiser
-step the actor makes a second pass over that step's demonstrations, weighted by mu.
+verl's own policy loss, in any mode, is unchanged and weighted by 1 - mu. In each optimizer step,
+the actor makes a second pass over the step's demonstrations, weighted by mu.
 docs/integrations/verl.md lists unsupported options.
 """
 
@@ -31,11 +31,11 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
 from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, served
+from gac.integrations.mixer import Mixer, resolve_method
 from gac.methods import METHODS
 from gac_kernels import loss_from_logprobs
 
-from .demonstrations import demo_norm, read, row_of, share, tokenized
+from .demonstrations import demo_norm, read, row_of, shard, tokenized
 from .rollouts import rollout_moments
 
 INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_token_len_per_gpu")
@@ -43,8 +43,9 @@ INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_
 
 @dataclass
 class GACPolicyLoss(PolicyLossConfig):
-    """verl's policy-loss options plus ours. Creating an instance makes verl use `GACWorker` as its
-    actor worker.
+    """verl's policy-loss options plus ours.
+
+    Creating an instance makes verl use `GACWorker` as its actor worker.
     """
 
     demo_path: str = ""
@@ -64,14 +65,12 @@ class GACPolicyLoss(PolicyLossConfig):
             raise ValueError(
                 f"policy_loss.demo_batch={self.demo_batch!r}: use a number of demonstrations >= 1"
             )
-        served(choose(METHODS, self.method, "policy_loss.method"))
+        resolve_method(choose(METHODS, self.method, "policy_loss.method"))
         ActorRolloutRefWorker.actor_worker_cls = GACWorker
 
 
 class GACWorker(TrainingWorker):
-    """verl's training worker. With a `GACPolicyLoss`, its optimizer steps also train on
-    demonstrations.
-    """
+    """verl's training worker; with a `GACPolicyLoss`, it also trains on demonstrations."""
 
     mixture: Mixture | None = None
 
@@ -80,7 +79,7 @@ class GACWorker(TrainingWorker):
         actor = getattr(loss_fn, "keywords", {}).get("config")
         options = getattr(actor, "policy_loss", None)
         if isinstance(options, GACPolicyLoss):
-            refuse(self.engine_config, self.model_config)
+            check_supported(self.engine_config, self.model_config)
             self.mixture = Mixture(self.engine, self.model_config.tokenizer, options, loss_fn)
             loss_fn = self.mixture.rollout_loss
         super().set_loss_fn(loss_fn)
@@ -120,7 +119,7 @@ class GACWorker(TrainingWorker):
 
 
 class Mixture:
-    """The two passes of an optimiser step: verl's batch, then the step's demonstrations."""
+    """The two passes of an optimizer step: verl's batch, then the step's demonstrations."""
 
     def __init__(
         self, engine: Any, tokenizer: Any, options: GACPolicyLoss, policy_loss: Callable[..., Any]
@@ -135,16 +134,16 @@ class Mixture:
             batch=options.demo_batch,
             seed=options.demo_seed,
         )
-        self.one_pass = engine.forward_backward_batch
-        engine.forward_backward_batch = self.passes
+        self.engine_forward_backward = engine.forward_backward_batch
+        engine.forward_backward_batch = self.forward_backward
 
-    def passes(
+    def forward_backward(
         self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
         """Compute the gradients of verl's batch, then add those of the demonstrations."""
-        output = self.one_pass(data, loss_function, forward_only=forward_only)
+        output = self.engine_forward_backward(data, loss_function, forward_only=forward_only)
         if not forward_only:
-            self.one_pass(self.demo_data(data), self.demo_loss)
+            self.engine_forward_backward(self.demo_data(data), self.demo_loss)
         return output
 
     def rollout_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
@@ -171,10 +170,10 @@ class Mixture:
     def demo_data(self, data: TensorDict) -> TensorDict:
         """This rank's demonstrations for the step, in the format that verl's engine expects."""
         ranks = self.engine.get_data_parallel_size()
-        drawn = [row_of(row) for row in self.demos.select(self.mixer.draw())]
-        self.norm = demo_norm(drawn, self.mixer.spec, ranks)
-        rows = share(drawn, self.engine.get_data_parallel_rank(), ranks)
-        count = -(-len(drawn) // ranks)
+        demos = [row_of(row) for row in self.demos.select(self.mixer.draw())]
+        self.norm = demo_norm(demos, self.mixer.spec, ranks)
+        rows = shard(demos, self.engine.get_data_parallel_rank(), ranks)
+        count = -(-len(demos) // ranks)
         size = min(tu.get(data, "micro_batch_size_per_gpu", default=None) or count, count)
         # every rank runs the same number of forwards: pad with one-token rows without a loss
         rows += [Row((self.pad,), 1, True)] * (-(-count // size) * size - len(rows))
@@ -187,9 +186,9 @@ class Mixture:
             "position_ids": jagged([torch.arange(len(row.ids)) for row in rows]),
             "loss_mask": jagged([torch.arange(len(row.ids)) >= row.start for row in rows]),
         }
-        known = {name: tu.get(data, name) for name in set(INHERITED) & set(data.keys())}
+        options = {name: tu.get(data, name) for name in set(INHERITED) & set(data.keys())}
         return tu.get_tensordict(
-            tensors, {**known, "micro_batch_size_per_gpu": size, "temperature": 1.0}
+            tensors, {**options, "micro_batch_size_per_gpu": size, "temperature": 1.0}
         )
 
     def demo_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
@@ -213,15 +212,15 @@ class Mixture:
         return self.mixer.demos(out.loss), {}
 
 
-def refuse(engine: Any, model: Any) -> None:
+def check_supported(engine: Any, model: Any) -> None:
     """Raise ValueError for settings that would be weighted incorrectly or are untested."""
     parallel = getattr(engine, "ulysses_sequence_parallel_size", 1)
-    refused = {
+    unsupported_options = {
         "strategy": (engine.strategy != "fsdp2", engine.strategy, "fsdp2"),
         "ulysses_sequence_parallel_size": (parallel > 1, parallel, "1"),
         "model.processor": (model.processor is not None, "an image processor", "a text model"),
         "mtp.enable": (model.mtp is not None and model.mtp.enable, True, "False"),
     }
-    for name, (present, value, use) in refused.items():
-        if present:
+    for name, (is_set, value, use) in unsupported_options.items():
+        if is_set:
             raise ValueError(f"GACPolicyLoss does not support {name}={value}: use {use}")
