@@ -20,22 +20,22 @@ from typing import Any
 import pytest
 
 from bench.record import RESULTS, device_name, slug
-from gac.sandbox.pool import Outcome, Pool, Program, Suite
+from gac.sandbox.pool import RunResult, Pool, Program, JudgeSpec
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-PROGRAM, SUITE = Program("def f(x): return 2 * x"), Suite(("assert f(2) == 4", "assert f(3) == 6"))
+PROGRAM, SUITE = Program("def f(x): return 2 * x"), JudgeSpec(("assert f(2) == 4", "assert f(3) == 6"))
 SCRIPT = Program("print(2 * int(input()))")
 PROGRAMS, ROUNDS, WORKERS = 100, 5, 2
 TARGET = 50  # trivial programs a second on two cores
 
 
-def check(pool: Pool) -> Outcome:
+def check(pool: Pool) -> RunResult:
     return pool.check(PROGRAM, SUITE, 5, 512)
 
 
-def run(pool: Pool) -> Outcome:
+def run(pool: Pool) -> RunResult:
     return pool.run(SCRIPT, b"21\n", 5, 512, 100)
 
 
@@ -47,7 +47,7 @@ def cpu_seconds() -> float:
 
 @pytest.mark.parametrize("work", [check, run], ids=["tests", "script"])
 @pytest.mark.parametrize("preload", [(), ("numpy",)], ids=["stdlib", "numpy"])
-def test_sandbox(benchmark, work: Callable[[Pool], Outcome], preload: tuple[str, ...]) -> None:
+def test_sandbox(benchmark, work: Callable[[Pool], RunResult], preload: tuple[str, ...]) -> None:
     before = cpu_seconds()
     start = time.perf_counter()
     pool = Pool(workers=WORKERS, preload=preload)

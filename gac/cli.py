@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from gac.demo import METHODS as COMPARED
+from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
     USAGE,
     ConfigError,
-    extras_named,
-    refusals_are,
-    verdict,
+    explain_missing_extra,
+    value_errors_as,
+    user_message,
     writable_folder,
 )
 from gac.study.command import add_parser as add_study
@@ -49,17 +49,17 @@ DEBUG_HELP = "show tracebacks for errors; same as GAC_DEBUG=1"
 class Parser(argparse.ArgumentParser):
     """A parser that appends lazily generated text to its help."""
 
-    more: Callable[[], str] | None = None
+    extra_help: Callable[[], str] | None = None
 
     def format_help(self) -> str:
-        return super().format_help() + (f"\n{self.more()}\n" if self.more else "")
+        return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
     try:
-        with extras_named("this command"):
+        with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)
             debug |= options.debug
             return options.run(options)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:  # report user errors in one line
-        found = verdict(error)
+        found = user_message(error)
         if found is None:  # a bug: show its traceback
             raise
         if debug:
@@ -126,7 +126,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.more = lambda: _keys("gac.training.run_config", "TrainConfig")
+    train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -151,7 +151,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="`out` folder of another evaluation; also report paired differences over shared prompts",
     )
     _add_set(evaluate)
-    evaluate.more = lambda: _keys("gac.evaluation.suite", "EvalConfig")
+    evaluate.extra_help = lambda: _keys("gac.evaluation.suite", "EvalConfig")
     evaluate.set_defaults(run=_eval)
 
 
@@ -255,7 +255,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs")
-    demo.add_argument("--methods", nargs="+", default=list(COMPARED), help="see `gac methods`")
+    demo.add_argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`")
     demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
     demo.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
     demo.add_argument(
@@ -280,7 +280,7 @@ def _train(options: argparse.Namespace) -> int:
     from gac.parallel import setup
     from gac.training.trainer import Trainer
 
-    with refusals_are(ConfigError):  # errors during setup are configuration errors
+    with value_errors_as(ConfigError):  # errors during setup are configuration errors
         trainer = Trainer(config, options.resume)
     run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
@@ -338,7 +338,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    found = check(options.config, options.set, options.least)
+    found = check(options.config, options.set, options.min_reward)
     for failing in found.failing:
         print(failing)
     events = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)

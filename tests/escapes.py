@@ -318,7 +318,7 @@ def operations(name: str, *, proven: bool = False) -> list[str]:
 
 # name -> (script, allowed outcomes). Each has one CPU second; the limits bound its other resource
 # use.
-ODD = {
+MISBEHAVING = {
     "endless loop": ("print('END', flush=True)\nwhile True: pass", {"timeout", "stalled"}),
     "loop that catches every signal": (
         "import signal\n"

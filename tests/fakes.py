@@ -206,9 +206,9 @@ add = lambda *a: add
 
 def fakes() -> dict[str, tuple[str, bool]]:
     """name -> (program, whether it fools a naive grader)"""
-    found = {}
+    programs = {}
     for entry in re.split(r"^=== ", _FAKES, flags=re.MULTILINE)[1:]:
         title, program = entry.split("\n", 1)
         name, _, mark = title.partition(" # ")
-        found[name] = program, mark == "fools"
-    return found
+        programs[name] = program, mark == "fools"
+    return programs

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Program, Suite
+from gac.sandbox.pool import Program, JudgeSpec
 
 GOOD = Program("def add(a, b): return a + b")
-SUITE = Suite(("assert add(1, 2) == 3",))
+SUITE = JudgeSpec(("assert add(1, 2) == 3",))
 
 
 def passes(pool, program=GOOD, suite=SUITE):
@@ -23,22 +23,22 @@ def prints(pool, text, cpu_seconds=5):
     return pool.run(Program(text), b"", cpu_seconds, 256, 1 << 20).stdout.decode()
 
 
-def processes_below(pid):
+def descendants(pid):
     """Running descendants of `pid`."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name = entry.read_text().rpartition(")")[2].split()
+            fields = entry.read_text().rpartition(")")[2].split()
         except OSError:  # the process exited in the meantime
             continue
-        if name[0] not in "ZX":
-            children.setdefault(int(name[1]), []).append(int(entry.parent.name))
-    found, queue = [], [pid]
+        if fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    pids, queue = [], [pid]
     while queue:
         for child in children.get(queue.pop(), []):
-            found.append(child)
+            pids.append(child)
             queue.append(child)
-    return found
+    return pids
 
 
 def alive(pid):

@@ -33,7 +33,7 @@ def score(reward, completion, **row):
     return reward([completion], [example(**row)])[0]
 
 
-def problem(reward, completion, **row):
+def row_error(reward, completion, **row):
     with pytest.raises(RewardError) as raised:
         score(reward, completion, **row)
     assert "'row-7'" in str(raised.value)
@@ -59,7 +59,7 @@ def problem(reward, completion, **row):
     ],
     ids=["all", "indented", "block", "last", "tildes", "longer", "unclosed", "empty", "inline"],
 )
-def test_the_program_is_the_last_block_else_everything(completion, program):
+def test_the_program_is_the_last_code_block_or_the_whole_completion(completion, program):
     assert program_of(completion) == program
 
 
@@ -88,14 +88,14 @@ def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-def test_one_for_all_tests_else_zero(reward):
+def test_the_reward_is_one_if_all_tests_pass_else_zero(reward):
     answer = f"So:\n```python\n{GOOD}```"
     assert score(reward, answer, tests=TESTS) == 1.0
     assert score(reward, BAD, tests=TESTS) == 0.0
     assert score(reward, "no code at all", tests=TESTS) == 0.0
 
 
-def test_partial_gives_the_share():
+def test_partial_gives_the_fraction_of_passed_tests():
     reward = build_reward({"name": "code", "partial": True})
     assert score(reward, BAD, tests=TESTS) == pytest.approx(1 / 3)
     assert score(reward, "print(input())", cases=[["1", "1"], ["2", "3"]]) == 0.5
@@ -119,13 +119,13 @@ def test_check_is_called_with_the_entry_point(reward):
     assert score(reward, "def other(): pass", **row) == 0.0
 
 
-def test_a_function_with_a_builtin_name_is_the_programs_when_the_reference_says_so(reward):
+def test_a_builtin_name_is_the_programs_if_the_reference_defines_it(reward):
     row = {"tests": ["assert sum(2, 3) == 6"], "answer": "def sum(a, b): return a * b"}
     assert score(reward, "def sum(a, b): return a * b", **row) == 1.0
     assert score(reward, "def total(a, b): return a * b", **row) == 0.0
 
 
-def test_objects_of_the_program_are_used_where_they_are(reward):
+def test_objects_stay_in_the_programs_process(reward):
     program = """
 class Node:
     def __init__(self, data): self.data, self.left = data, None
@@ -151,7 +151,7 @@ limit = 10
     assert score(outcome, program, tests=tests) == 1.0
 
 
-def test_exceptions_cross_as_builtin_ones(reward):
+def test_exceptions_are_passed_on_as_builtin_exceptions(reward):
     program = "class Mine(ValueError): pass\ndef f(x):\n    raise (Mine if x else KeyError)('no')"
     tests = [
         "try: f(1)\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False",
@@ -160,7 +160,7 @@ def test_exceptions_cross_as_builtin_ones(reward):
     assert score(reward, program, tests=tests) == 1.0
 
 
-def test_scripts_read_and_write(reward):
+def test_scripts_use_stdin_and_stdout(reward):
     cases = [["3\n", "6\n"], ["5\n", "10"]]
     double = "```python\nprint(int(input()) * 2)\n```"
     assert score(reward, double, cases=cases) == 1.0
@@ -181,7 +181,7 @@ def test_scripts_read_and_write(reward):
     assert score(reward, main_guard, cases=cases[:1]) == 1.0
 
 
-def test_packages_are_there_when_they_are_preloaded():
+def test_preloaded_packages_can_be_imported():
     program = "import numpy as np\ndef f(x): return np.asarray(x).sum()"
     row = {
         "tests": [
@@ -197,26 +197,26 @@ def test_packages_are_there_when_they_are_preloaded():
 # --- counts ---------------------------------------------------------------------------------------
 
 
-def test_counts_tell_completions_and_equal_pairs_run_once(monkeypatch):
+def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     reward = build_reward({"name": "code", "timeout": 2, "workers": 2})
-    asked = []
+    checked = []
     real = reward._pool.check
-    monkeypatch.setattr(reward._pool, "check", lambda *a: asked.append(a) or real(*a))
+    monkeypatch.setattr(reward._pool, "check", lambda *a: checked.append(a) or real(*a))
     endless, crash = "while True: pass", "import ctypes\nctypes.string_at(0)"
     programs = [GOOD, GOOD, "```\n```", endless, endless, crash]
     rows = [example(tests=TESTS)] * len(programs)
     assert reward(programs, rows) == [1.0, 1.0] + [0.0] * 4
-    assert len(asked) == 3
+    assert len(checked) == 3
     counts = reward.counts()
     assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
     assert counts == {"crashes": 1, "no_program": 1}
     assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [
         0.0
     ]  # different tests, so the program runs again
-    assert len(asked) == 4
+    assert len(checked) == 4
 
 
-def test_an_endless_script_costs_its_limit_once():
+def test_a_script_reaches_its_time_limit_only_once():
     reward = build_reward({"name": "code", "timeout": 1, "partial": True})
     assert (
         score(
@@ -256,8 +256,8 @@ def test_an_endless_script_costs_its_limit_once():
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_row_that_no_program_could_pass_is_named(reward, row, words):
-    assert words in problem(reward, GOOD, **row)
+def test_rows_that_no_program_can_pass_are_reported(reward, row, words):
+    assert words in row_error(reward, GOOD, **row)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def mutant(kind, example, text):
     """The mutated reference solution. HumanEval's reference is only the body of the prompt's
     function.
     """
-    whole = example.extra["prompt"] + text if "entry_point" in example.extra else text
+    source = example.extra["prompt"] + text if "entry_point" in example.extra else text
     with warnings.catch_warnings(action="ignore"):  # invalid escape sequences in the program
-        tree = ast.parse(whole)
+        tree = ast.parse(source)
     return ast.unparse(ast.fix_missing_locations(kind().visit(tree)))
 
 

@@ -30,15 +30,15 @@ def rows(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_the_sentences_are_apart_and_every_text_is_in_the_vocabulary(folder):
+def test_train_and_held_out_are_disjoint_and_in_the_vocabulary(folder):
     train_rows, held_out = rows(folder, "train"), rows(folder, "held_out")
     assert len(train_rows) == 350 and len(held_out) == 82
     assert not {r["id"] for r in train_rows} & {r["id"] for r in held_out}
-    words = code_toy.tokenizer()
+    tokenizer = code_toy.tokenizer()
     for row in train_rows:
         for text in (row["prompt"] + " =", row["answer"], row["solution"]):
-            ids = words(text)["input_ids"]
-            assert words.unk_token_id not in ids and words.decode(ids) == text
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 
 
 def test_the_programs_earn_the_reward_and_half_of_the_demonstrations_do_not(folder):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Outcome, Pool, Program, Suite
+from gac.sandbox.pool import RunResult, Pool, Program, JudgeSpec
 
 from . import escapes
 from .fakes import TESTS
@@ -35,14 +35,14 @@ WITHOUT_LAYERS = (
     WITHOUT_LANDLOCK
     + """
 from sandbox import probe
-confine.filter_calls = lambda program: None
-probe.prove = lambda *a: None
+confine.install_filter = lambda program: None
+probe.verify_confinement = lambda *a: None
 """
 )
 SETUPS = {"all layers": "", "seccomp alone": WITHOUT_LANDLOCK}
 
 
-def patched(monkeypatch, patch, **options):
+def patched_pool(monkeypatch, patch, **options):
     """A pool whose server runs `patch` before it starts. If there is a patch, namespaces are off."""
     pool = Pool(**options)
     if patch:
@@ -57,7 +57,7 @@ def patched(monkeypatch, patch, **options):
 @pytest.fixture(scope="module", params=SETUPS)
 def pool(request):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        pool = patched(monkeypatch, SETUPS[request.param], workers=4)
+        pool = patched_pool(monkeypatch, SETUPS[request.param], workers=4)
     layers = pool.start()
     assert ("landlock" in layers.active) <= (request.param == "all layers")
     yield pool
@@ -65,19 +65,19 @@ def pool(request):
 
 
 @pytest.fixture(scope="module")
-def open_pool():
+def unprotected_pool():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        pool = patched(monkeypatch, WITHOUT_LAYERS, workers=4)
+        pool = patched_pool(monkeypatch, WITHOUT_LAYERS, workers=4)
     yield pool
     pool.close()
 
 
-def run(pool: Pool, text: str, cpu_seconds=1, output=1 << 20) -> Outcome:
+def run(pool: Pool, text: str, cpu_seconds=1, output=1 << 20) -> RunResult:
     return pool.run(Program(text), b"input\n", cpu_seconds, 256, output)
 
 
-def works(pool: Pool) -> bool:
-    good = pool.check(Program("def add(a, b): return a + b"), Suite(TESTS), 5, 256)
+def still_grades(pool: Pool) -> bool:
+    good = pool.check(Program("def add(a, b): return a + b"), JudgeSpec(TESTS), 5, 256)
     return good.passed == (True,) * len(TESTS)
 
 
@@ -85,7 +85,7 @@ def works(pool: Pool) -> bool:
 
 
 @dataclass
-class Said:
+class Report:
     """Parsed output of a script from `escapes.SYSTEM`."""
 
     refused: dict[str, str]
@@ -94,7 +94,7 @@ class Said:
     ended: bool
 
 
-def said(outcome: Outcome) -> Said:
+def parse_report(outcome: RunResult) -> Report:
     lines = outcome.stdout.decode().splitlines()
     refused = {}
     for line in lines:
@@ -104,46 +104,47 @@ def said(outcome: Outcome) -> Said:
     starting = {
         word: [line for line in lines if line.startswith(word)] for word in ("DONE", "broken")
     }
-    return Said(refused, starting["DONE"], starting["broken"], lines[-1:] == ["END"])
+    return Report(refused, starting["DONE"], starting["broken"], lines[-1:] == ["END"])
 
 
 @pytest.mark.parametrize("name", escapes.SYSTEM)
-def test_the_system_is_out_of_reach(pool, name):
+def test_no_system_attempt_succeeds(pool, name):
     outcome = run(pool, escapes.script(name), cpu_seconds=5)
-    found = said(outcome)
+    found = parse_report(outcome)
     assert found.ended, f"stopped early: {outcome}"
     assert not found.done and not found.broken
     assert set(found.refused) == set(escapes.operations(name))
 
 
-def test_with_the_layers_off_the_same_attempts_work(open_pool):
-    outcomes = open_pool.map(
-        lambda name: run(open_pool, escapes.script(name), cpu_seconds=5), list(escapes.SYSTEM)
+def test_attempts_succeed_without_the_layers(unprotected_pool):
+    outcomes = unprotected_pool.map(
+        lambda name: run(unprotected_pool, escapes.script(name), cpu_seconds=5),
+        list(escapes.SYSTEM),
     )
     missed = []
     for name, outcome in zip(escapes.SYSTEM, outcomes, strict=True):
-        done = " ".join(said(outcome).done)
+        done = " ".join(parse_report(outcome).done)
         missed += [op for op in escapes.operations(name, proven=True) if f"DONE {op} " not in done]
     assert not missed
 
 
 def test_there_are_enough_attempts():
-    assert len(escapes.SYSTEM) >= 28 and len(escapes.ODD) >= 10 and len(all_fakes()) >= 33
+    assert len(escapes.SYSTEM) >= 28 and len(escapes.MISBEHAVING) >= 10 and len(all_fakes()) >= 33
     assert sum(len(escapes.operations(name)) for name in escapes.SYSTEM) >= 190
 
 
 # --- odd programs ---------------------------------------------------------------------------------
 
 
-def test_odd_programs_hurt_nobody(pool):
-    outcomes = pool.map(lambda odd: run(pool, odd[0]), list(escapes.ODD.values()))
+def test_misbehaving_programs_are_contained(pool):
+    outcomes = pool.map(lambda odd: run(pool, odd[0]), list(escapes.MISBEHAVING.values()))
     wrong = {
         name: (outcome.ending, outcome.stdout[:40])
-        for (name, (_, endings)), outcome in zip(escapes.ODD.items(), outcomes, strict=True)
+        for (name, (_, endings)), outcome in zip(escapes.MISBEHAVING.items(), outcomes, strict=True)
         if outcome.ending not in endings or not outcome.stdout.startswith(b"END")
     }
     assert not wrong
-    assert works(pool)
+    assert still_grades(pool)
 
 
 # --- fakes ----------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ for test in {tests!r}:
 """
 
 
-def plainly(pool: Pool, text: str) -> tuple[bool, bool]:
+def grade_naively(pool: Pool, text: str) -> tuple[bool, bool]:
     """Return (program ran to its end, program passes) when it shares a process with the tests."""
     text = text.replace("#END", "print('END', flush=True)")
     outcome = run(pool, _PLAIN.format(program=text, tests=TESTS))
@@ -167,16 +168,18 @@ def plainly(pool: Pool, text: str) -> tuple[bool, bool]:
 def test_no_fake_passes(pool):
     fakes = all_fakes()
     programs = [Program(text) for text, _ in fakes.values()]
-    outcomes = pool.map(lambda p: pool.check(p, Suite(TESTS), 1, 256), programs)
+    outcomes = pool.map(lambda p: pool.check(p, JudgeSpec(TESTS), 1, 256), programs)
     passing = [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
     assert not passing
     assert not [outcome for outcome in outcomes if outcome.row_problem]  # that would stop training
-    assert works(pool)
+    assert still_grades(pool)
 
 
-def test_many_fakes_pass_where_the_program_shares_a_process_with_its_tests(open_pool):
+def test_fakes_fool_a_grader_in_the_same_process(unprotected_pool):
     fakes = all_fakes()
-    found = open_pool.map(lambda fake: plainly(open_pool, fake[0]), list(fakes.values()))
+    found = unprotected_pool.map(
+        lambda fake: grade_naively(unprotected_pool, fake[0]), list(fakes.values())
+    )
     early = [name for name, (ended, _) in zip(fakes, found, strict=True) if not ended]
     assert not early  # a program that breaks before its trick would prove nothing
     fooled = {name for name, (_, passed) in zip(fakes, found, strict=True) if passed}

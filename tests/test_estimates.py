@@ -17,7 +17,7 @@ from gac.evaluation.estimates import (
 
 
 @pytest.mark.parametrize(("samples", "correct"), [(1, 0), (1, 1), (5, 2), (6, 6), (7, 0), (8, 3)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples, correct):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(samples, correct):
     right = [True] * correct + [False] * (samples - correct)
     for k in range(1, samples + 1):
         subsets = list(combinations(right, k))
@@ -25,13 +25,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples, correct):
         assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-12)
 
 
-def test_pass_at_k_of_many_samples_keeps_its_digits():
+def test_pass_at_k_is_accurate_for_many_samples():
     product = 1 - math.prod(1 - 10 / n for n in range(2000 - 10 + 1, 2001))
     assert pass_at_k(2000, 10, 10) == pytest.approx(product, rel=1e-9)
 
 
 @pytest.mark.parametrize("k", [0, 5, -1])
-def test_pass_at_k_refuses_more_than_was_sampled(k):
+def test_pass_at_k_rejects_k_out_of_range(k):
     with pytest.raises(ValueError, match=f"k={k}: use a number in \\[1, 4\\]"):
         pass_at_k(4, 2, k)
 
@@ -45,16 +45,16 @@ def test_wilson_by_hand():
     assert all(map(math.isnan, accuracy_interval([])))
 
 
-def test_wilson_refuses_scores_beyond_one():
+def test_wilson_rejects_scores_above_one():
     with pytest.raises(ValueError, match="1.5.*in \\[0, 1\\]"):
         accuracy_interval([0.5, 1.5])
 
 
 @pytest.mark.parametrize(
-    ("prompts", "samples", "mean", "least"),
+    ("prompts", "samples", "mean", "min_coverage"),
     [(30, 1, 0.1, 0.93), (30, 8, 0.1, 0.88), (200, 4, 0.5, 0.93)],
 )
-def test_wilson_covers_the_truth(prompts, samples, mean, least):
+def test_wilson_covers_the_truth(prompts, samples, mean, min_coverage):
     """Prompts differ in difficulty; an interval that treats samples of one prompt as independent
     covers less often.
     """
@@ -68,7 +68,7 @@ def test_wilson_covers_the_truth(prompts, samples, mean, least):
         flat = np.repeat(means.mean(), prompts * samples)
         half = 1.96 * math.sqrt(flat[0] * (1 - flat[0]) / len(flat))
         naive += flat[0] - half <= mean <= flat[0] + half
-    assert covered / 1000 >= least
+    assert covered / 1000 >= min_coverage
     assert samples == 1 or naive < covered
 
 

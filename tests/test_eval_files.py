@@ -32,7 +32,7 @@ def tasks(file: Path):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_the_file_loads_and_names_a_folder_of_its_own(file):
+def test_the_file_loads_and_has_its_own_output_folder(file):
     config = load(EvalConfig, file)
     assert config.out == f"evals/{file.stem}" and config.model.path == ""
     for _, _, reward, _ in tasks(file):
@@ -50,18 +50,18 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
         assert len(examples) > 100
         if task.split_field:
             assert len({e.extra[task.split_field] for e in examples}) > 1
-        some = examples[:: max(1, len(examples) // 25)]
+        sample = examples[:: max(1, len(examples) // 25)]
         if kind == "code":
-            right = [f"```python\n{_program(e)}\n```" for e in some]
+            right = [f"```python\n{_program(e)}\n```" for e in sample]
         else:
-            right = [ENDS[kind].format(answer=e.answer) for e in some]
+            right = [ENDS[kind].format(answer=e.answer) for e in sample]
         reward = build_reward(spec)
         try:
-            assert reward(right, some) == [1.0] * len(some), name
-            assert sum(reward(["I do not know."] * len(some), some)) == 0
+            assert reward(right, sample) == [1.0] * len(sample), name
+            assert sum(reward(["I do not know."] * len(sample), sample)) == 0
         finally:
             reward.close()
-        assert json.dumps([e.prompt_text for e in some])
+        assert json.dumps([e.prompt_text for e in sample])
 
 
 def _program(example):

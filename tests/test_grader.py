@@ -47,7 +47,7 @@ def test_agreement_with_labelled_model_solutions(data_dir, reward):
 
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_reference_solutions_earn_their_own_answer_and_no_other(data_dir, reward, name):
+def test_reference_solutions_match_only_their_own_answer(data_dir, reward, name):
     rows, examples = load(data_dir / f"{name}.jsonl.gz")
     solutions = [row["solution"] for row in rows]
     scores = reward(solutions, examples)

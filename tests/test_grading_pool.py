@@ -14,14 +14,14 @@ from gac.rewards.grading_pool import GradingPool
 
 from .waiting import wait_until
 
-HOLDS_THE_INTERPRETER = (
+HOLDS_THE_GIL = (
     r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
 )
 
 
 def workers_of(parent):
     """Process ids of the running grading workers that `parent` started."""
-    found = []
+    pids = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
@@ -30,8 +30,8 @@ def workers_of(parent):
             continue
         running = fields["State"][0] != "Z" and b"grading_worker" in command
         if running and int(fields["PPid"]) == parent:
-            found.append(int(status.parent.name))
-    return found
+            pids.append(int(status.parent.name))
+    return pids
 
 
 def alive(pid):
@@ -61,7 +61,7 @@ pool.close()
 """
 
 
-def test_a_fork_of_the_process_gets_workers_of_its_own():
+def test_a_forked_process_gets_its_own_workers():
     command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert run.stdout.splitlines() == ["['right']", "['wrong']", "['wrong']", "['right']"]
@@ -95,7 +95,7 @@ os.kill(child, signal.SIGKILL)
 """
 
 
-def test_a_fork_that_holds_the_pipes_does_not_keep_the_workers():
+def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
     command = [sys.executable, "-W", "ignore", "-c", HOLDING_SCRIPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
@@ -146,7 +146,7 @@ signal.pause()
 
 @pytest.mark.parametrize(
     ("mode", "completion"),
-    [("plain", ""), ("plain", HOLDS_THE_INTERPRETER), ("fork", "")],
+    [("plain", ""), ("plain", HOLDS_THE_GIL), ("fork", "")],
     ids=["idle", "in a hanging check", "idle, pipes held open by a fork"],
 )
 def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
@@ -189,6 +189,6 @@ def test_ctrl_c_does_not_reach_the_workers():
     [({"timeout": 0}, "timeout must be positive, got 0"), ({"workers": 0}, "workers must be at")],
     ids=["timeout", "workers"],
 )
-def test_pool_refuses(arguments, message):
+def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradingPool(**arguments)

@@ -34,7 +34,7 @@ def pack(value, protocol=None):
     return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
 
 
-def published(number, tests, **changes):
+def published_row(number, tests, **changes):
     return {
         "question_title": "t",
         "question_content": "A question.",
@@ -65,7 +65,7 @@ def convert(folder, rows, *options):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 def test_published_rows_grade_programs(tmp_path, monkeypatch):
-    rows = [published(1, STDIN), published(2, CALLS), published(3, STDIN)]
+    rows = [published_row(1, STDIN), published_row(2, CALLS), published_row(3, STDIN)]
     run, _ = convert(tmp_path, rows, "--since", "2025-01-02")
     assert (run.returncode, run.stdout.split(": ")[1]) == (0, "2 rows\n")
     run, _ = convert(tmp_path, rows)
@@ -85,11 +85,11 @@ def test_published_rows_grade_programs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_text_is_taken_from_every_protocol(protocol):
+def test_strings_are_read_from_every_pickle_protocol(protocol):
     assert unpack(pack('[{"é": "\\n"}]', protocol)) == '[{"é": "\\n"}]'
 
 
-class Run:
+class Malicious:
     """Creates a directory when unpickled."""
 
     def __init__(self, path):
@@ -100,11 +100,11 @@ class Run:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_is_never_run(tmp_path, protocol):
-    packed = pack(Run(tmp_path / "made"), protocol)
+def test_pickles_are_never_executed(tmp_path, protocol):
+    packed = pack(Malicious(tmp_path / "made"), protocol)
     with pytest.raises(ValueError, match="a pickle of more than one text: it has"):
         unpack(packed)
-    run, out = convert(tmp_path, [published(1, STDIN, private_test_cases=packed)])
+    run, out = convert(tmp_path, [published_row(1, STDIN, private_test_cases=packed)])
     assert run.returncode == 2 and "test6.jsonl, line 1: a pickle of more" in run.stderr
     assert not (tmp_path / "made").exists() and not out.exists()
 
@@ -121,7 +121,7 @@ def test_a_pickle_is_never_run(tmp_path, protocol):
     ],
     ids=["base64", "zlib", "short", "empty", "length", "bytes"],
 )
-def test_damaged_tests_are_named(packed, words):
+def test_damaged_tests_are_reported(packed, words):
     with pytest.raises(ValueError, match=words):
         unpack(packed)
 
@@ -135,6 +135,6 @@ def test_damaged_tests_are_named(packed, words):
         ({"private_test_cases": json.dumps(STDIN)}, "functional, stdin type; expected one"),
     ],
 )
-def test_a_row_of_another_form_is_named(tmp_path, changes, words):
-    run, _ = convert(tmp_path, [published(1, CALLS, **changes)])
+def test_rows_in_another_format_are_reported(tmp_path, changes, words):
+    run, _ = convert(tmp_path, [published_row(1, CALLS, **changes)])
     assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr

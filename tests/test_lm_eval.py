@@ -36,8 +36,8 @@ def rows(data_dir) -> dict[str, list[Mapping[str, Any]]]:
     some = {}
     for name, source in SOURCES.items():
         found = (row.fields for row in read_rows(str(data_dir / source)))
-        asked = (row for row in found if row.get("split", "test") == "test")
-        some[name] = list(itertools.islice(asked, 4))
+        test_rows = (row for row in found if row.get("split", "test") == "test")
+        some[name] = list(itertools.islice(test_rows, 4))
     return some
 
 
@@ -106,18 +106,18 @@ def theirs(
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_same_answers_and_verdicts_on_real_rows(name, model, rows, tmp_path):
+def test_responses_and_scores_match_on_real_rows(name, model, rows, tmp_path):
     file = write(tmp_path / SOURCES[name], rows[name])
     mine = ours(name, model, file)
     assert len(mine) == 4 and all(text for text, _ in mine.values())
     assert theirs(name, model, file) == mine
 
 
-def test_the_same_verdicts_where_some_answers_are_right(model, rows, tmp_path):
+def test_scores_match_when_some_answers_are_correct(model, rows, tmp_path):
     """The answer of every second row is set to the model's own response."""
-    said = ours("gsm8k", model, write(tmp_path / "asked.jsonl.gz", rows["gsm8k"]))
+    responses = ours("gsm8k", model, write(tmp_path / "asked.jsonl.gz", rows["gsm8k"]))
     wanted = [
-        {**row, "answer": said[row["id"]][0] if i % 2 else "something else"}
+        {**row, "answer": responses[row["id"]][0] if i % 2 else "something else"}
         for i, row in enumerate(rows["gsm8k"])
     ]
     file = write(tmp_path / "wanted.jsonl.gz", wanted)

@@ -33,7 +33,7 @@ def model(data_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def changes(data_dir, model, tmp_path, monkeypatch) -> list[str]:
+def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("GAC_DATA", str(data_dir))
     return [
         f"out={tmp_path / 'run'}",
@@ -53,8 +53,8 @@ def changes(data_dir, model, tmp_path, monkeypatch) -> list[str]:
     ]
 
 
-def test_two_steps_on_real_rows(changes):
-    config = load(TrainConfig, EXAMPLE, changes)
+def test_two_steps_on_real_rows(overrides):
+    config = load(TrainConfig, EXAMPLE, overrides)
     found = metrics(train(config))
     assert len(found) == 2 and all(math.isfinite(row["grad_norm"]) for row in found)
     for row in found:
@@ -64,7 +64,7 @@ def test_two_steps_on_real_rows(changes):
         assert row["demo_loss"] > 0 and row["sft_variance"] > 0
 
 
-class Written(CodeReward):
+class FixedAnswers(CodeReward):
     """A code reward that ignores the completions and grades three fixed answers per prompt."""
 
     def outcomes(self, completions, examples):
@@ -73,10 +73,10 @@ class Written(CodeReward):
         return super().outcomes(answers, examples)
 
 
-def test_what_the_reward_counted_is_in_the_metrics(changes):
+def test_reward_counters_are_in_the_metrics(overrides):
     reward = "{name: 'tests.test_mbpp:Written', timeout: 1, setup_field: test_setup_code}"
-    changes += ["steps=1", f"reward={reward}", "eval.data.prompts=null"]
-    config = load(TrainConfig, EXAMPLE, changes)
+    overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null"]
+    config = load(TrainConfig, EXAMPLE, overrides)
     (row,) = metrics(train(config))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
     endless = (
@@ -85,15 +85,15 @@ def test_what_the_reward_counted_is_in_the_metrics(changes):
     assert (endless, row["reward_no_program"], row["reward_crashes"]) == (2, 2, 0)
 
 
-def test_every_demonstration_is_a_program_that_earns_the_reward(changes):
-    config = load(TrainConfig, EXAMPLE, changes)
-    words = load_tokenizer(config.model)
-    demos = load_demos(config.data, words)
+def test_every_demonstration_earns_the_reward(overrides):
+    config = load(TrainConfig, EXAMPLE, overrides)
+    tokenizer = load_tokenizer(config.model)
+    demos = load_demos(config.data, tokenizer)
     assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
-    texts = [words.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
+    texts = [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
     assert build_reward(config.reward)(texts, demos[:20]) == [1.0] * 20
 
 
-def test_the_check_of_the_file(changes):
+def test_check_passes_on_the_example(overrides):
     found = check(EXAMPLE, ["data.limit=5"])
     assert (found.rows, found.failing) == (5, ())

@@ -17,7 +17,7 @@ class Flaky(Reward):
     """Cannot score every fifth row; counts its calls."""
 
     name = "flaky"
-    made: list[Flaky] = []  # noqa: RUF012 - the run creates the instance, the test inspects it
+    instances: list[Flaky] = []  # noqa: RUF012 - the run creates the instance, the test inspects it
 
     def __init__(self) -> None:
         self.rows = self.calls = self.closed = 0
@@ -45,7 +45,7 @@ def run(task, out, caplog, on_error):
         train(tiny_config(task, out, reward=reward, eval={"data": {"prompts": None}}))
 
 
-def test_counts_are_told_per_step_and_in_the_end(task, tmp_path, caplog):
+def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
     run(task, tmp_path / "run", caplog, "drop")
     (reward,) = Flaky.made
     rows = metrics(tmp_path / "run")
@@ -60,7 +60,7 @@ def test_counts_are_told_per_step_and_in_the_end(task, tmp_path, caplog):
     assert "reward flaky, in this process: 12 dropped, 4 calls" in caplog.text
 
 
-def test_a_run_that_fails_tells_and_closes_too(task, tmp_path, caplog):
+def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
     with pytest.raises(RewardError, match="'flaky'.*no score.*on_error: drop"):
         run(task, tmp_path / "run", caplog, "raise")
     (reward,) = Flaky.made

@@ -16,7 +16,7 @@ from gac.rewards import Reward, RewardError, RowReward, build_reward
 from gac.rewards.text import chosen_letter
 
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
-HOLDS_THE_INTERPRETER = r"\boxed{9^{9^{9}}}"  # a single integer power in C, which holds the GIL
+HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power in C, which holds the GIL
 
 
 def example(answer="7", i=0, **extra):
@@ -38,7 +38,7 @@ def length(completion, example, scale=1.0):
     return len(completion) * scale
 
 
-def weird(completion, example):
+def odd_values(completion, example):
     values = {"nan": math.nan, "inf": -math.inf, "text": "1", "numpy": numpy.float32(2)}
     return values.get(completion)
 
@@ -105,24 +105,24 @@ def test_math_accepts(math_reward, case):
 
 
 @pytest.mark.parametrize("case", DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_math_refuses(math_reward, case):
+def test_math_rejects(math_reward, case):
     assert score(math_reward, case[1], case[0]) == 0.0
 
 
-def test_math_answer_pattern_looks_nowhere_else():
+def test_math_answer_pattern_disables_other_matching():
     reward = build_reward({"name": "math", "answer_pattern": r"^A: (.+)$"})
     assert score(reward, "A: 3\nA: 7\n9 more") == 1.0
     assert score(reward, "7") == 0.0
 
 
-def test_math_gold_that_is_no_mathematics_is_an_error_of_the_row(math_reward):
+def test_math_gold_without_mathematics_raises(math_reward):
     with pytest.raises(RewardError, match=r"'row0'.*no mathematics in the gold '\$ \$'"):
         score(math_reward, "7", "$ $")
     with pytest.raises(RewardError, match="no gold answer; set answer_field"):
         score(math_reward, "7", None)
 
 
-def test_math_works_in_any_thread_and_in_several_at_once(math_reward):
+def test_math_works_in_concurrent_threads(math_reward):
     results = {}
 
     def work(i):
@@ -138,7 +138,7 @@ def test_math_works_in_any_thread_and_in_several_at_once(math_reward):
 
 def test_hanging_checks_are_cut_off_counted_and_score_zero():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    completions = [HANGS, "7", HOLDS_THE_INTERPRETER, "7"]
+    completions = [HANGS, "7", HOLDS_THE_GIL, "7"]
     start = time.monotonic()
     assert reward(completions, [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
     assert reward.counts() == {"timeouts": 2, "crashes": 0}
@@ -146,7 +146,7 @@ def test_hanging_checks_are_cut_off_counted_and_score_zero():
     reward.close()
 
 
-def test_equal_checks_are_done_once():
+def test_duplicate_checks_run_once():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
     assert reward([HANGS] * 50, [example()] * 50) == [0.0] * 50
     assert reward.counts()["timeouts"] == 50  # counts rows, not checks
@@ -156,7 +156,7 @@ def test_equal_checks_are_done_once():
 # --- exact, choice, format ------------------------------------------------------------------------
 
 
-def test_exact_ignores_white_space_only_unless_told():
+def test_exact_ignores_only_whitespace_by_default():
     assert score(build_reward("exact"), " the  end\n", "the end") == 1.0
     assert score(build_reward("exact"), "The end", "the end") == 0.0
     assert score(build_reward({"name": "exact", "ignore_case": True}), "The end", "the end") == 1.0
@@ -164,7 +164,7 @@ def test_exact_ignores_white_space_only_unless_told():
         score(build_reward("exact"), "x", None)
 
 
-def test_exact_with_a_pattern_serves_mixed_answers():
+def test_exact_with_an_answer_pattern():
     reward = build_reward({"name": "exact", "answer_pattern": r"answer is (.+?)\.?$"})
     assert score(reward, "So the answer is (B).", "(B)") == 1.0
     assert score(reward, "the answer is 7\nthe answer is 8.", "8") == 1.0
@@ -238,7 +238,7 @@ def test_sum_adds_weighted_terms():
     reward.close()
 
 
-def test_callables_by_row_by_batch_and_as_a_class():
+def test_row_batch_and_class_callables():
     assert score(build_reward("tests.test_rewards:length"), "abc") == 3.0
     batch = build_reward({"name": "tests.test_rewards:batch_length", "batch": True})
     assert batch(["a", "bb"], [example()] * 2) == [1.0, 2.0]
@@ -247,7 +247,7 @@ def test_callables_by_row_by_batch_and_as_a_class():
     assert isinstance(build_reward("tests.test_rewards:Doubled"), Reward)
 
 
-def test_numbers_of_other_kinds_become_floats():
+def test_other_numeric_types_become_floats():
     value = score(build_reward("tests.test_rewards:weird"), "numpy")
     assert value == 2.0 and type(value) is float
 
@@ -270,7 +270,7 @@ UNSCORABLE = {
 
 
 @pytest.mark.parametrize("case", UNSCORABLE.values(), ids=UNSCORABLE.keys())
-def test_a_row_without_a_score_stops_with_its_name_and_text(case):
+def test_unscorable_row_raises_with_its_id_and_completion(case):
     spec, completion, message = case
     with pytest.raises(RewardError, match=f"'row5': .*{message}; completion: '{completion}'") as e:
         build_reward(spec)([completion], [example(i=5)])
@@ -282,7 +282,7 @@ def test_a_row_without_a_score_stops_with_its_name_and_text(case):
     ["tests.test_rewards:length", {"name": "tests.test_rewards:batch_length", "batch": True}],
     ids=["row by row", "batch"],
 )
-def test_on_error_drop_counts_and_leaves_out_the_row_alone(spec, caplog):
+def test_on_error_drop_skips_and_counts_only_that_row(spec, caplog):
     reward = build_reward(spec, on_error="drop")
     rows = [example(i=i) for i in range(4)]
     with caplog.at_level(logging.WARNING, logger="gac.rewards.base"):

@@ -35,10 +35,10 @@ def config(tmp_path):
 
 
 def test_check_names_the_rows_whose_solution_fails(config):
-    found = check(config)
-    assert found.rows == 4
-    assert [failing.row for failing in found.failing] == ["wrong", "broken", "case"]
-    wrong, broken, case = (failing.reason for failing in found.failing)
+    report = check(config)
+    assert report.rows == 4
+    assert [failing.row for failing in report.failing] == ["wrong", "broken", "case"]
+    wrong, broken, case = (failing.reason for failing in report.failing)
     assert wrong.startswith("earns 0; test 1 (assert add(1, 2) == 3): AssertionError")
     assert broken.startswith("its test 1 is not Python")
     assert "wrote b'1\\n', expected b'2'" in case
@@ -57,8 +57,8 @@ def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
     tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
     assert check({"tasks": tasks, "reward": "code"}).failing == ()
-    found = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
-    assert found.rows == 2 and [failing.task for failing in found.failing] == ["shared"]
+    report = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
+    assert report.rows == 2 and [failing.task for failing in report.failing] == ["shared"]
     assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
     assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
     config.write_text("reward: code")

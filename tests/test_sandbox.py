@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Pool, Program, SandboxError, Suite
+from gac.sandbox.pool import Pool, Program, SandboxError, JudgeSpec
 
-from .sandboxes import command, passes, patch_server, prints, processes_below, without_namespaces
+from .sandboxes import command, passes, patch_server, prints, descendants, without_namespaces
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
@@ -33,7 +33,7 @@ def pool():
 # -----------------------------------------------------
 
 
-def test_one_line_names_the_layers(caplog, pool):
+def test_start_logs_the_layers_once(caplog, pool):
     with caplog.at_level(logging.INFO, "gac"):
         layers = pool.start()
         pool.start()
@@ -42,7 +42,7 @@ def test_one_line_names_the_layers(caplog, pool):
     assert {*layers.active, *layers.missing} == set(server.LAYERS)
 
 
-def test_what_is_missing_is_in_the_line(monkeypatch):
+def test_missing_layers_are_reported(monkeypatch):
     patch_server(
         monkeypatch,
         """
@@ -60,14 +60,14 @@ confine.landlock_rules = absent
 
 
 @pytest.mark.parametrize(
-    ("patch", "words"),
+    ("patch", "message"),
     [
         (
             "from sandbox import confine; confine.LIBSECCOMP = 'libnone.so'",
             "libnone.so: cannot open shared object file.*apt install libseccomp2",
         ),
         (
-            "from sandbox import confine; confine.filter_calls = lambda program: None",
+            "from sandbox import confine; confine.install_filter = lambda program: None",
             "the seccomp filter does not hold: stat, pipe, fork",
         ),
         (
@@ -93,19 +93,19 @@ confine.landlock_rules = absent
         "the server cannot start",
     ],
 )
-def test_without_the_minimum_nothing_runs(monkeypatch, patch, words):
+def test_nothing_runs_without_the_required_layers(monkeypatch, patch, message):
     patch_server(monkeypatch, patch)
-    before = set(processes_below(os.getpid()))
+    before = set(descendants(os.getpid()))
     pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match=f"cannot be run safely here: .*{words}"):
+    with pytest.raises(SandboxError, match=f"cannot be run safely here: .*{message}"):
         pool.start()
     with pytest.raises(SandboxError, match="cannot be run safely here"):
         passes(pool)
-    assert set(processes_below(os.getpid())) <= before
+    assert set(descendants(os.getpid())) <= before
     pool.close()
 
 
-def test_require_raises_the_minimum(monkeypatch):
+def test_require_adds_required_layers(monkeypatch):
     without_namespaces(monkeypatch)
     pool = Pool(workers=1, require=["seccomp", "namespaces"])
     with pytest.raises(SandboxError, match="no namespaces: bwrap not installed"):
@@ -120,8 +120,8 @@ def test_namespaces_are_used_where_bubblewrap_works(pool):
         pytest.skip(f"bubblewrap does not work here: {layers.missing['namespaces']}")
     assert passes(pool)
     ours = {name: Path(f"/proc/self/ns/{name}").readlink() for name in ("net", "ipc", "pid")}
-    below = processes_below(pool._server._process.pid)
-    [zygote] = [p for p in below if command(p).startswith(sys.executable)]
+    pids = descendants(pool._server._process.pid)
+    [zygote] = [p for p in pids if command(p).startswith(sys.executable)]
     inside = {name: Path(f"/proc/{zygote}/ns/{name}").readlink() for name in ours}
     assert all(inside[name] != ours[name] for name in ours)
 
@@ -157,7 +157,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["pod", "no capabilities"])
-def test_it_works_without_capabilities(kind):
+def test_sandbox_works_without_capabilities(kind):
     run = subprocess.run(
         [sys.executable, "-c", POD, kind], capture_output=True, text=True, timeout=120, check=True
     )
@@ -170,7 +170,7 @@ def test_it_works_without_capabilities(kind):
 # -------------------------------------------------------------------------
 
 
-def test_a_program_finds_nothing_of_the_trainer(monkeypatch, pool):
+def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
     monkeypatch.setenv("GAC_SECRET", "hunter2")
     found = prints(
         pool,
@@ -196,12 +196,12 @@ def test_neither_the_solver_nor_the_server_has_the_tests(pool):
         "        if len(seen) < 300000: queue += gc.get_referents(thing)\n"
         "    return len(seen) > 10000\n"
     )
-    suite = Suite(("secret = 'needle-in-the-tests'\nresult = found()", "assert result is True"))
+    suite = JudgeSpec(("secret = 'needle-in-the-tests'\nresult = found()", "assert result is True"))
     assert pool.check(program, suite, 20, 512).passed == (
         True,
         True,
     )  # it searched and found nothing
-    leaky = Suite(("assert found() is True",))
+    leaky = JudgeSpec(("assert found() is True",))
     assert passes(pool, program, leaky)
 
 
@@ -211,7 +211,7 @@ def test_programs_have_the_standard_library(pool):
         "import decimal, fractions, statistics, string, json, typing, dataclasses, enum, hashlib\n"
         "import numpy_is_not_here\n"
     )
-    outcome = pool.check(Program(text + "def f(): pass"), Suite(("f()",)), 5, 256)
+    outcome = pool.check(Program(text + "def f(): pass"), JudgeSpec(("f()",)), 5, 256)
     assert "No module named 'numpy_is_not_here'" in outcome.problem
     late = (
         "import time\nprint(time.strptime('2024', '%Y').tm_year, 'a'.encode('utf-16-le'))\nexit()"
@@ -219,7 +219,7 @@ def test_programs_have_the_standard_library(pool):
     assert prints(pool, late) == "2024 b'a\\x00'\n"
 
 
-def test_two_runs_of_a_program_agree(pool):
+def test_program_output_is_deterministic(pool):
     text = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
     first = prints(pool, text)
     pool.close()
@@ -270,7 +270,7 @@ def test_nothing_is_written_to_disk(tmp_path):
     assert run.stdout == "True []\n"
 
 
-def test_no_memory_for_a_program_is_an_error_not_a_score(monkeypatch, pool):
+def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
     pool.start()
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))

@@ -21,7 +21,7 @@ from .sandboxes import (
     passes,
     patch_server,
     prints,
-    processes_below,
+    descendants,
     wait_until,
     without_namespaces,
 )
@@ -30,7 +30,7 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 
-NO_THREADS = (
+ERROR_ON_FORK_WITH_THREADS = (
     "-W",
     "error:This process",
 )  # Python 3.12 warns when a process with threads forks; make that an error
@@ -46,7 +46,7 @@ def pool():
 # --- process lifetimes ---------------------------------------------------------------------------
 
 
-def test_a_server_that_dies_is_started_again(monkeypatch, caplog):
+def test_dead_server_is_restarted(monkeypatch, caplog):
     with monkeypatch.context() as first:
         patch_server(first, "import builtins; builtins.first_server = True")
         pool = Pool(workers=2)
@@ -57,8 +57,8 @@ def test_a_server_that_dies_is_started_again(monkeypatch, caplog):
         waiting = "import builtins, time\nif hasattr(builtins, 'first_server'): time.sleep(60)\n"
         program = Program(waiting + "def add(a, b): return a + b")
         running = other.submit(pool.check, program, SUITE, 30, 256)
-        assert wait_until(lambda: len(processes_below(zygote)) == 2)
-        children = processes_below(zygote)
+        assert wait_until(lambda: len(descendants(zygote)) == 2)
+        children = descendants(zygote)
         os.kill(zygote, signal.SIGKILL)
         assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
         assert running.result(60).passed == (True,)  # it was retried
@@ -75,12 +75,12 @@ def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch):
     pool.close()
 
 
-def test_a_machine_without_processes_is_an_error_not_a_score(monkeypatch):
+def test_failed_fork_is_an_error_not_a_score(monkeypatch):
     patch_server(
         monkeypatch,
         "from sandbox import zygote\n"
         "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
-        "import sandbox.probe; sandbox.probe.prove = lambda *a: None\n"
+        "import sandbox.probe; sandbox.probe.verify_confinement = lambda *a: None\n"
         "zygote.Zygote.fork = full",
     )
     pool = Pool(workers=1)
@@ -94,8 +94,8 @@ def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(monkeypatch):
         monkeypatch,
         "from sandbox import zygote, confine, probe\n"
         "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
-        "def prove(*a): confine.filter_calls = refuse\n"
-        "probe.prove = prove",
+        "def verify_confinement(*a): confine.install_filter = refuse\n"
+        "probe.verify_confinement = prove",
     )
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="a process ended before it could begin"):
@@ -123,9 +123,9 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("mode", ["plain", "fork"])
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
-def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
+def test_no_process_outlives_a_killed_trainer(mode, program):
     trainer = subprocess.Popen(
-        [sys.executable, *NO_THREADS, "-c", ORPHAN, mode, program],
+        [sys.executable, *ERROR_ON_FORK_WITH_THREADS, "-c", ORPHAN, mode, program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -133,16 +133,16 @@ def test_nothing_outlives_a_trainer_that_is_killed(mode, program):
     forked = 0
     try:
         forked = int(trainer.stdout.readline())
-        ours = []
+        sandbox_pids = []
 
         def running():
-            ours[:] = [p for p in processes_below(trainer.pid) if p != forked]
-            return len(ours) >= 3  # the server, the solver and the judge
+            sandbox_pids[:] = [p for p in descendants(trainer.pid) if p != forked]
+            return len(sandbox_pids) >= 3  # the server, the solver and the judge
 
         assert wait_until(running)
         trainer.kill()
         trainer.wait()
-        assert wait_until(lambda: not any(map(alive, ours)))
+        assert wait_until(lambda: not any(map(alive, sandbox_pids)))
     finally:
         trainer.kill()
         trainer.wait()
@@ -163,7 +163,7 @@ pool.close()
 """
 
 
-CROWDED = """
+ONE_CORE = """
 import os, time
 from gac.sandbox.pool import Pool, Program
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -177,29 +177,29 @@ pool.close()
 """
 
 
-def test_programs_that_wait_for_a_core_are_not_stalled():
+def test_waiting_for_a_core_does_not_count_as_stalled():
     """Five programs need 5 s of a single core, more than the 4 s of wall-clock time allowed per CPU
     second.
     """
     run = subprocess.run(
-        [sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=200, check=True
     )
     assert run.stdout.split() == ["timeout"] * 5
 
 
-def test_how_a_program_ended_is_known_even_if_its_judge_was_faster():
+def test_crash_is_reported_even_if_the_judge_finishes_first():
     run = subprocess.run(
         [sys.executable, "-c", ABORTING], capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.split() == ["crash"] * 20
 
 
-def test_close_leaves_no_process_and_opens_again(pool):
-    before = set(processes_below(os.getpid()))
+def test_closed_pool_leaves_no_process_and_can_be_reused(pool):
+    before = set(descendants(os.getpid()))
     assert passes(pool)
-    assert set(processes_below(os.getpid())) > before
+    assert set(descendants(os.getpid())) > before
     pool.close()
-    assert set(processes_below(os.getpid())) == before
+    assert set(descendants(os.getpid())) == before
     assert passes(pool)
 
 
@@ -225,7 +225,7 @@ def test_threads_share_a_pool(pool):
         assert list(threads.map(work, range(24))) == [number % 2 == 0 for number in range(24)]
 
 
-def test_the_first_uses_may_come_at_once():
+def test_concurrent_first_uses_start_one_server():
     pool = Pool(workers=2)
     barrier = threading.Barrier(4)
 
@@ -233,10 +233,10 @@ def test_the_first_uses_may_come_at_once():
         barrier.wait(30)
         return passes(pool)
 
-    before = len(processes_below(os.getpid()))
+    before = len(descendants(os.getpid()))
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
-    assert len(processes_below(os.getpid())) - before <= 2  # one server, perhaps inside bwrap
+    assert len(descendants(os.getpid())) - before <= 2  # one server, perhaps inside bwrap
     pool.close()
 
 
@@ -259,7 +259,7 @@ if child:
 
 def test_a_fork_of_the_process_gets_a_server_of_its_own():
     run = subprocess.run(
-        [sys.executable, *NO_THREADS, "-c", FORKED],
+        [sys.executable, *ERROR_ON_FORK_WITH_THREADS, "-c", FORKED],
         capture_output=True,
         text=True,
         timeout=60,
@@ -277,7 +277,7 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
     assert Pool().workers == 1
 
 
-def test_ranks_have_servers_of_their_own_under_different_uids():
+def test_each_pool_has_its_own_server_and_uid():
     pools = [Pool(workers=1) for _ in range(3)]
     try:
         uids = {pool.start().active.get("uid", "") for pool in pools}
@@ -289,7 +289,7 @@ def test_ranks_have_servers_of_their_own_under_different_uids():
         assert len(uids) == 3
 
 
-def test_the_server_loads_neither_torch_nor_this_package(monkeypatch, pool):
+def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     without_namespaces(monkeypatch)
     pool.start()
     zygote = pool._server._process.pid

@@ -111,12 +111,12 @@ def test_noise_flips_its_share_from_its_step_on_and_repeats_itself():
     found = {}
     for step in (2, 3, 4):
         for rank, reward in enumerate(made):
-            reward.at(step)
+            reward.set_step(step)
             found[step, rank] = reward(texts, gold)
     assert found[2, 0] == [1.0] * 4000
     assert sum(found[3, 0]) / 4000 == pytest.approx(0.65, abs=0.03)  # 4 standard errors
     assert len({tuple(found[key]) for key in [(3, 0), (3, 1), (4, 0)]}) == 3
-    made[0].at(3)
+    made[0].set_step(3)
     assert made[0](texts[:2000], gold[:2000]) + made[0](texts[2000:], gold[2000:]) == found[3, 0]
     low = NoisyReward(right, RewardNoise(1.0, low=-1.0), seed=0)
     assert low(texts[:1], gold[:1]) == [-1.0]

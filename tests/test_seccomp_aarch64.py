@@ -24,7 +24,7 @@ AARCH64, X86_64 = 0xC00000B7, 0xC000003E  # linux/audit.h
 ALLOWED, KILLED, EPERM = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 ENOSYS = 0x00050000 | errno.ENOSYS
 # include/uapi/asm-generic/unistd.h
-PASSING = {
+ALLOWED_CALLS = {
     "read": 63,
     "write": 64,
     "close": 57,
@@ -47,7 +47,7 @@ PASSING = {
     "gettid": 178,
     "dup3": 24,
 }
-REFUSED = {
+DENIED_CALLS = {
     "openat": 56,
     "openat2": 437,
     "newfstatat": 79,
@@ -107,10 +107,10 @@ def filter_():
         library = ForAarch64(library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda *a, **k: library)
-        return [struct.unpack_from("=HBBI", one) for one in _eights(confine.compile_filter())]
+        return [struct.unpack_from("=HBBI", one) for one in _instructions(confine.compile_filter())]
 
 
-def _eights(program):
+def _instructions(program):
     return (program[i : i + 8] for i in range(0, len(program), 8))
 
 
@@ -120,10 +120,10 @@ def verdict(program, call, *arguments, architecture=AARCH64):
     """
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=IIQ6Q", call, architecture, 0, *padded)
-    accumulator = place = 0
+    accumulator = pc = 0
     while True:
-        code, if_true, if_false, constant = program[place]
-        place += 1
+        code, if_true, if_false, constant = program[pc]
+        pc += 1
         if code == 0x06:  # return
             return constant
         if code == 0x20:  # load a word
@@ -131,24 +131,24 @@ def verdict(program, call, *arguments, architecture=AARCH64):
         elif code == 0x54:  # and
             accumulator &= constant
         elif code == 0x05:  # jump
-            place += constant
+            pc += constant
         else:
-            holds = {
+            conditions = {
                 0x15: accumulator == constant,
                 0x25: accumulator > constant,
                 0x35: accumulator >= constant,
                 0x45: bool(accumulator & constant),
             }
-            place += if_true if holds[code] else if_false
+            pc += if_true if conditions[code] else if_false
 
 
-def test_computing_is_allowed(filter_):
-    assert {n for n, number in PASSING.items() if verdict(filter_, number) != ALLOWED} == set()
+def test_basic_calls_are_allowed(filter_):
+    assert {n for n, number in ALLOWED_CALLS.items() if verdict(filter_, number) != ALLOWED} == set()
 
 
 def test_everything_else_is_refused(filter_):
-    assert {n for n, number in REFUSED.items() if verdict(filter_, number) != EPERM} == set()
-    known = set(PASSING.values())
+    assert {n for n, number in DENIED_CALLS.items() if verdict(filter_, number) != EPERM} == set()
+    known = set(ALLOWED_CALLS.values())
     passing = {n for n in range(1024) if verdict(filter_, n, 99, 0, 7) == ALLOWED}
     assert known <= passing and len(passing) <= len(confine._ALLOWED)
 
@@ -181,5 +181,5 @@ def test_calls_that_depend_on_their_arguments(filter_):
 
 
 @pytest.mark.parametrize("architecture", [X86_64, 0x40000028, 0x40000003])
-def test_other_calling_conventions_end_the_process(filter_, architecture):
-    assert verdict(filter_, PASSING["read"], architecture=architecture) == KILLED
+def test_other_architectures_kill_the_process(filter_, architecture):
+    assert verdict(filter_, ALLOWED_CALLS["read"], architecture=architecture) == KILLED

@@ -40,7 +40,7 @@ def suite(task, out, **changes) -> EvalConfig:
     )
 
 
-def test_results_have_what_the_contract_says(task, tmp_path):
+def test_results_follow_the_documented_format(task, tmp_path):
     results = run_suite(suite(task, tmp_path / "e"))
     assert results == json.loads((tmp_path / "e" / "results.json").read_text())
     greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
@@ -60,14 +60,14 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     config = suite(task, tmp_path / "e")
     first = run_suite(config)
     path = tmp_path / "e" / "results.json"
-    kept = json.loads(path.read_text())
-    del kept["tasks"]["sampled"]  # as if the run had been interrupted before this task
-    path.write_text(json.dumps(kept))
-    again = run_suite(config)
+    unfinished = json.loads(path.read_text())
+    del unfinished["tasks"]["sampled"]  # as if the run had been interrupted before this task
+    path.write_text(json.dumps(unfinished))
+    resumed = run_suite(config)
     seconds = {n: r.pop("seconds") for n, r in first["tasks"].items()}
-    assert again["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
-    assert again["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
-    assert again["tasks"] == first["tasks"]
+    assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
+    assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
+    assert resumed["tasks"] == first["tasks"]
 
 
 def test_results_of_other_settings_are_refused(task, tmp_path):
@@ -76,7 +76,7 @@ def test_results_of_other_settings_are_refused(task, tmp_path):
         run_suite(suite(task, tmp_path / "e", seed=1))
 
 
-def test_two_processes_answer_as_one(task, tmp_path):
+def test_two_processes_match_one(task, tmp_path):
     counted = {"reward": "tests.tiny:CountedDigits"}
     run_suite(suite(task, tmp_path / "one", **counted))
     ranks.run(run_suite, suite(task, tmp_path / "two", **counted), ranks=2)
@@ -90,7 +90,7 @@ def test_two_processes_answer_as_one(task, tmp_path):
     assert one == two and one["tasks"]["sampled"]["counts"] == {"asked": 32, "never": 0}
 
 
-def test_against_pairs_by_prompt(task, tmp_path):
+def test_comparison_is_paired_by_prompt(task, tmp_path):
     run_suite(suite(task, tmp_path / "e"))
     other = suite(
         task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
@@ -144,7 +144,7 @@ def test_mistakes_name_the_key(task, tmp_path, changes, message):
 
 
 @pytest.mark.parametrize("name", ["", " a", "a/b", "a\nb"])
-def test_a_name_that_no_column_can_show_is_refused(task, tmp_path, name):
+def test_invalid_task_names_are_rejected(task, tmp_path, name):
     tasks = {name: {"data": {"prompts": str(task / "eval.jsonl")}}}
     words = f"tasks.{name!r} is no name for a task: use visible characters"
     for load_it in (
@@ -155,7 +155,7 @@ def test_a_name_that_no_column_can_show_is_refused(task, tmp_path, name):
             load_it()
 
 
-def test_a_further_task_named_like_a_split_of_the_first_is_refused(task, tmp_path):
+def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
     """Both would be logged as accuracy/NAME. Split names may contain a slash, as those of extra
     tasks do.
     """
@@ -187,13 +187,13 @@ def test_an_absent_split_field_names_the_row(task, tmp_path):
         ({"data": {"prompts": "no.jsonl"}}, "tasks.a: data.prompts='no.jsonl': there is no such"),
     ],
 )
-def test_what_loading_refuses_names_the_task(task, tmp_path, change, message):
+def test_loading_errors_name_the_task(task, tmp_path, change, message):
     plain = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 2}
     with pytest.raises(ConfigError, match=message):
         run_suite(suite(task, tmp_path, tasks={"a": plain | change}))
 
 
-def test_an_out_that_cannot_hold_results_is_refused_before_any_work(task, tmp_path, capsys):
+def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.sandbox.judge import judge
-from gac.sandbox.wire import Channel, Ended, NotPlain, WireError, decode, encode, parse
+from gac.sandbox.wire import Channel, ChannelClosed, NotPlain, WireError, decode, encode, parse
 
 SCALARS = (
     st.none()
@@ -48,34 +48,34 @@ VALUES = st.recursive(
 )
 
 
-def there_and_back(value):
+def round_trip(value):
     return decode(parse(json.dumps(encode(value)).encode()))
 
 
-def same(a, b):
+def equal_with_types(a, b):
     """Equal, and of the same types all the way down."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple | collections.deque):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal_with_types, a, b))
     if isinstance(a, dict):
-        return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+        return equal_with_types(list(a), list(b)) and equal_with_types(list(a.values()), list(b.values()))
     return a == b
 
 
 @given(VALUES)
 @settings(max_examples=100, deadline=None)
-def test_plain_values_come_back_the_same(value):
-    assert same(there_and_back(value), value)
+def test_plain_values_round_trip(value):
+    assert equal_with_types(round_trip(value), value)
 
 
-def test_what_equality_does_not_show():
-    assert math.isnan(there_and_back(float("nan")))
-    assert math.copysign(1, there_and_back(-0.0)) == -1
-    assert same(
-        there_and_back(10**5000), 10**5000
+def test_round_trip_of_nan_negative_zero_and_types():
+    assert math.isnan(round_trip(float("nan")))
+    assert math.copysign(1, round_trip(-0.0)) == -1
+    assert equal_with_types(
+        round_trip(10**5000), 10**5000
     )  # beyond the digit limit for converting text to int
-    assert same(there_and_back([True, 1, 1.0]), [True, 1, 1.0])
+    assert equal_with_types(round_trip([True, 1, 1.0]), [True, 1, 1.0])
 
 
 class Number(enum.IntEnum):
@@ -102,8 +102,8 @@ class Text(str):
     ],
     ids=["enum", "text", "ordered", "counter", "default", "named", "float"],
 )
-def test_a_subclass_travels_as_its_plain_type(value, plain):
-    assert same(there_and_back(value), plain)
+def test_subclasses_are_sent_as_their_plain_type(value, plain):
+    assert equal_with_types(round_trip(value), plain)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_subclass_travels_as_its_plain_type(value, plain):
     [object(), len, lambda: 0, iter([]), os, Text],
     ids=["object", "builtin", "function", "iterator", "module", "class"],
 )
-def test_other_values_stay(value):
+def test_other_values_are_not_sent(value):
     with pytest.raises(NotPlain, match="does not cross between processes"):
         encode([value])
     assert encode([value], lambda _: 7) == [{"object": 7}]
@@ -144,7 +144,7 @@ JSON = st.recursive(
 
 @given(JSON)
 @settings(max_examples=150, deadline=None)
-def test_any_json_is_a_value_or_refused(message):
+def test_any_json_decodes_or_raises_wire_error(message):
     try:
         value = decode(message)
     except WireError:
@@ -154,7 +154,7 @@ def test_any_json_is_a_value_or_refused(message):
 
 @given(st.binary())
 @settings(max_examples=100, deadline=None)
-def test_any_bytes_are_json_or_refused(data):
+def test_any_bytes_parse_or_raise_wire_error(data):
     try:
         parse(data)
     except WireError:
@@ -209,22 +209,22 @@ def pipe():
             continue
 
 
-def test_frames_keep_their_borders(pipe):
+def test_frame_boundaries_are_preserved(pipe):
     channel = Channel(*pipe)
     for message in (["call", 1], [], "x" * 10_000):
         channel.send(message)
         assert channel.receive() == message
 
 
-def test_the_end_of_the_other_side_is_told(pipe):
+def test_closed_pipe_raises_ended(pipe):
     reader, writer = pipe
     os.write(writer, b"\x00\x00\x00\x09[1")
     os.close(writer)
-    with pytest.raises(Ended):
+    with pytest.raises(ChannelClosed):
         Channel(reader, writer).receive()
 
 
-def test_a_frame_that_is_too_long_is_refused_unread(pipe):
+def test_oversized_frame_is_rejected_without_reading(pipe):
     reader, writer = pipe
     os.write(writer, b"\xff\xff\xff\xff")
     with pytest.raises(WireError, match="4294967295 bytes"):
@@ -254,7 +254,7 @@ SPEC = {
     | st.tuples(JSON, JSON, JSON).map(lambda m: framed(json.dumps(["error", *m]).encode()))
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_a_solver_writes_the_judge_gives_a_verdict(answer):
+def test_judge_gives_a_verdict_for_any_solver_output(answer):
     """The solver's messages are written in advance: it loads, defines `f`, gives one answer and
     exits.
     """

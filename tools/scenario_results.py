@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gac.config import ConfigError
-from gac.evaluation.cells import percent, span
+from gac.evaluation.cells import percent, percent_interval
 from gac.evaluation.estimates import DRAWS, bootstrap_interval
 from gac.study.runs import result
 from tools.scenario_study import (
@@ -182,7 +182,7 @@ def _verdicts(study: Study, finals: Finals) -> str:
             continue
         verdict = "yes" if found["gap"] >= -NEAR - ROUNDING else "no"
         near.append(
-            f"{scenario} {verdict} ({percent(found['gap'], '+')} {span(found['ci95'], '+')}"
+            f"{scenario} {verdict} ({percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}"
             f" against {found['best']}, {found['seeds']} seeds)"
         )
         fallen += found["collapsed"]
@@ -200,7 +200,7 @@ def _verdicts(study: Study, finals: Finals) -> str:
         excludes = found["ci95"] is not None and found["ci95"][0] > 0
         lines.append(
             f"3. Over {words}: {percent(found['mean'])} against {percent(found['best_mean'])} of "
-            f"{found['best']}, difference {percent(found['gap'], '+')} {span(found['ci95'], '+')}, "
+            f"{found['best']}, difference {percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}, "
             f"{found['seeds']} seeds: ahead with an interval that excludes 0: "
             f"{'yes' if excludes else 'no'}."
         )
@@ -220,7 +220,7 @@ def _means(finals: Finals) -> str:
         for scenario in finals:
             known = [v for v in finals[scenario][arm] if v is not None]
             ends = bootstrap_interval(known) if len(known) > 1 else None
-            text = f"{percent(float(np.mean(known)))} {span(ends)}" if known else "-"
+            text = f"{percent(float(np.mean(known)))} {percent_interval(ends)}" if known else "-"
             row.append(
                 text + (f" ({len(known)})" if 0 < len(known) < len(finals[scenario][arm]) else "")
             )
@@ -243,7 +243,7 @@ def _distance(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
     fallen = f"; {found['collapsed']} fell" if found["collapsed"] else ""
-    return f"{percent(found['gap'], '+')} {span(found['ci95'], '+')}{fallen}"
+    return f"{percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}{fallen}"
 
 
 def _single(study: Study, finals: Finals) -> str:
@@ -260,7 +260,7 @@ def _single(study: Study, finals: Finals) -> str:
                         percent(x["mean"]),
                         x["best"],
                         percent(x["gap"], "+"),
-                        span(x["ci95"], "+"),
+                        percent_interval(x["ci95"], "+"),
                     )
                 )
         head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
@@ -305,7 +305,7 @@ def _duel(finals: Finals, scenarios: Sequence[str], one: str, other: str) -> str
         return ""
     first, second = np.mean([table(finals[c], (one, other), seeds) for c in scenarios], 0)
     gaps = first - second
-    return f"{percent(float(gaps.mean()), '+')} {span(bootstrap_interval(gaps.tolist()), '+')}"
+    return f"{percent(float(gaps.mean()), '+')} {percent_interval(bootstrap_interval(gaps.tolist()), '+')}"
 
 
 def brief(study: Study, finals: Finals) -> str:
@@ -322,7 +322,7 @@ def brief(study: Study, finals: Finals) -> str:
         means = [percent(float(x)) for x in values[:, arm].mean(1)]
         all_of_it = values[:, arm].mean(0)
         ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
-        rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), span(ends)))
+        rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), percent_interval(ends)))
     words = f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (those for which all arms have run in all four scenarios); the interval is for the average."
     return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
 
@@ -352,7 +352,7 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from gac.report.plots import COLOURS, DPI, STYLE
+    from gac.report.plots import COLORS, DPI, STYLE
 
     shown = [c for c in finals if any(v is not None for a in finals[c] for v in finals[c][a])]
     arms = _arms(finals)
@@ -365,7 +365,7 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
         for axes, scenario in zip(panels, shown, strict=True):
             for place, arm in enumerate(arms):
                 known = [100 * v for v in finals[scenario][arm] if v is not None]
-                colour = COLOURS[1] if arm == study.judged else COLOURS[0]
+                colour = COLORS[1] if arm == study.judged else COLORS[0]
                 axes.plot(known, [-place] * len(known), ".", color=colour, alpha=0.3)
                 if known:
                     axes.plot([np.mean(known)], [-place], "o", color=colour, markersize=5)

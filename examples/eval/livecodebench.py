@@ -22,11 +22,11 @@ from typing import Any
 from gac.data import read_rows
 from gac.errors import DataError
 
-MOST_BYTES = 1 << 30  # limit per row: a few compressed bytes can expand to any size
+MAX_BYTES = 1 << 30  # limit per row: a few compressed bytes can expand to any size
 _TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
-READS = "Write a Python program that reads standard input and writes standard output."
-COMPLETES = "Complete this Python code:\n\n```python\n{}\n```"
+STDIN_INSTRUCTION = "Write a Python program that reads standard input and writes standard output."
+STARTER_CODE_INSTRUCTION = "Complete this Python code:\n\n```python\n{}\n```"
 # names that solutions may use without importing them; `plain` makes tuples compare equal to lists
 SETUP = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
@@ -49,25 +49,23 @@ def unpack(text: str) -> str:
         return text
     inflater = zlib.decompressobj()
     try:
-        pickled = inflater.decompress(base64.b64decode(text, validate=True), MOST_BYTES)
+        pickled = inflater.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
     except zlib.error as error:
         raise ValueError(f"not zlib-compressed as in the published files ({error})") from error
     if not inflater.eof:
-        raise ValueError(f"truncated, or larger than {MOST_BYTES >> 20} MiB")
-    found: list[str] = []
+        raise ValueError(f"truncated, or larger than {MAX_BYTES >> 20} MiB")
+    strings: list[str] = []
     for instruction, argument, _ in pickletools.genops(pickled):
         if instruction.name in _TEXT:
-            found.append(str(argument))
+            strings.append(str(argument))
         elif instruction.name not in _AROUND:
-            raise ValueError(
-                f"unexpected pickle opcode {instruction.name}: expected a pickle of a single string"
-            )
-    if len(found) != 1:
-        raise ValueError(f"expected a pickle with one string, got {len(found)}")
-    return found[0]
+            raise ValueError(f"unexpected pickle opcode {instruction.name}: expected one string")
+    if len(strings) != 1:
+        raise ValueError(f"expected a pickle with one string, got {len(strings)}")
+    return strings[0]
 
 
-def converted(fields: dict[str, Any]) -> dict[str, Any]:
+def convert_row(fields: dict[str, Any]) -> dict[str, Any]:
     """Convert a published row to one with id, prompt and either `cases` or `tests`; raises
     ValueError.
     """
@@ -81,16 +79,18 @@ def converted(fields: dict[str, Any]) -> dict[str, Any]:
     kinds = {test["testtype"] for test in tests}
     if kinds == {"stdin"}:
         cases = [[test["input"], test["output"]] for test in tests]
-        return row | {"prompt": f"{row['prompt']}\n\n{READS}", "cases": cases}
+        return row | {"prompt": f"{row['prompt']}\n\n{STDIN_INSTRUCTION}", "cases": cases}
     if kinds != {"functional"}:
-        raise ValueError(f"tests of {', '.join(sorted(kinds)) or 'no'} type; expected one type")
+        raise ValueError(f"test types {sorted(kinds)}: expected only stdin or only functional")
     name = json.loads(fields["metadata"])["func_name"]
     statements = []
     for test in tests:
         given = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
         expected = json.loads(test["output"])
         statements.append(f"assert plain(Solution().{name}({given})) == {expected!r}")
-    prompt = f"{row['prompt']}\n\n{COMPLETES.format(fields['starter_code'].rstrip())}"
+    prompt = (
+        f"{row['prompt']}\n\n{STARTER_CODE_INSTRUCTION.format(fields['starter_code'].rstrip())}"
+    )
     return row | {
         "prompt": prompt,
         "tests": statements,
@@ -117,12 +117,12 @@ def main() -> int:
                 if str(row.fields.get("contest_date", "")) < options.since:
                     continue
                 try:
-                    found = converted(dict(row.fields))
+                    converted = convert_row(dict(row.fields))
                 except KeyError as error:
-                    raise DataError(f"{row.place}: missing field {error}") from error
+                    raise DataError(f"{row.location}: missing field {error}") from error
                 except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                    raise DataError(f"{row.place}: {error}") from error
-                file.write(json.dumps(found) + "\n")
+                    raise DataError(f"{row.location}: {error}") from error
+                file.write(json.dumps(converted) + "\n")
                 count += 1
     except (ValueError, OSError) as error:
         options.out.unlink(missing_ok=True)

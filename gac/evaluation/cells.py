@@ -1,4 +1,4 @@
-"""Formats numbers as table cells."""
+"""Number formatting for table cells."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.1f}"
 
 
-def span(ends: Sequence[float] | None, sign: str = "") -> str:
+def percent_interval(ends: Sequence[float] | None, sign: str = "") -> str:
     """Format an interval in percent, or "-" for None."""
     return "-" if ends is None else f"[{percent(ends[0], sign)}, {percent(ends[1], sign)}]"
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
     """Align rows of cells in columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

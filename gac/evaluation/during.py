@@ -13,13 +13,17 @@ from gac.errors import ConfigError
 from gac.rewards import Reward
 
 from .suite import Job, flat, load_jobs
-from .task import EvalSettings, answer, split_of
+from .task import EvalSettings, generate_answers, split_of
 
 
 class Evaluator:
     """Evaluates a run's tasks. Falsy if there are none.
 
-    reward: the run's reward, used for tasks that do not set their own.
+    Args:
+        settings: the tasks.
+        tokenizer: the model's tokenizer.
+        reward: the run's reward, used for tasks that do not set their own.
+        seed: sampling seed.
     """
 
     def __init__(
@@ -27,7 +31,7 @@ class Evaluator:
     ) -> None:
         tasks = {"": settings, **settings.tasks} if settings.data.prompts else settings.tasks
         self.jobs = load_jobs(tasks, tokenizer, reward)
-        _refuse_equal_columns(self.jobs)
+        _check_column_names(self.jobs)
         self.tokenizer, self.seed = tokenizer, seed
 
     def __bool__(self) -> bool:
@@ -40,7 +44,9 @@ class Evaluator:
         started = time.perf_counter()
         row: dict[str, Any] = {}
         for name, job in self.jobs.items():
-            answers = answer(model, self.tokenizer, job.examples, job.reward, job.task, self.seed)
+            answers = generate_answers(
+                model, self.tokenizer, job.examples, job.reward, job.task, self.seed
+            )
             row |= flat(answers, job.task, name)
         return {**row, "seconds": time.perf_counter() - started}
 
@@ -50,7 +56,7 @@ class Evaluator:
             job.reward.close()
 
 
-def _refuse_equal_columns(jobs: Mapping[str, Job]) -> None:
+def _check_column_names(jobs: Mapping[str, Job]) -> None:
     """Raise ConfigError if a split of the first task shares a column name with another task or its
     splits.
     """
@@ -62,6 +68,6 @@ def _refuse_equal_columns(jobs: Mapping[str, Job]) -> None:
         if name and name in jobs:
             raise ConfigError(
                 f"tasks.{name}: split {split!r} of the first task (split_field="
-                f"{first.task.split_field!r}) is recorded as accuracy/{split} too: "
-                "give the task another name"
+                f"{first.task.split_field!r}) is also recorded as accuracy/{split}: "
+                "rename the task"
             )

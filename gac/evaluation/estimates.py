@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 Z95 = NormalDist().inv_cdf(0.975)
-DRAWS = 10_000  # bootstrap resamples
+BOOTSTRAP_RESAMPLES = 10_000
 
 
 class Difference(NamedTuple):
@@ -83,13 +83,12 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
     if len(data) < 2:
         return math.nan, math.nan
     rng = np.random.default_rng(seed)
-    means = np.empty(DRAWS)
+    means = np.empty(BOOTSTRAP_RESAMPLES)
     chunk = max(1, 4_000_000 // len(data))  # 32 MB of indices at a time
-    for start in range(0, DRAWS, chunk):
-        count = min(chunk, DRAWS - start)
-        means[start : start + count] = data[rng.integers(len(data), size=(count, len(data)))].mean(
-            1
-        )
+    for start in range(0, BOOTSTRAP_RESAMPLES, chunk):
+        count = min(chunk, BOOTSTRAP_RESAMPLES - start)
+        rows = rng.integers(len(data), size=(count, len(data)))
+        means[start : start + count] = data[rows].mean(1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 

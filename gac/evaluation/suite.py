@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 import logging
+import math
 import time
 import zlib
 from collections import Counter
@@ -24,18 +25,18 @@ from accelerate import Accelerator
 
 from gac.config import dump
 from gac.data import Examples, load_prompts
-from gac.errors import ConfigError, refusals_are, writable_folder
+from gac.errors import ConfigError, value_errors_as, writable_folder
 from gac.models.causal_lm import ModelConfig, load_model, load_tokenizer
 from gac.parallel import collectives, setup
-from gac.rewards import Reward, build_reward, in_use
+from gac.rewards import Reward, build_reward, closing_reward
 
 from .estimates import paired_difference
 from .task import (
     Answer,
     EvalSettings,
     EvalTask,
-    answer,
     check_names,
+    generate_answers,
     prompt_means,
     split_of,
     summary,
@@ -89,16 +90,15 @@ def evaluate_single(config: EvalConfig) -> dict[str, Any]:
     """Run the single task in `settings`; returns accuracy, accuracy/<split>, response_length and so
     on.
     """
-    accelerator = _join(config)
-    found: dict[str, Any] = {}
-    _ask(
-        config,
-        accelerator.device,
-        {"": config.settings},
-        lambda _, job, run: found.update(flat(run(job), job.task)),
-    )
+    accelerator = _make_accelerator(config)
+    row: dict[str, Any] = {}
+
+    def record(_: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
+        row.update(flat(run(job), job.task))
+
+    _run_tasks(config, accelerator.device, {"": config.settings}, record)
     setup.leave()
-    return found
+    return row
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
@@ -117,25 +117,25 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     out = Path(config.out)
     other = read_samples(against) if against else None
     writable_folder("out", out)
-    accelerator = _join(config)
+    accelerator = _make_accelerator(config)
     results, answers = _resume(config, out)
     accelerator.wait_for_everyone()  # a slow rank must not read results that this run has written
-    missing = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
+    unfinished = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
 
-    def keep(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
+    def record(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
         started = time.perf_counter()
         answers[name] = run(job)
         row = summary(answers[name], job.task)
         counts: Counter[str] = Counter()
-        for mine in collectives.gather(job.reward.counts()):
-            counts.update(mine)
+        for rank_counts in collectives.gather(job.reward.counts()):
+            counts.update(rank_counts)
         row |= {"counts": dict(counts), "seconds": time.perf_counter() - started}
         results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
         logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
         _write(out, results, answers)
 
-    if missing:
-        _ask(config, accelerator.device, missing, keep)
+    if unfinished:
+        _run_tasks(config, accelerator.device, unfinished, record)
     if other is not None:
         for name in config.tasks:
             if name in other:
@@ -150,13 +150,13 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
 
     prefix: name of an additional task; its columns are accuracy/<name> and accuracy/<name>/<split>.
     """
-    found, tail = summary(answers, task), f"/{prefix}" if prefix else ""
+    row, tail = summary(answers, task), f"/{prefix}" if prefix else ""
     return {
-        f"accuracy{tail}": found["accuracy"],
-        **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(found["splits"].items())},
-        **{f"pass@{k}{tail}": v for k, v in found["pass_at"].items()},
-        f"response_length{tail}": found["response_length"],
-        f"truncated{tail}": found["truncated"],
+        f"accuracy{tail}": row["accuracy"],
+        **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(row["splits"].items())},
+        **{f"pass@{k}{tail}": v for k, v in row["pass_at"].items()},
+        f"response_length{tail}": row["response_length"],
+        f"truncated{tail}": row["truncated"],
     }
 
 
@@ -178,52 +178,52 @@ def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dic
 
 
 def read_samples(source: Path) -> dict[str, list[Answer]]:
-    """Read the answers by task, stored next to a results.json; `source` is that file or its folder."""
+    """Read the answers by task; `source` is a results.json or its folder."""
     folder = source.parent if source.name == RESULTS else source
     path = folder / SAMPLES
     if not path.is_file():
         raise ConfigError(
             f"{source}: no {SAMPLES} found; use the output folder of an earlier gac eval"
         )
-    found: dict[str, list[Answer]] = {}
+    answers: dict[str, list[Answer]] = {}
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
-                found.setdefault(row.pop("task"), []).append(Answer(**row))
+                answers.setdefault(row.pop("task"), []).append(Answer(**row))
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
-    return found
+    return answers
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path}: not a gac eval result, or damaged ({error}); delete its folder")
 
 
-def _join(config: EvalConfig) -> Accelerator:
+def _make_accelerator(config: EvalConfig) -> Accelerator:
     return setup.make_accelerator(setup.ParallelConfig(), "no", (), config.out)
 
 
-def _ask(
+def _run_tasks(
     config: EvalConfig,
     device: torch.device,
     tasks: Mapping[str, EvalTask],
-    use: Callable[[str, Job, Callable[[Job], list[Answer]]], None],
+    record: Callable[[str, Job, Callable[[Job], list[Answer]]], None],
 ) -> None:
-    """Load the model and call `use(name, job, run)` for each task, on every process."""
-    with refusals_are(ConfigError):
+    """Load the model and call `record(name, job, run)` for each task, on every process."""
+    with value_errors_as(ConfigError):
         tokenizer = load_tokenizer(config.model)
         jobs = load_jobs(tasks, tokenizer, config.reward)
         model = load_model(config.model, config.seed).to(device)
 
     def run(job: Job) -> list[Answer]:
-        return answer(model, tokenizer, job.examples, job.reward, job.task, config.seed)
+        return generate_answers(model, tokenizer, job.examples, job.reward, job.task, config.seed)
 
     with contextlib.ExitStack() as rewards:
         for job in jobs.values():
-            rewards.enter_context(in_use(job.reward))
+            rewards.enter_context(closing_reward(job.reward))
         for name, job in jobs.items():
-            use(name, job, run)
+            record(name, job, run)
 
 
 def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, list[Answer]]]:
@@ -240,8 +240,8 @@ def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, li
         task = config.tasks.get(name)
         if task is not None and setting != _setting(config, task):
             raise ConfigError(
-                f"out={config.out!r} holds task {name!r} of other settings: choose another out, "
-                "or give the settings that it was made with"
+                f"out={config.out!r} holds task {name!r} with different settings: "
+                "choose another out, or restore the original settings"
             )
     return results, {n: a for n, a in read_samples(out).items() if n in results["tasks"]}
 
@@ -253,16 +253,16 @@ def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
     return json.loads(json.dumps(plain, default=str))
 
 
-def _compare(mine: Sequence[Answer], other: Sequence[Answer], source: Any) -> dict[str, Any]:
-    first, second = prompt_means(mine), prompt_means(other)
+def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) -> dict[str, Any]:
+    first, second = prompt_means(answers), prompt_means(other)
     shared = [i for i in first if i in second]
-    found = paired_difference([first[i] for i in shared], [second[i] for i in shared])
-    known = found.ci95[0] == found.ci95[0]
+    paired = paired_difference([first[i] for i in shared], [second[i] for i in shared])
+    has_interval = not math.isnan(paired.ci95[0])
     return {
         "results": str(source),
-        "difference": found.difference if shared else None,
-        "ci95": list(found.ci95) if known else None,
-        "prompts": found.pairs,
+        "difference": paired.difference if shared else None,
+        "ci95": list(paired.ci95) if has_interval else None,
+        "prompts": paired.pairs,
     }
 
 
@@ -273,11 +273,11 @@ def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[An
     if collectives.rank():
         return
     out.mkdir(parents=True, exist_ok=True)
-    aside = out / (SAMPLES + ".partial")
-    with gzip.open(aside, "wt", encoding="utf-8") as file:
+    partial = out / (SAMPLES + ".partial")
+    with gzip.open(partial, "wt", encoding="utf-8") as file:
         for name, rows in answers.items():
             file.writelines(json.dumps({"task": name, **row._asdict()}) + "\n" for row in rows)
-    aside.replace(out / SAMPLES)
-    aside = out / (RESULTS + ".partial")
-    aside.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-    aside.replace(out / RESULTS)
+    partial.replace(out / SAMPLES)
+    partial = out / (RESULTS + ".partial")
+    partial.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    partial.replace(out / RESULTS)

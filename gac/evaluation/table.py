@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gac.evaluation.cells import aligned, percent, span
+from gac.evaluation.cells import align_columns, percent, percent_interval
 
 HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "truncated", "dropped")
 
 
 def results_table(results: Mapping[str, Any]) -> str:
     """One line per task and split, in percent, with a last column if results were compared."""
-    return aligned(results_lines(results))
+    return align_columns(results_lines(results))
 
 
 def results_lines(results: Mapping[str, Any]) -> list[list[str]]:
@@ -20,9 +20,9 @@ def results_lines(results: Mapping[str, Any]) -> list[list[str]]:
     compared = any("against" in row for row in results["tasks"].values())
     lines = [[*HEAD, "difference"] if compared else list(HEAD)]
     for name, row in results["tasks"].items():
-        lines.append([*_cells(name, row), *([_against(row)] if compared else [])])
+        lines.append([*_cells(name, row), *([_difference(row)] if compared else [])])
         for split, part in row["splits"].items():
-            cells = [f"  {split}", percent(part["accuracy"]), span(part["ci95"]), ""]
+            cells = [f"  {split}", percent(part["accuracy"]), percent_interval(part["ci95"]), ""]
             lines.append([*cells, str(part["prompts"]), *[""] * (len(lines[0]) - 5)])
     return lines
 
@@ -30,21 +30,21 @@ def results_lines(results: Mapping[str, Any]) -> list[list[str]]:
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
     passed = "  ".join(f"@{k} {percent(value)}" for k, value in row["pass_at"].items())
     size = f"{row['prompts']} x {row['samples']}"
-    cut, dropped = percent(row["truncated"]), str(row["dropped"])
+    truncated, dropped = percent(row["truncated"]), str(row["dropped"])
     return [
         name,
         percent(row["accuracy"]),
-        span(row["ci95"]),
+        percent_interval(row["ci95"]),
         passed or "-",
         size,
-        cut,
+        truncated,
         dropped,
     ]
 
 
-def _against(row: Mapping[str, Any]) -> str:
-    found = row.get("against")
-    if not found or found["difference"] is None:
+def _difference(row: Mapping[str, Any]) -> str:
+    paired = row.get("against")
+    if not paired or paired["difference"] is None:
         return "-"
-    gap, ends = percent(found["difference"], "+"), span(found["ci95"], "+")
-    return f"{gap} {ends}, {found['prompts']} shared"
+    gap, ends = percent(paired["difference"], "+"), percent_interval(paired["ci95"], "+")
+    return f"{gap} {ends}, {paired['prompts']} shared"

@@ -18,8 +18,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data import DataConfig, Example
 from gac.errors import ConfigError
 from gac.models.causal_lm import stop_tokens
-from gac.parallel.collectives import gather, rank, ranks
-from gac.parallel.setup import calls
+from gac.parallel.collectives import gather, rank, world_size
+from gac.parallel.setup import required_calls
 from gac.rollouts.generation import generate
 
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
@@ -66,7 +66,7 @@ class EvalTask:
                 raise ValueError(f"pass_at={k!r}: use numbers in [1, samples={self.samples}]")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples={self.samples} at temperature=0 would all be identical: set temperature > 0"
+                f"samples={self.samples} at temperature=0 would all be equal: set temperature > 0"
             )
 
 
@@ -92,8 +92,8 @@ def check_names(tasks: Iterable[str]) -> None:
     for name in tasks:
         if not name or not name.isprintable() or name != name.strip() or "/" in name:
             raise ValueError(
-                f"tasks.{name!r} is no name for a task: use visible characters other than '/', "
-                "which parts a task from its split"
+                f"tasks.{name!r}: invalid task name; use printable characters other than '/', "
+                "which separates a task from its split"
             )
 
 
@@ -113,7 +113,7 @@ class Answer(NamedTuple):
     """Whether the length limit cut it off."""
 
 
-def answer(
+def generate_answers(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
@@ -128,14 +128,14 @@ def answer(
     """
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
     starts = range(0, len(examples), per_call)
-    mine = starts[rank() :: ranks()]
+    own_starts = starts[rank() :: world_size()]
     owners: list[int] = []
     responses: list[tuple[int, ...]] = []
     with torch.random.fork_rng():
-        for turn in range(calls(model, len(mine))):
+        for turn in range(required_calls(model, len(own_starts))):
             # with sharded weights, a rank that has finished its batches must still join the others'
             # calls
-            start = mine[turn] if turn < len(mine) else len(examples)
+            start = own_starts[turn] if turn < len(own_starts) else len(examples)
             part = range(start, min(start + per_call, len(examples)))
             torch.manual_seed((seed << 32) + start)
             responses += generate(
@@ -153,7 +153,7 @@ def answer(
     texts = [str(tokenizer.decode(list(r), skip_special_tokens=True)) for r in responses]
     scores = reward(texts, [examples[i] for i in owners])
     stops = set(stop_tokens(tokenizer, task.stop))
-    found = [
+    answers = [
         Answer(
             i,
             examples[i].id,
@@ -165,8 +165,8 @@ def answer(
         )
         for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
     ]
-    everyone = [a for one in gather(found) for a in one]
-    return sorted(everyone, key=lambda a: a.number)
+    every_rank = [a for rank_answers in gather(answers) for a in rank_answers]
+    return sorted(every_rank, key=lambda a: a.number)
 
 
 def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
@@ -174,7 +174,6 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
 
     Values without any measurement are None.
     """
-    out = _accuracy(answers)
     scored = [a for a in answers if a.score is not None]
     by_prompt = _scores_by_prompt(scored)
     passed = {
@@ -189,7 +188,7 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
     }
     splits = {a.split: None for a in answers if a.split is not None}
     return {
-        **out,
+        **_accuracy(answers),
         "pass_at": passed,
         "samples": task.samples,
         "truncated": _mean([a.truncated for a in answers]),
@@ -209,22 +208,22 @@ def prompt_means(answers: Sequence[Answer]) -> dict[str, float]:
 def _accuracy(answers: Sequence[Answer]) -> dict[str, Any]:
     scored = _scores_by_prompt([a for a in answers if a.score is not None])
     means = [sum(s) / len(s) for s in scored.values()]
-    inside = all(0 <= m <= 1 for m in means)
-    interval = accuracy_interval(means) if inside else bootstrap_interval(means)
-    known = all(map(math.isfinite, interval))
+    in_unit_interval = all(0 <= m <= 1 for m in means)
+    interval = accuracy_interval(means) if in_unit_interval else bootstrap_interval(means)
+    has_interval = all(map(math.isfinite, interval))
     return {
         "accuracy": _mean(means),
-        "ci95": list(interval) if known else None,
+        "ci95": list(interval) if has_interval else None,
         "prompts": len(means),
     }
 
 
 def _scores_by_prompt(scored: Sequence[Answer]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = defaultdict(list)
+    scores: dict[int, list[float]] = defaultdict(list)
     for a in scored:
         assert a.score is not None  # filtered by the caller
-        found[a.number].append(a.score)
-    return found
+        scores[a.number].append(a.score)
+    return scores
 
 
 def _mean(values: Sequence[float]) -> float | None:

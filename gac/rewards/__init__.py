@@ -9,7 +9,7 @@ from .code import CodeReward
 from .combine import SumReward
 from .mathematics import MathReward
 from .noise import NoisyReward, RewardNoise, build_rewards
-from .tally import Tally, in_use
+from .tally import Tally, closing_reward
 from .text import ChoiceReward, ExactReward, FormatReward
 
 __all__ = [
@@ -28,6 +28,6 @@ __all__ = [
     "Tally",
     "build_reward",
     "build_rewards",
-    "in_use",
+    "closing_reward",
     "rewards_table",
 ]

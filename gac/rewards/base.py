@@ -17,7 +17,7 @@ from gac.errors import UserError
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "drop"]
-Outcome = float | Exception
+RowOutcome = float | Exception
 """A row's reward, or the exception that explains why it has none."""
 
 
@@ -51,10 +51,10 @@ class Reward(ABC):
     @abstractmethod
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[RowOutcome]:
         """Return one outcome per row. A row's failure is returned, not raised."""
 
-    def at(self, step: int) -> None:  # noqa: B027 - most rewards do not depend on the step
+    def set_step(self, step: int) -> None:  # noqa: B027 - most rewards do not depend on the step
         """Set the optimizer step (counted from 0) that the following calls belong to."""
 
     def counts(self) -> dict[str, int]:
@@ -90,9 +90,9 @@ class Reward(ABC):
                 "give one example per completion"
             )
         results = self.outcomes(completions, examples)
-        return [self._settle(*row) for row in zip(results, completions, examples, strict=True)]
+        return [self._resolve(*row) for row in zip(results, completions, examples, strict=True)]
 
-    def _settle(self, outcome: Outcome, completion: str, example: Example) -> float | None:
+    def _resolve(self, outcome: RowOutcome, completion: str, example: Example) -> float | None:
         outcome = as_outcome(outcome)
         if not isinstance(outcome, Exception):
             return outcome
@@ -101,9 +101,8 @@ class Reward(ABC):
         if self.on_error == "raise":
             raise error from outcome
         self.dropped += 1
-        level = (
-            logging.WARNING if self.dropped == 1 else logging.DEBUG
-        )  # warn once; later drops only increase the count
+        # warn once; later drops only increase the count
+        level = logging.WARNING if self.dropped == 1 else logging.DEBUG
         logger.log(level, "row dropped: %s", error)
         return None
 
@@ -117,17 +116,17 @@ class RowReward(Reward):
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[RowOutcome]:
         return [self._attempt(*row) for row in zip(completions, examples, strict=True)]
 
-    def _attempt(self, completion: str, example: Example) -> Outcome:
+    def _attempt(self, completion: str, example: Example) -> RowOutcome:
         try:
             return as_outcome(self.score(completion, example))
         except Exception as error:  # user code may raise anything
             return error
 
 
-def as_outcome(value: object) -> Outcome:
+def as_outcome(value: object) -> RowOutcome:
     """Convert `value` to a finite float. Exceptions are returned unchanged; any other value yields
     an exception.
     """
@@ -139,7 +138,7 @@ def as_outcome(value: object) -> Outcome:
     return number if math.isfinite(number) else ValueError(f"expected a finite number, got {value}")
 
 
-def gold(example: Example) -> str:
+def gold_answer(example: Example) -> str:
     """The example's gold answer.
 
     Raises:

@@ -37,7 +37,7 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
 
     Raises:
         ValueError: unknown name or option (the message suggests the closest match), or invalid
-        value.
+            value.
     """
     if isinstance(spec, Mapping) and "on_error" in spec:
         on_error = spec["on_error"]

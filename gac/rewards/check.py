@@ -25,7 +25,7 @@ class CheckConfig:
 
 
 @dataclass(frozen=True)
-class Failing:
+class FailedRow:
     """A row whose reference solution scores below the threshold."""
 
     task: str
@@ -39,18 +39,18 @@ class Failing:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Result of `check`."""
 
     rows: int
-    failing: tuple[Failing, ...]
+    failing: tuple[FailedRow, ...]
     counts: Mapping[str, int]
     """Event counts of the rewards, e.g. timeouts."""
 
 
 def check(
-    config: Path | Mapping[str, Any], overrides: Sequence[str] = (), least: float = 1.0
-) -> Checked:
+    config: Path | Mapping[str, Any], overrides: Sequence[str] = (), min_reward: float = 1.0
+) -> CheckResult:
     """Score the reference solution of every row.
 
     Args:
@@ -65,13 +65,13 @@ def check(
     """
     raw = config if isinstance(config, Mapping) else _read(config)
     rows = 0
-    failing: list[Failing] = []
+    failing: list[FailedRow] = []
     counts: dict[str, int] = {}
     for task, part in _parts(raw).items():
-        wanted = load(CheckConfig, part, overrides)
+        task_config = load(CheckConfig, part, overrides)
         try:
-            reward = build_reward(wanted.reward)
-            pairs = load_references(wanted.data)
+            reward = build_reward(task_config.reward)
+            pairs = load_references(task_config.data)
         except ValueError as error:
             raise ConfigError(f"{task}{': ' if task else ''}{error}") from error
         examples, solutions = [e for e, _ in pairs], [text for _, text in pairs]
@@ -79,17 +79,17 @@ def check(
             outcomes = [as_outcome(o) for o in reward.outcomes(solutions, examples)]
             for example, text, outcome in zip(examples, solutions, outcomes, strict=True):
                 if isinstance(outcome, Exception):
-                    failing.append(Failing(task, example.id, str(outcome)))
-                elif outcome < least:
+                    failing.append(FailedRow(task, example.id, str(outcome)))
+                elif outcome < min_reward:
                     why = reward.explain(text, example)
                     reason = f"scores {outcome:g}{'; ' if why else ''}{why}"
-                    failing.append(Failing(task, example.id, reason))
+                    failing.append(FailedRow(task, example.id, reason))
         finally:
             reward.close()
         rows += len(pairs)
         for name, count in reward.counts().items():
             counts[name] = counts.get(name, 0) + count
-    return Checked(rows, tuple(failing), counts)
+    return CheckResult(rows, tuple(failing), counts)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

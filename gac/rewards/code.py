@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..sandbox.pool import Outcome as Ran
-from ..sandbox.pool import Pool, Program, SandboxError, Suite
-from .base import Outcome, Reward
+from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from .base import Reward, RowOutcome
 
 if TYPE_CHECKING:
     from ..data import Example
@@ -42,10 +41,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Task:
+class TestSpec:
     """The tests or input/output cases that a row's program must pass."""
 
-    suite: Suite | None
+    suite: JudgeSpec | None
     cases: tuple[Case, ...]
     prompt: str
     """Code that the program may continue, or ""."""
@@ -121,9 +120,9 @@ class CodeReward(Reward):
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = [0.0] * len(completions)
-        wanted: dict[int, tuple[str, Task]] = {}
+    ) -> Sequence[RowOutcome]:
+        outcomes: list[RowOutcome] = [0.0] * len(completions)
+        wanted: dict[int, tuple[str, TestSpec]] = {}
         for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
             program = program_of(completion)
             try:
@@ -162,7 +161,7 @@ class CodeReward(Reward):
             return f"{ran.problem or 'no verdict'} ({ran.ending})"
         for number, case in enumerate(task.cases, start=1):
             ran = self._run_case(Program(program), case)
-            if not _answers(ran, case):
+            if not _is_correct(ran, case):
                 wrote = f"wrote {ran.stdout!r:.200}, expected {case.stdout!r:.200}"
                 return f"case {number} ({case.stdin!r:.80}): {wrote} ({ran.ending}, {ran.status})"
         return ""
@@ -173,7 +172,7 @@ class CodeReward(Reward):
         """
         self._pool.close()
 
-    def _task(self, example: Example) -> Task:
+    def _task(self, example: Example) -> TestSpec:
         """Read the row's tests or cases.
 
         Raises:
@@ -189,7 +188,7 @@ class CodeReward(Reward):
                 f"its tests (it has {', '.join(sorted(example.extra)) or 'no field'})"
             )
         if cases is not None:
-            return Task(None, _cases(self._cases_field, cases), "")
+            return TestSpec(None, _cases(self._cases_field, cases), "")
         tests = [tests] if isinstance(tests, str) else tests
         if not isinstance(tests, list | tuple) or not tests or not all(map(_is_code, tests)):
             expected = "a non-empty list of Python statements"
@@ -202,8 +201,10 @@ class CodeReward(Reward):
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
         prompt = prompt if entry_point and entry_point in names_defined(prompt) else ""
-        return Task(
-            Suite(tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial),
+        return TestSpec(
+            JudgeSpec(
+                tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial
+            ),
             (),
             prompt,
         )
@@ -216,7 +217,7 @@ class CodeReward(Reward):
             )
         return value or ""
 
-    def _grade(self, pair: tuple[str, Task]) -> tuple[Outcome, str]:
+    def _grade(self, pair: tuple[str, TestSpec]) -> tuple[RowOutcome, str]:
         """Return a program's reward and the name of the counter to increment, or ""."""
         text, task = pair
         if task.suite is None:
@@ -224,29 +225,29 @@ class CodeReward(Reward):
         ran = self._check(text, task, task.suite)
         if ran.row_problem:
             return RowProblem(ran.row_problem), ""
-        return self._settled(ran.passed), _COUNTED.get(ran.ending, "")
+        return self._score(ran.passed), _COUNTED.get(ran.ending, "")
 
-    def _check(self, text: str, task: Task, suite: Suite) -> Ran:
+    def _check(self, text: str, task: TestSpec, suite: JudgeSpec) -> RunResult:
         program = Program(text, imports_of(suite.setup), task.prompt, suite.entry_point)
         return self._pool.check(program, suite, *self._limits)
 
-    def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[Outcome, str]:
+    def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[RowOutcome, str]:
         passed = [False] * len(cases)
         event = ""
         for number, case in enumerate(cases):
             ran = self._run_case(program, case)
             event = event or _COUNTED.get(ran.ending, "")
-            passed[number] = _answers(ran, case)
+            passed[number] = _is_correct(ran, case)
             # stop here, so that an endless program uses up its time limit only once
             if ran.ending in ("timeout", "stalled") or not (passed[number] or self._partial):
                 break
-        return self._settled(passed), event
+        return self._score(passed), event
 
-    def _run_case(self, program: Program, case: Case) -> Ran:
-        most = 2 * len(case.stdout) + _SPARE_OUTPUT
-        return self._pool.run(program, case.stdin, *self._limits, most)
+    def _run_case(self, program: Program, case: Case) -> RunResult:
+        max_output = 2 * len(case.stdout) + _SPARE_OUTPUT
+        return self._pool.run(program, case.stdin, *self._limits, max_output)
 
-    def _settled(self, passed: Sequence[bool]) -> float:
+    def _score(self, passed: Sequence[bool]) -> float:
         return sum(passed) / len(passed) if self._partial else float(all(passed))
 
 
@@ -326,7 +327,7 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
 
 
-def _answers(ran: Ran, case: Case) -> bool:
+def _is_correct(ran: RunResult, case: Case) -> bool:
     ended = ran.ending == "ended" and ran.status == 0
     return ended and _lines(ran.stdout) == _lines(case.stdout)
 

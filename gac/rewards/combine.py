@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import Outcome, Reward, RowReward, as_outcome
+from .base import Reward, RowOutcome, RowReward, as_outcome
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -24,7 +24,7 @@ class SumReward(Reward):
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[RowOutcome]:
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
         return [self._add(row) for row in zip(*columns, strict=True)]
 
@@ -40,7 +40,7 @@ class SumReward(Reward):
         for reward, _ in self._terms:
             reward.close()
 
-    def _add(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def _add(self, outcomes: Sequence[RowOutcome]) -> RowOutcome:
         total = 0.0
         for outcome, (_, weight) in zip(outcomes, self._terms, strict=True):
             value = as_outcome(outcome)
@@ -69,7 +69,7 @@ class BatchCallableReward(CallableReward):
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[RowOutcome]:
         if not completions:
             return []
         try:

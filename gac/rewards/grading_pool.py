@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-Pair = tuple[str, str]
+AnswerPair = tuple[str, str]
 """Gold answer and model answer, as text for math-verify."""
 
 _SCRIPT = Path(__file__).with_name("grading_worker.py")
-_CUT_OFF = {-signal.SIGPROF, -signal.SIGALRM}
-_GOODBYE = 5.0  # seconds to wait for a worker to exit before killing it
+_TIMEOUT_STATUSES = {-signal.SIGPROF, -signal.SIGALRM}
+_STOP_SECONDS = 5.0  # seconds to wait for a worker to exit before killing it
 _pools: weakref.WeakSet[GradingPool] = weakref.WeakSet()
 
 
@@ -48,14 +48,13 @@ class GradingPool:
         self.timeout = timeout
         self.workers = workers or _default_workers()
         self._lock = threading.Lock()
-        self._owner: int | None = (
-            None  # pid of the process that created the threads and workers below
-        )
+        # pid of the process that created the threads and workers below
+        self._owner: int | None = None
         self._threads: ThreadPoolExecutor
         self._idle: queue.LifoQueue[_Worker]
         _pools.add(self)
 
-    def grade(self, pairs: Sequence[Pair]) -> list[str]:
+    def grade(self, pairs: Sequence[AnswerPair]) -> list[str]:
         """One verdict per pair: "right", "wrong", "bad gold", "timeout" or "crash".
 
         A pair whose worker dies for any reason but the timer is retried once, then counts as
@@ -88,7 +87,7 @@ class GradingPool:
             self._idle.put(_Worker(self.timeout))
         self._owner = os.getpid()
 
-    def _grade_one(self, pair: Pair) -> str:
+    def _grade_one(self, pair: AnswerPair) -> str:
         worker = self._idle.get()
         try:
             for _ in range(2):
@@ -107,7 +106,7 @@ class _Worker:
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, pair: Pair) -> str:
+    def ask(self, pair: AnswerPair) -> str:
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None  # both are pipes
         try:
@@ -118,7 +117,7 @@ class _Worker:
             verdict = ""
         if verdict:
             return verdict.rstrip("\n")
-        return "timeout" if self.stop() in _CUT_OFF else "crash"
+        return "timeout" if self.stop() in _TIMEOUT_STATUSES else "crash"
 
     def stop(self) -> int | None:
         """Stop the process and return its exit status (None if it was never started)."""
@@ -127,13 +126,12 @@ class _Worker:
             return None
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the worker died before reading its request
-            process.stdin.write(
-                "\n"
-            )  # closing may not deliver end of file: a forked child can hold the pipe open
+            # closing may not deliver end of file: a forked child can hold the pipe open
+            process.stdin.write("\n")
             process.stdin.close()
         process.stdout.close()
         try:
-            return process.wait(_GOODBYE)
+            return process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()

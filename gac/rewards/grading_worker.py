@@ -21,15 +21,16 @@ from typing import Any
 STARTUP_SECONDS = 120.0  # importing sympy takes half a second on an idle machine
 MEMORY_BYTES = 4 << 30  # keeps 9**9**9 from exhausting the machine's memory before it times out
 PARENT_POLL_SECONDS = 5.0
-WALL_PER_CPU_SECOND = (
-    20.0  # backstop only: CPU time is the main limit, so that load does not change scores
-)
+# backstop only: CPU time is the main limit, so that load does not change scores
+WALL_PER_CPU_SECOND = 20.0
 
 
 def main(timeout: float, parent: int) -> None:
     """Serve until an empty line, the end of stdin or the death of process `parent`.
 
-    timeout: CPU seconds per check.
+    Args:
+        timeout: CPU seconds per check.
+        parent: pid of the process that started this one.
     """
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -37,7 +38,7 @@ def main(timeout: float, parent: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, STARTUP_SECONDS)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # not supported on macOS
-        resource.setrlimit(resource.RLIMIT_AS, (_lower(MEMORY_BYTES, hard), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (_capped(MEMORY_BYTES, hard), hard))
     try:
         grade = make_grader()
     except ImportError as error:
@@ -45,7 +46,7 @@ def main(timeout: float, parent: int) -> None:
         return
     _reply("ready")
     signal.setitimer(signal.ITIMER_REAL, 0)
-    while _request_waits(parent):
+    while _wait_for_request(parent):
         line = sys.stdin.buffer.readline()
         if not line.strip():
             return
@@ -57,11 +58,11 @@ def main(timeout: float, parent: int) -> None:
         _reply(verdict)
 
 
-def _lower(limit: int, hard: int) -> int:
+def _capped(limit: int, hard: int) -> int:
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
-def _request_waits(parent: int) -> bool:
+def _wait_for_request(parent: int) -> bool:
     """Wait until stdin is readable; returns False if the parent died while one of its forks keeps
     stdin open.
     """
@@ -88,9 +89,9 @@ def make_grader() -> Any:
     def parse_gold(text: str) -> Any:
         return parse(text, parsing_timeout=None)
 
-    def grade(gold: str, answer: str) -> str:
+    def grade(gold_answer: str, answer: str) -> str:
         try:
-            gold_parsed = parse_gold(gold)
+            gold_parsed = parse_gold(gold_answer)
         except Exception:  # math-verify does not catch all sympy errors
             gold_parsed = []
         if not gold_parsed:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gac.errors import MissingExtra
 
-from .base import Outcome, Reward, gold
+from .base import Reward, RowOutcome, gold_answer
 from .grading_pool import GradingPool
 from .text import compile_answer_pattern, last_group
 
@@ -66,12 +66,12 @@ class MathReward(Reward):
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = [0.0] * len(completions)
+    ) -> Sequence[RowOutcome]:
+        outcomes: list[RowOutcome] = [0.0] * len(completions)
         pairs: dict[int, tuple[str, str]] = {}
         for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
             try:
-                pairs[row] = gold_text(gold(example)), self._final_answer(completion)
+                pairs[row] = gold_text(gold_answer(example)), self._final_answer(completion)
             except ValueError as error:
                 outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):
@@ -90,11 +90,11 @@ class MathReward(Reward):
         answer = completion
         if self._pattern is not None:
             answer = last_group(self._pattern, completion) or ""
-        elif marked := after_mark(completion):
+        elif marked := text_after_marker(completion):
             answer = marked
         return _plain_minus(answer)
 
-    def _outcome(self, verdict: str, example: Example) -> Outcome:
+    def _outcome(self, verdict: str, example: Example) -> RowOutcome:
         if verdict == "bad gold":
             return ValueError(f"math-verify cannot parse the gold answer {example.answer!r}")
         if verdict in ("timeout", "crash"):
@@ -102,7 +102,7 @@ class MathReward(Reward):
         return float(verdict == "right")
 
 
-def after_mark(text: str) -> str | None:
+def text_after_marker(text: str) -> str | None:
     """The text after the last `####`, GSM8K's final-answer marker, or None.
 
     math-verify does not know this marker and may prefer an earlier "... answered 200". On any line
@@ -121,7 +121,7 @@ def gold_text(answer: str) -> str:
     """Format a gold answer for math-verify: take the text after `####`, if any, and box it unless
     it already has LaTeX delimiters.
     """
-    answer = _plain_minus(after_mark(answer) or answer).strip()
+    answer = _plain_minus(text_after_marker(answer) or answer).strip()
     if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
         return answer
     if _WORD.fullmatch(answer):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Outcome, Reward, as_outcome
+from .base import Reward, RowOutcome, as_outcome
 from .build import build_reward
 
 if TYPE_CHECKING:
@@ -43,16 +43,16 @@ class NoisyReward(Reward):
         self.reward, self.noise, self.name = reward, noise, f"noisy {reward.name}"
         self.on_error = reward.on_error
         self._source = f"reward noise:{seed}:{rank}"
-        self.at(0)
+        self.set_step(0)
 
-    def at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set the optimizer step that the following calls belong to."""
         self._rate = self.noise.rate if step >= self.noise.start else 0.0
-        self._draws = random.Random(f"{self._source}:{step}")
+        self._rng = random.Random(f"{self._source}:{step}")
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[RowOutcome]:
         return [self._flip(o) for o in self.reward.outcomes(completions, examples)]
 
     def counts(self) -> dict[str, int]:
@@ -62,8 +62,8 @@ class NoisyReward(Reward):
     def close(self) -> None:
         self.reward.close()
 
-    def _flip(self, outcome: Outcome) -> Outcome:
-        flips = self._draws.random() < self._rate
+    def _flip(self, outcome: RowOutcome) -> RowOutcome:
+        flips = self._rng.random() < self._rate
         outcome = as_outcome(outcome)
         if isinstance(outcome, Exception) or not flips:
             return outcome

@@ -1,4 +1,4 @@
-"""Reports a reward's event counts as metrics and in the log, and closes it at the end of the run."""
+"""Reports a reward's event counts as metrics and in the log; closes it at the end of the run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class Tally:
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
-        self._told = events(reward)
+        self._reported = event_counts(reward)
 
-    def news(self) -> dict[str, int]:
+    def new_counts(self) -> dict[str, int]:
         """Return `reward_dropped` and `reward_<name>` for each count. Collective: every rank must
         call it.
 
         Events during an evaluation are reported with the next step.
         """
-        now = events(self.reward)
-        fresh = {name: count - self._told.get(name, 0) for name, count in now.items()}
-        self._told = now
-        return {f"reward_{name}": count for name, count in _over_ranks(fresh).items()}
+        now = event_counts(self.reward)
+        since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
+        self._reported = now
+        return {f"reward_{name}": count for name, count in _sum_over_ranks(since).items()}
 
 
-def events(reward: Reward) -> dict[str, int]:
+def event_counts(reward: Reward) -> dict[str, int]:
     """This process's cumulative counts, including dropped rows."""
     return {"dropped": reward.dropped, **reward.counts()}
 
 
 @contextlib.contextmanager
-def in_use(reward: Reward) -> Iterator[None]:
+def closing_reward(reward: Reward) -> Iterator[None]:
     """Context manager that logs this process's counts and closes the reward on exit, even after an
     error.
     """
@@ -45,21 +45,21 @@ def in_use(reward: Reward) -> Iterator[None]:
         yield
     finally:
         try:
-            seen = ", ".join(f"{count} {name}" for name, count in events(reward).items() if count)
-            if seen:
-                logger.warning("reward %s, in this process: %s", reward.name, seen)
+            nonzero = [f"{n} {name}" for name, n in event_counts(reward).items() if n]
+            if nonzero:
+                logger.warning("reward %s, in this process: %s", reward.name, ", ".join(nonzero))
         finally:
             reward.close()
 
 
-def _over_ranks(mine: dict[str, int]) -> dict[str, int]:
+def _sum_over_ranks(counts: dict[str, int]) -> dict[str, int]:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return mine
-    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        return counts
+    counts_per_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(counts_per_rank, counts)
     total: Counter[str] = Counter()
-    for one in everyone:
-        total.update(one)
+    for rank_counts in counts_per_rank:
+        total.update(rank_counts)
     return dict(total)

@@ -29,7 +29,7 @@ from .plan import Sampling, Stage
 Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 
 
-class Drawn(NamedTuple):
+class SamplingStats(NamedTuple):
     """Amount and duration of this rank's sampling."""
 
     responses: int = 0
@@ -56,13 +56,13 @@ class Rollouts:
     """Training rows; `Row.sequence` is the index in this list."""
     rewards: list[float]
     """Rewards of all scored rollouts, including those that are not trained on."""
-    drawn: Drawn
+    drawn: SamplingStats
     """Amount and duration of the sampling."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
 
 
-class Draw(NamedTuple):
+class Sample(NamedTuple):
     """One rollout of one prompt."""
 
     given: tuple[int, ...]  # demonstration prefix before the response
@@ -71,11 +71,11 @@ class Draw(NamedTuple):
     learns_given: bool
 
 
-def place(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
+def scatter_logps(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
     """Scatter each row's response log-probs into a tensor shaped like `batch.targets`."""
     out = torch.zeros(batch.targets.numel())
-    for at, row, values in zip(batch.starts, rows, logps, strict=True):
-        out[row.scored(at)] = values
+    for set_step, row, values in zip(batch.starts, rows, logps, strict=True):
+        out[row.scored(set_step)] = values
     return out.view(batch.targets.shape).to(batch.targets.device)
 
 
@@ -93,37 +93,37 @@ class Sampler:
     ) -> None:
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit = plan, credit
-        self.drawn = Drawn()
+        self.drawn = SamplingStats()
         self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
-        self.reward.at(step)
+        self.reward.set_step(step)
         began = time.perf_counter()
         policy = self.engine(model)
-        self.drawn = Drawn(seconds=time.perf_counter() - began)
-        draws: list[list[Draw]] = [[] for _ in examples]
+        self.drawn = SamplingStats(seconds=time.perf_counter() - began)
+        params: list[list[Sample]] = [[] for _ in examples]
         for stage in self.stages:
-            self._draw(policy, examples, stage, draws)
-        rewards = torch.tensor([[d.reward for d in drawn] for drawn in draws], dtype=torch.float64)
+            self._draw(policy, examples, stage, params)
+        rewards = torch.tensor([[d.reward for d in drawn] for drawn in params], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
         rows: list[Row] = []
         for unit, (example, drawn, *share) in enumerate(
-            zip(examples, draws, *(part.tolist() for part in credit), strict=True)
+            zip(examples, params, *(part.tolist() for part in credit), strict=True)
         ):
             mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
             # numbered as in a single process, so that ids are unique across ranks
             unit = unit * ranks() + rank()
             rows += [row._replace(unit=unit, sequence=i) for i, row in enumerate(mine, len(rows))]
-        sampled = [d.reward for drawn in draws for d in drawn if d.response]
+        sampled = [d.reward for drawn in params for d in drawn if d.response]
         return Rollouts(rows, [r for r in sampled if not math.isnan(r)], self.drawn)
 
     def _draw(
-        self, policy: Policy, examples: Sequence[Example], stage: Stage, draws: list[list[Draw]]
+        self, policy: Policy, examples: Sequence[Example], stage: Stage, params: list[list[Sample]]
     ) -> None:
         """Sample one stage and append it to each prompt's rollouts."""
-        given = [_given(e, d, stage) for e, d in zip(examples, draws, strict=True)]
+        given = [_given(e, d, stage) for e, d in zip(examples, params, strict=True)]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
         whole = [bool(g) and g == e.demo for g, e in zip(given, examples, strict=True)]
@@ -133,14 +133,14 @@ class Sampler:
         began = time.perf_counter()
         responses = policy(starts, stage.size)
         more = len(responses), sum(map(len, responses)), time.perf_counter() - began
-        self.drawn = Drawn(*map(operator.add, self.drawn, more))
+        self.drawn = SamplingStats(*map(operator.add, self.drawn, more))
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
         responses = [() if whole[q] else r for q, r in zip(owners, responses, strict=True)]
         full = [given[q] + r for q, r in zip(owners, responses, strict=True)]
         scores = self._scores(full, [examples[q] for q in owners])
         for i, (q, response, score) in enumerate(zip(owners, responses, scores, strict=True)):
             learns = i % stage.size >= stage.size - stage.trained
-            draws[q].append(Draw(given[q], response, score, learns))
+            params[q].append(Sample(given[q], response, score, learns))
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
         """One reward per response; nan if the response was dropped."""
@@ -159,7 +159,7 @@ class Sampler:
     def _rows(
         self,
         example: Example,
-        drawn: list[Draw],
+        drawn: list[Sample],
         advantages: list[float],
         demo_advantage: float,
         keep: float,
@@ -184,7 +184,7 @@ class Sampler:
         return rows
 
 
-def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, ...]:
+def _given(example: Example, drawn: Sequence[Sample], stage: Stage) -> tuple[int, ...]:
     """The demonstration prefix that a stage gives, depending on the rewards so far."""
     rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
@@ -193,7 +193,7 @@ def _given(example: Example, drawn: Sequence[Draw], stage: Stage) -> tuple[int, 
     return example.demo[: math.ceil(stage.prefix * len(example.demo))]
 
 
-def _pair(example: Example, drawn: list[Draw]) -> list[Row]:
+def _pair(example: Example, drawn: list[Sample]) -> list[Row]:
     """Rows of the best and the worst response (the first of each), if their rewards differ."""
     scored = [d for d in drawn if not math.isnan(d.reward)]
     best, worst = (pick(scored, key=lambda d: d.reward, default=None) for pick in (max, min))

@@ -44,7 +44,7 @@ def _prctl(option: int, value: int, pointer: object = None) -> None:
 # ----------------------------------------------------------------------------
 
 
-def limit(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
+def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
     """Bound CPU time, address space, output, open files and threads of this process.
 
     Args:
@@ -67,7 +67,7 @@ def limit(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
         resource.setrlimit(name, (value, value))
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Kill this process when its parent, pid `parent`, exits. A later change of uid would undo
     this.
     """
@@ -101,7 +101,7 @@ def unused_uid(seed: int) -> int:
     raise OSError(errno.EAGAIN, f"no unused uid between {low} and {high}")
 
 
-def become(uid: int) -> None:
+def switch_to_uid(uid: int) -> None:
     """Switch to uid and gid `uid`, with no supplementary groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -173,7 +173,7 @@ def no_new_privileges() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def restrict_paths(rules: int) -> None:
+def apply_landlock(rules: int) -> None:
     """Apply the Landlock ruleset `rules` to this process."""
     _call("syscall", _LANDLOCK_RESTRICT_SELF, rules, 0)
 
@@ -185,7 +185,7 @@ _EQUAL, _MASKED_EQUAL = 4, 7
 _BAD_ARCHITECTURE = 2  # seccomp attribute: action for syscalls of other architectures
 
 
-def _refuse(code: int) -> int:
+def _errno_action(code: int) -> int:
     return 0x00050000 | code
 
 
@@ -239,7 +239,7 @@ def compile_filter() -> bytes:
     except OSError as error:
         raise OSError(errno.ENOENT, f"{error}; on Debian: apt install libseccomp2") from None
     library.seccomp_init.restype = ctypes.c_void_p
-    context = ctypes.c_void_p(library.seccomp_init(_refuse(errno.EPERM)))
+    context = ctypes.c_void_p(library.seccomp_init(_errno_action(errno.EPERM)))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
     try:
@@ -254,7 +254,7 @@ def compile_filter() -> bytes:
         )  # read-only, and only for this process
         # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
         # fall back to clone
-        _rule(library, context, _refuse(errno.ENOSYS), "clone3")
+        _rule(library, context, _errno_action(errno.ENOSYS), "clone3")
         file = os.memfd_create("filter")
         try:
             _check(library.seccomp_export_bpf(context, file), "export")
@@ -281,7 +281,7 @@ def _check(code: int, what: str) -> None:
         raise OSError(-code, f"libseccomp: {what}: {os.strerror(-code)}")
 
 
-def filter_calls(program: bytes) -> None:
+def install_filter(program: bytes) -> None:
     """Install the filter from `compile_filter` in this process. It cannot be removed."""
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of 8-byte instructions, padding, their address

@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from .wire import Channel, Ended, Json, NotPlain, WireError, decode, encode
+from .wire import Channel, ChannelClosed, Json, NotPlain, WireError, decode, encode
 
 Verdict = dict[str, Any]
 """{"passed": [bool per test], "problem": text of the first failure}, or {"row": what is wrong with
@@ -33,7 +33,7 @@ class Remote:
 
     __slots__ = ("_remote_number_", "_remote_solver_")
 
-    def __init__(self, solver: Solver, number: int) -> None:
+    def __init__(self, solver: SolverClient, number: int) -> None:
         object.__setattr__(self, "_remote_solver_", solver)
         object.__setattr__(self, "_remote_number_", number)
 
@@ -71,7 +71,7 @@ class Remote:
         return self._remote_solver_.ask("repr", self)
 
 
-class Solver:
+class SolverClient:
     """Client for the solver at the other end of the channel."""
 
     def __init__(self, channel: Channel) -> None:
@@ -79,7 +79,7 @@ class Solver:
         self._remotes: dict[int, Remote] = {}
         self.asked = 0
         """Number of requests so far."""
-        self.lost = ""
+        self.lost_reason = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.raised: Exception | None = None
         """The latest exception raised in the solver."""
@@ -94,17 +94,17 @@ class Solver:
         except NotPlain as error:
             self.unsendable = str(error)
             raise
-        if self.lost:
-            raise RemoteError(self.lost)
+        if self.lost_reason:
+            raise RemoteError(self.lost_reason)
         try:
             self._channel.send(question)
             return self.answer()
-        except Ended:
-            self.lost = "the program exited"
+        except ChannelClosed:
+            self.lost_reason = "the program exited"
         except WireError as error:
-            self.lost = f"invalid answer: {error}"
+            self.lost_reason = f"invalid answer: {error}"
         self._channel.close()
-        raise RemoteError(self.lost)
+        raise RemoteError(self.lost_reason)
 
     def items(self, iterator: Any) -> Any:
         """Yield the remaining items of a remote iterator."""
@@ -157,7 +157,7 @@ def judge(spec: Mapping[str, Any], channel: Channel) -> Verdict:
     name, or "" to use the names that "reference", the source of a solution, defines; "all", whether
     to continue after a failure.
     """
-    solver = Solver(channel)
+    solver = SolverClient(channel)
     try:
         return _judge(spec, solver)
     except RowError as error:
@@ -166,8 +166,8 @@ def judge(spec: Mapping[str, Any], channel: Channel) -> Verdict:
         channel.close()
 
 
-def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
-    tests = with_check_called(spec["tests"], spec["entry_point"])
+def _judge(spec: Mapping[str, Any], solver: SolverClient) -> Verdict:
+    tests = append_check_call(spec["tests"], spec["entry_point"])
     setup_code = _compile("setup", spec["setup"])
     codes = [_compile(f"test {n}", text) for n, text in enumerate(tests, start=1)]
     used = _names_read([spec["setup"], *tests])
@@ -175,25 +175,27 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
     entries = defined - names_defined(spec["setup"])
     if spec["entry_point"]:
         entries = {spec["entry_point"]}
-    nothing: Verdict = {"passed": [False] * len(tests)}
+    all_failed: Verdict = {"passed": [False] * len(tests)}
 
     module = types.ModuleType("__tests__")
     sys.modules["__tests__"] = module
     namespace = module.__dict__
     namespace["__builtins__"] = builtins
-    namespace |= {name: sys.modules[name] for name in used & set(sys.modules) if _standard(name)}
-    wanted = entries | {name for name in used if name not in namespace and _free(name)}
+    namespace |= {name: sys.modules[name] for name in used & set(sys.modules) if _is_stdlib(name)}
+    wanted = entries | {name for name in used if name not in namespace and _is_not_builtin(name)}
     unknown = wanted - defined - _names_bound([spec["setup"], *tests]) if defined else set()
     try:
         solver.answer()
         found = solver.ask("names", sorted(wanted))
         if not isinstance(found, dict) or not found.keys() <= wanted:
             raise WireError("names that were not requested")
-    except (Exception, Ended) as error:
-        return nothing | {"problem": f"the program: {_describe(error)}"}
+    except (Exception, ChannelClosed) as error:
+        return all_failed | {"problem": f"the program: {_describe(error)}"}
     missing = entries - found.keys()
-    if spec["entry_point"] in missing or any(n in namespace or not _free(n) for n in missing):
-        return nothing | {"problem": f"the program does not define {', '.join(sorted(missing))}"}
+    if spec["entry_point"] in missing or any(
+        n in namespace or not _is_not_builtin(n) for n in missing
+    ):
+        return all_failed | {"problem": f"the program does not define {', '.join(sorted(missing))}"}
     namespace |= found
 
     asked = solver.asked
@@ -202,18 +204,18 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
     except BaseException as error:  # including SystemExit: a setup that exits has failed
         lacking = _names_read([spec["setup"]]) & wanted
         by_row = solver.asked == asked and not lacking
-        if by_row or _own_fault(error, solver, unknown):
+        if by_row or _is_row_fault(error, solver, unknown):
             raise RowError(f"the row's setup fails: {_describe(error)}") from None
-        return nothing | {"problem": f"setup: {_describe(error)}"}
+        return all_failed | {"problem": f"setup: {_describe(error)}"}
     namespace |= {name: found[name] for name in entries if name in found}
 
     passed: list[bool] = []
     problem = ""
     for text, code in zip(tests, codes, strict=True):
-        if solver.lost or (problem and not spec["all"]):
+        if solver.lost_reason or (problem and not spec["all"]):
             break
         failure = _failure_of(code, namespace, solver)
-        if failure is not None and _own_fault(failure, solver, unknown):
+        if failure is not None and _is_row_fault(failure, solver, unknown):
             raise RowError(f"a test fails for every program: {_describe(failure)}; {text!r:.200}")
         passed.append(failure is None)
         if failure is not None and not problem:
@@ -228,7 +230,7 @@ def _judge(spec: Mapping[str, Any], solver: Solver) -> Verdict:
 
 
 def _failure_of(
-    code: types.CodeType, namespace: dict[str, Any], solver: Solver
+    code: types.CodeType, namespace: dict[str, Any], solver: SolverClient
 ) -> BaseException | None:
     """Run a test; return its exception, or None if it passes."""
     try:
@@ -236,11 +238,11 @@ def _failure_of(
     except BaseException as error:  # including SystemExit: a test that exits has not passed
         return error
     return (
-        RemoteError(solver.lost) if solver.lost else None
+        RemoteError(solver.lost_reason) if solver.lost_reason else None
     )  # a test that swallowed the error has failed
 
 
-def _own_fault(error: BaseException, solver: Solver, unknown: set[str]) -> bool:
+def _is_row_fault(error: BaseException, solver: SolverClient, unknown: set[str]) -> bool:
     """Whether the row is at fault: a missing module, an unknown name or a value that cannot be
     sent.
     """
@@ -260,7 +262,7 @@ def _compile(place: str, text: str) -> types.CodeType:
         ) from None
 
 
-def with_check_called(tests: list[str], entry_point: str) -> list[str]:
+def append_check_call(tests: list[str], entry_point: str) -> list[str]:
     """`tests`, with `check(entry_point)` appended to each test that defines `check`, unless some
     test calls it.
     """
@@ -323,16 +325,16 @@ def names_defined(text: str) -> set[str]:
     return names
 
 
-def _standard(name: str) -> bool:
+def _is_stdlib(name: str) -> bool:
     return name in sys.stdlib_module_names
 
 
-def _free(name: str) -> bool:
+def _is_not_builtin(name: str) -> bool:
     return not hasattr(builtins, name)
 
 
 def _describe(error: BaseException | None) -> str:
-    if isinstance(error, Ended):
+    if isinstance(error, ChannelClosed):
         return "the process exited"
     text = str(error)
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__

@@ -67,12 +67,12 @@ def open_standard_streams() -> None:
     Also caches `os.fstat` for both, for programs that use `os.fstat(0)` to size their input:
     glibc's `fstat` uses a syscall that also takes paths, which the filter refuses.
     """
-    found = {0: os.fstat(0), 1: os.fstat(1)}
+    stats = {0: os.fstat(0), 1: os.fstat(1)}
 
     def fstat(fd: int) -> os.stat_result:
-        if fd not in found:
+        if fd not in stats:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        return found[fd]
+        return stats[fd]
 
     os.fstat = fstat
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")

@@ -19,13 +19,13 @@ from typing import Any, Literal
 from . import server
 from .server import LAYERS, Layers, SandboxError, Server
 
-__all__ = ["LAYERS", "Layers", "Outcome", "Pool", "Program", "SandboxError", "Suite"]
+__all__ = ["LAYERS", "JudgeSpec", "Layers", "Pool", "Program", "RunResult", "SandboxError"]
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2
-TICKS_MISS = (
+CPU_LIMIT_TOLERANCE = (
     0.5  # the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
 )
 
@@ -47,7 +47,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Suite:
+class JudgeSpec:
     """Input for the judge; see `judge.judge`."""
 
     tests: tuple[str, ...]
@@ -61,7 +61,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """Result of running a program."""
 
     ending: Ending
@@ -117,7 +117,9 @@ class Pool:
         """
         return self._current().layers
 
-    def check(self, program: Program, tests: Suite, cpu_seconds: int, memory_mb: int) -> Outcome:
+    def check(
+        self, program: Program, tests: JudgeSpec, cpu_seconds: int, memory_mb: int
+    ) -> RunResult:
         """Run `tests` against `program`.
 
         Raises:
@@ -131,14 +133,14 @@ class Pool:
         try:
             verdict: dict[str, Any] = json.loads(written)
         except ValueError:  # the judge exited before writing its verdict
-            return Outcome("crash" if ending == "ended" else ending, failed)
+            return RunResult("crash" if ending == "ended" else ending, failed)
         if "row" in verdict:
-            return Outcome(ending, row_problem=verdict["row"])
-        return Outcome(ending, tuple(verdict["passed"]), verdict.get("problem", ""))
+            return RunResult(ending, row_problem=verdict["row"])
+        return RunResult(ending, tuple(verdict["passed"]), verdict.get("problem", ""))
 
     def run(
         self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int, output_bytes: int
-    ) -> Outcome:
+    ) -> RunResult:
         """Run `program` as a script and read at most `output_bytes` of its standard output.
 
         Raises:
@@ -148,13 +150,13 @@ class Pool:
             ends = self._ask("script", files, cpu_seconds, memory_mb)
             stdout = os.pread(files[2], output_bytes, 0)
         status = os.waitstatus_to_exitcode(int(ends["main"][0]))
-        return Outcome(_ending(ends, cpu_seconds), stdout=stdout, status=status)
+        return RunResult(_ending(ends, cpu_seconds), stdout=stdout, status=status)
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
         with self._lock:
             if self._threads is None or self._owner != os.getpid():
-                self._renew()
+                self._reset()
             assert self._threads is not None  # set by `_renew`
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
@@ -172,7 +174,7 @@ class Pool:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _renew(self) -> None:
+    def _reset(self) -> None:
         """Create fresh state on first use and after a fork, so that none of the parent's is reused."""
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
         self._server = None
@@ -181,7 +183,7 @@ class Pool:
     def _current(self) -> Server:
         with self._lock:
             if self._owner != os.getpid():
-                self._renew()
+                self._reset()
             if self._server is None:
                 self._server = self._start()
             return self._server
@@ -191,10 +193,12 @@ class Pool:
             started = server.start(self.preload)
         except (SandboxError, OSError) as error:
             raise SandboxError(f"model-written code cannot be run safely here: {error}") from error
-        lacking = [name for name in self.require if name not in started.layers.active]
-        if lacking:
+        missing_layers = [name for name in self.require if name not in started.layers.active]
+        if missing_layers:
             started.stop()
-            reasons = "; ".join(f"no {name}: {started.layers.missing[name]}" for name in lacking)
+            reasons = "; ".join(
+                f"no {name}: {started.layers.missing[name]}" for name in missing_layers
+            )
             raise SandboxError(
                 f"refusing to run model-written code: required layers are unavailable ({reasons})"
             )
@@ -275,7 +279,7 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     for name in ("helper", "main"):
         status, seconds = ends.get(name, (0, 0.0))
         number = os.WTERMSIG(int(status)) if os.WIFSIGNALED(int(status)) else 0
-        if number == signal.SIGKILL and seconds >= cpu_seconds * TICKS_MISS:
+        if number == signal.SIGKILL and seconds >= cpu_seconds * CPU_LIMIT_TOLERANCE:
             return "timeout"
         if number:
             return "crash"

@@ -50,10 +50,10 @@ _ATTEMPTS: dict[str, Callable[[], object]] = {
     "uname": os.uname,
     "getcwd": os.getcwd,
 }
-_AT_LEAST = 5  # attempts that must succeed unconfined; an outer sandbox may refuse some
+_MIN_WORKING = 5  # attempts that must succeed unconfined; an outer sandbox may refuse some
 
 
-def prove(
+def verify_confinement(
     fork: Callable[[Callable[[], int]], int], confine: Callable[[Sequence[int], int, int], None]
 ) -> None:
     """Fork a child, confine it fully and check that its forbidden calls fail.
@@ -66,7 +66,7 @@ def prove(
         OSError: a forbidden call succeeded, or the probe was inconclusive; the message says which.
     """
     possible = [name for name, attempt in _ATTEMPTS.items() if _outcome(attempt) == "done"]
-    if len(possible) < _AT_LEAST:
+    if len(possible) < _MIN_WORKING:
         names = ", ".join(possible) or "none"
         raise OSError(errno.EPERM, f"the probe is inconclusive: even unconfined, only {names} work")
     reader, writer = os.pipe()

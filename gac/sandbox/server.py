@@ -22,7 +22,9 @@ from typing import Any
 START_SECONDS = 60.0  # loading numpy on a busy machine
 STOP_SECONDS = 5.0
 WALL_PER_CPU_SECOND = 4  # wall-clock limit per CPU second, excluding time spent waiting for a core
-STARVED = 10  # hard wall-clock limit as a multiple of the above, for a program starved of CPU
+STARVATION_FACTOR = (
+    10  # hard wall-clock limit as a multiple of the above, for a program starved of CPU
+)
 WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 
 # The server loads this folder as a standalone package, because importing `gac` would load torch.
@@ -124,7 +126,7 @@ class Server:
         try:
             try:
                 wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
-                limits = {"wall_seconds": wall, "most_seconds": STARVED * wall}
+                limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
                 message = json.dumps({**request, **limits}).encode()
                 socket.send_fds(self._control, [message], [writer, *files])
             except (
@@ -133,7 +135,7 @@ class Server:
                 return None
             finally:
                 os.close(writer)
-            return self._wait(reader, STARVED * wall + WALL_MARGIN)
+            return self._wait(reader, STARVATION_FACTOR * wall + WALL_MARGIN)
         finally:
             os.close(reader)
 

@@ -16,11 +16,11 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .wire import Channel, Ended, Json, WireError, decode, encode
+from .wire import Channel, ChannelClosed, Json, WireError, decode, encode
 
 # exceptions that would end a loop in the tests early if a call raised them
 _ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
-_LARGEST_CUT = 200  # top-level lines at which to try to end a continuation
+_MAX_CUTS = 200  # top-level lines at which to try to end a continuation
 
 
 def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
@@ -35,7 +35,7 @@ def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
     else:
         channel.send(["value", None])
     objects = _Objects()
-    with contextlib.suppress(Ended, WireError):
+    with contextlib.suppress(ChannelClosed, WireError):
         while True:
             channel.send(_answer(channel.receive(), module, objects))
 
@@ -75,7 +75,7 @@ def assemble(spec: Mapping[str, str]) -> str:
         return program
     prompt = prompt if prompt.endswith("\n") else prompt + "\n"
     starts = [found.start() for found in re.finditer(r"^[^\s#]", program, re.MULTILINE)]
-    for start in starts[:_LARGEST_CUT]:
+    for start in starts[:_MAX_CUTS]:
         text = prompt + program[:start]
         try:
             compile(text, "<program>", "exec", dont_inherit=True)

@@ -42,7 +42,7 @@ class WireError(ValueError):
     """Bytes or JSON that `encode` could not have produced."""
 
 
-class Ended(Exception):
+class ChannelClosed(Exception):
     """The other side closed its end: it exited or was killed."""
 
 
@@ -213,7 +213,7 @@ class Channel:
                 view = view[os.write(self._writer, view) :]
         except BrokenPipeError:
             self.ended = True
-            raise Ended from None
+            raise ChannelClosed from None
 
     def receive(self) -> Json:
         """Read one frame.
@@ -239,7 +239,7 @@ class Channel:
             part = os.read(self._reader, min(length, 1 << 20))
             if not part:
                 self.ended = True
-                raise Ended
+                raise ChannelClosed
             parts.append(part)
             length -= len(part)
         return b"".join(parts)

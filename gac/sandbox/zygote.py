@@ -35,9 +35,9 @@ class Job:
     """A running program: its processes, its deadline and where to send the result."""
 
     reply: int
-    patience: float
+    wall_seconds: float
     """Wall-clock limit in seconds, not counting time spent waiting for a core."""
-    most: float
+    max_wall_seconds: float
     """Hard wall-clock limit in seconds."""
     main: int
     """The process whose exit completes the job."""
@@ -51,7 +51,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
-        self.deadline = self.started + self.patience
+        self.deadline = self.started + self.wall_seconds
 
     def running(self) -> list[int]:
         """Pids of its processes that are not reaped yet, so that no other process can have them."""
@@ -63,7 +63,7 @@ class Job:
         if self.deadline > now:
             return False
         waited = sum(map(_seconds_without_core, self.running()))
-        self.deadline = self.started + min(self.patience + waited, self.most)
+        self.deadline = self.started + min(self.wall_seconds + waited, self.max_wall_seconds)
         return self.deadline <= now
 
     def kill(self) -> None:
@@ -110,18 +110,20 @@ class Zygote:
         if os.getuid() != 0:
             return f"uid {os.getuid()}"
         uid = confine.unused_uid(int.from_bytes(os.urandom(2), "big"))
-        confine.become(uid)
+        confine.switch_to_uid(uid)
         return f"uid {uid}"
 
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
         """Confine this child process: it can only compute and use the descriptors `kept`."""
         confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
-        confine.limit(cpu_seconds, self.base_bytes + memory_bytes, self.tasks[1] + confine.THREADS)
+        confine.set_limits(
+            cpu_seconds, self.base_bytes + memory_bytes, self.tasks[1] + confine.THREADS
+        )
         confine.no_new_privileges()
         if self.rules is not None:
-            confine.restrict_paths(self.rules)
+            confine.apply_landlock(self.rules)
             os.close(self.rules)
-        confine.filter_calls(self.filter)
+        confine.install_filter(self.filter)
 
     # -- children ----------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class Zygote:
             random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            confine.die_with(parent)
+            confine.exit_with_parent(parent)
             status = body()
         finally:
             os._exit(status)
@@ -155,7 +157,7 @@ class Zygote:
                 self._redirect(stdin, stdout)
                 modules.open_standard_streams()
                 self.confine([program], cpu, memory)
-                return solver.run_script(_take(program))
+                return solver.run_script(_read_json(program))
 
             return Job(reply, *times, main=self.fork(script))
 
@@ -166,21 +168,21 @@ class Zygote:
             self._redirect(self.null, self.null)
             self.confine([program, to_solver[0], to_judge[1]], cpu, memory)
             channel = wire.Channel(to_solver[0], to_judge[1])
-            solver.answer_questions(_take(program), channel)
+            solver.answer_questions(_read_json(program), channel)
             return 0
 
-        def rule() -> int:
+        def run_judge() -> int:
             self._redirect(self.null, self.null)
             self.confine([tests, verdict, to_judge[0], to_solver[1]], cpu, memory)
             channel = wire.Channel(to_judge[0], to_solver[1])
-            found = judge.judge(_take(tests), channel)
+            found = judge.judge(_read_json(tests), channel)
             os.write(verdict, json.dumps(found).encode())
             return SOLVER_ENDED if channel.ended else 0
 
         try:
             helper = self.fork(answer)
             try:
-                return Job(reply, *times, main=self.fork(rule), helper=helper)
+                return Job(reply, *times, main=self.fork(run_judge), helper=helper)
             except OSError:
                 os.kill(helper, signal.SIGKILL)
                 raise
@@ -284,7 +286,7 @@ def _seconds_without_core(pid: int) -> float:
         return 0.0
 
 
-def _take(file: int) -> Any:
+def _read_json(file: int) -> Any:
     """Read JSON from a memfd. The trainer shares its offset, which shows that the file was read."""
     parts = []
     while part := os.read(file, 1 << 20):
@@ -321,7 +323,7 @@ def main(options: dict[str, Any]) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
-        probe.prove(zygote.fork, zygote.confine)
+        probe.verify_confinement(zygote.fork, zygote.confine)
     except (OSError, ImportError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         return

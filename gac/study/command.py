@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.evaluation.cells import aligned, percent, span
+from gac.evaluation.cells import align_columns, percent, percent_interval
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; if a key is repeated, the last value wins"
 
@@ -80,9 +80,9 @@ def run(options: argparse.Namespace) -> int:
     configs = {(s, a): arm_config(data, arms[a], s, options.set) for s in seeds for a in arms}
     out = Path(next(iter(configs.values())).out).parent
     failed = run_all(list(configs.values()), options.jobs, options.discard)
-    found = {key: result(config) for key, config in configs.items()}
+    results = {key: result(config) for key, config in configs.items()}
     finals = {
-        a: [None if (r := found[s, a]) is None else r["final"]["accuracy"] for s in seeds]
+        a: [None if (r := results[s, a]) is None else r["final"]["accuracy"] for s in seeds]
         for a in arms
     }
     setting = {
@@ -92,15 +92,15 @@ def run(options: argparse.Namespace) -> int:
         "seeds": options.seeds,
         "steps": {a: configs[0, a].steps for a in arms},
         "baseline": baseline,
-        "command": command(options, specs),
+        "command": command_line(options, specs),
     }
     study = {"setting": setting, "methods": summary(finals, baseline), "failed": failed}
-    write(out, study, [Path(c.out) for key, c in configs.items() if found[key] is not None])
+    write(out, study, [Path(c.out) for key, c in configs.items() if results[key] is not None])
     print(table(study), f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}")
     return 1 if failed else 0
 
 
-def command(options: argparse.Namespace, specs: Sequence[str]) -> str:
+def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
     """The command line that reproduces this study."""
     words = ["gac", "study", str(options.config), "--methods", *specs]
     words += ["--seeds", str(options.seeds)]
@@ -128,9 +128,9 @@ def table(study: dict[str, Any]) -> str:
     """The comparison as a text table, in percent."""
     lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
     for label, row in study["methods"].items():
-        gap = row["against_baseline"]
+        difference = row["against_baseline"]
         known = sum(value is not None for value in row["final"])
-        cells = [percent(row["mean"]), span(row["ci95"])]
-        cells += [percent(gap["difference"], sign="+"), span(gap["ci95"], sign="+")]
+        cells = [percent(row["mean"]), percent_interval(row["ci95"])]
+        cells += [percent(difference["difference"], sign="+"), percent_interval(difference["ci95"], sign="+")]
         lines.append([label, str(known), *cells])
-    return aligned(lines)
+    return align_columns(lines)

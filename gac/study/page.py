@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gac.config import to_yaml
-from gac.evaluation.cells import percent, span
-from gac.report.page import fill
-from gac.report.plots import COLOURS, DPI, STYLE
+from gac.evaluation.cells import percent, percent_interval
+from gac.report.page import render_template
+from gac.report.plots import COLORS, DPI, STYLE
 
-HEADS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
+COLUMNS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (
     "Accuracy is the fraction of held-out problems solved after the last step (at the best evaluation, for methods that keep their best weights). Intervals contain 95 % of the means over resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
     "narrow. Differences are paired by seed, because runs with the same seed share data order and initial model."
@@ -23,11 +23,11 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
     """Render the page. report: file in the same folder with the curves of the runs, or None."""
     setting, rows = study["setting"], study["methods"]
     best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=None)
-    return fill(
+    return render_template(
         "study.html.j2",
         title=f"Study: {setting['config']}",
         headline=headline(study),
-        heads=["method", *HEADS],
+        heads=["method", *COLUMNS],
         rows=[(label, *_cells(row, best)) for label, row in rows.items()],
         baseline=setting["baseline"],
         how_to_read=HOW_TO_READ,
@@ -41,29 +41,29 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
 def headline(study: Mapping[str, Any]) -> str:
     """Names the methods whose difference from the baseline has an interval that excludes 0."""
     baseline = study["setting"]["baseline"]
-    told: dict[str, list[str]] = {"ahead of": [], "behind": []}
+    groups: dict[str, list[str]] = {"ahead of": [], "behind": []}
     for label, row in study["methods"].items():
-        ends = row["against_baseline"]["ci95"]
-        if label == baseline or ends is None:
+        ci95 = row["against_baseline"]["ci95"]
+        if label == baseline or ci95 is None:
             continue
-        if ends[0] > 0 or ends[1] < 0:
-            told["ahead of" if ends[0] > 0 else "behind"].append(label)
-    words = [f"{where} {baseline}: {', '.join(who)}" for where, who in told.items() if who]
-    if not words:
+        if ci95[0] > 0 or ci95[1] < 0:
+            groups["ahead of" if ci95[0] > 0 else "behind"].append(label)
+    parts = [f"{where} {baseline}: {', '.join(labels)}" for where, labels in groups.items() if labels]
+    if not parts:
         return f"No method differs from {baseline} with an interval that excludes 0."
-    return f"Differences whose interval excludes 0: {'; '.join(words)}."
+    return f"Differences whose interval excludes 0: {'; '.join(parts)}."
 
 
 def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
     """The table cells of a method, and whether its mean is the highest."""
-    gap = row["against_baseline"]
+    difference = row["against_baseline"]
     known = sum(value is not None for value in row["final"])
     cells = [
         str(known),
         percent(row["mean"]),
-        span(row["ci95"]),
-        percent(gap["difference"], "+"),
-        span(gap["ci95"], "+"),
+        percent_interval(row["ci95"]),
+        percent(difference["difference"], "+"),
+        percent_interval(difference["ci95"], "+"),
     ]
     return cells, row["mean"] is not None and row["mean"] == best
 
@@ -76,9 +76,9 @@ def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
     with rc_context(STYLE):
         figure = Figure(figsize=(7.2, 0.34 * len(rows) + 1.1), dpi=DPI, layout="constrained")
         axes = figure.subplots()
-        for place, (label, row) in enumerate(rows.items()):
-            colour = COLOURS[1] if label == baseline else COLOURS[0]
-            _draw_row(axes, -place, row, colour)
+        for y, (label, row) in enumerate(rows.items()):
+            colour = COLORS[1] if label == baseline else COLORS[0]
+            _draw_row(axes, -y, row, colour)
         axes.set_yticks([-i for i in range(len(rows))], list(rows))
         axes.grid(visible=True, axis="x")
         axes.set_xlabel("final accuracy on held-out problems, %")
@@ -87,11 +87,11 @@ def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_row(axes: Any, place: int, row: Mapping[str, Any], colour: str) -> None:
+def _draw_row(axes: Any, y: int, row: Mapping[str, Any], colour: str) -> None:
     known: Sequence[float] = [100 * value for value in row["final"] if value is not None]
-    axes.plot(known, [place] * len(known), ".", color=colour, alpha=0.3, markersize=7)
+    axes.plot(known, [y] * len(known), ".", color=colour, alpha=0.3, markersize=7)
     if row["mean"] is None:
         return
-    axes.plot([100 * row["mean"]], [place], "o", color=colour, markersize=6)
+    axes.plot([100 * row["mean"]], [y], "o", color=colour, markersize=6)
     if row["ci95"] is not None:
-        axes.plot([100 * end for end in row["ci95"]], [place] * 2, color=colour, linewidth=2.4)
+        axes.plot([100 * end for end in row["ci95"]], [y] * 2, color=colour, linewidth=2.4)

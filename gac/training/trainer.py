@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from gac.config import dump, save
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row, count
 from gac.errors import RunError, UserError
 from gac.evaluation.during import Evaluator
@@ -27,16 +27,16 @@ from gac.faults.guard import Guard
 from gac.faults.heartbeat import Heartbeat
 from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
-from gac.methods.base import Needs, Outcome
+from gac.methods.base import StepNeeds, UpdateOutcome
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import collectives, setup
-from gac.rewards import Tally, build_rewards, in_use
+from gac.rewards import Tally, build_rewards, closing_reward
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
-from gac.rollouts.sampling import Drawn, Rollouts, Sampler
+from gac.rollouts.sampling import SamplingStats, Rollouts, Sampler
 from gac.training.export import export_checkpoint
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig, restated
+from gac.training.run_config import TrainConfig, upgrade_config
 from gac.training.skipped import SkippedStep
 
 from .metrics import evidence, observe
@@ -90,7 +90,7 @@ class Trainer:
         self.plan = self.method.sampling(config.rollouts.completions)
         longest = self.feed.check_budgets(config)
         self.penalised = loss_of(config).spec.kl_coef != 0  # whether the loss has a KL penalty
-        needs = Needs.union(map(self._needs, range(config.steps)))
+        needs = StepNeeds.union(map(self._needs, range(config.steps)))
         asked = (
             config.rollouts if needs.rollouts else RolloutConfig()
         )  # without rollouts no server is contacted
@@ -132,7 +132,7 @@ class Trainer:
             )
         if found:
             progress = checkpoint.read_progress(found)
-            progress = {**progress, "config": restated(progress["config"])}
+            progress = {**progress, "config": upgrade_config(progress["config"])}
             preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
         return found
 
@@ -192,7 +192,7 @@ class Trainer:
             desc=self.config.name or self.method.name,
         )
         try:
-            with self.stop, bar, in_use(self.tally.reward), contextlib.closing(self.evaluator):
+            with self.stop, bar, closing_reward(self.tally.reward), contextlib.closing(self.evaluator):
                 self._loop(bar)
         except UserError:  # raised on all ranks, or the others fail below
             raise
@@ -275,8 +275,8 @@ class Trainer:
         rows = self._sample()  # B_r and B_s
         before = self.state
         self.state, mix = self.method.mix(before, self.last)  # from the measurements of step t - 1
-        if (news := self.method.notice(before, self.state)) and self.accelerator.is_main_process:
-            logger.warning("step %d: %s", self.step + 1, news)
+        if (new_counts := self.method.log_message(before, self.state)) and self.accelerator.is_main_process:
+            logger.warning("step %d: %s", self.step + 1, new_counts)
         step = self._assemble(rows, mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
@@ -328,7 +328,7 @@ class Trainer:
             _drawn(self.config.seed, self.step, "sketch"),
         )
 
-    def _needs(self, step: int) -> Needs:
+    def _needs(self, step: int) -> StepNeeds:
         """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
         needs, every = self.method.needs(step), self.config.monitor_kl_every
         monitored = needs.rollouts and every > 0 and step % every == 0
@@ -362,7 +362,7 @@ class Trainer:
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         self.optimizer.zero_grad(set_to_none=True)
         if fault:
-            chosen = None if weights is None else Pair(*weights)
+            chosen = None if weights is None else TermPair(*weights)
             self._keep(SkippedStep(step, chosen, fault, norm, losses))
         return Update(mix, norm, lr, fault)
 
@@ -373,21 +373,21 @@ class Trainer:
         reading = None
         if update.fault is None:
             after = self.gradients.losses(step) if step.needs.losses_after else None
-            outcome = Outcome(evidence(step, measured), measured.losses, after)
+            outcome = UpdateOutcome(evidence(step, measured), measured.losses, after)
             self.state, reading = self.method.after_step(self.state, outcome)
         row, self.last = observe(step, measured, update, reading)
         return {
             **row,
             **self._drawn(step.number),
             "skipped": self.guard.skipped,
-            **self.tally.news(),
+            **self.tally.new_counts(),
             **self.method.report(self.state),
         }
 
     def _drawn(self, step: int) -> dict[str, Any]:
         """Sampling metrics over all ranks; zero in a step without sampling."""
         fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
-        return (self.rollouts.drawn if self.rollouts and fresh else Drawn()).columns()
+        return (self.rollouts.drawn if self.rollouts and fresh else SamplingStats()).columns()
 
     def _keep(self, skipped: SkippedStep) -> None:
         """Log a skipped step and save it for `gac replay`, up to `guards.keep` of them."""
