@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from gac.control.checks import is_count, is_real, numbers, require
 
-LEAST = 0.1  # smallest jump relative to the level; with large batches the noise is so low that any drift would count
+# Smallest jump, relative to the level. With large batches the noise is so low that any drift would
+# count as a jump.
+MIN_JUMP = 0.1
 
 
 class AlarmState(NamedTuple):
@@ -23,7 +25,7 @@ class AlarmState(NamedTuple):
     """EMA of the loss, used as the forecast of the next one."""
     square: float
     """EMA of the squared forecast error."""
-    seen: int
+    num_losses: int
     """Number of losses since the last jump."""
     raised: bool
     """Whether the last jump was upward."""
@@ -35,29 +37,27 @@ class AlarmState(NamedTuple):
         Raises:
             ValueError: the number of values is wrong, or one is not finite.
         """
-        level, square, seen, raised = numbers("alarm", values, len(cls._fields))
-        return cls(level, square, int(seen), bool(raised))
+        level, square, num_losses, raised = numbers("alarm", values, len(cls._fields))
+        return cls(level, square, int(num_losses), bool(raised))
 
 
-def notice(before: Sequence[float] | None, after: Sequence[float] | None) -> str | None:
-    """Log message if the alarm was raised or cleared, else None. Both states are in plain JSON
-    types.
-    """
-    was, now = (None if x is None else AlarmState.of(x) for x in (before, after))
-    if now is None or now.raised == (was is not None and was.raised):
+def alarm_message(before: Sequence[float] | None, after: Sequence[float] | None) -> str | None:
+    """Log message if the alarm was raised or cleared, else None; states are plain JSON types."""
+    old, new = (None if state is None else AlarmState.of(state) for state in (before, after))
+    if new is None or new.raised == (old is not None and old.raised):
         return None
-    if not now.raised:
-        return f"the demonstration loss fell to {now.level:.3g}: demonstrations are used again"
+    if not new.raised:
+        return f"the demonstration loss fell to {new.level:.3g}: demonstrations are used again"
     return (
-        f"the demonstrations' loss jumped to {now.level:.3g}: they are presumed wrong and left "
-        "out; if they are right, use a method without an alarm, such as constant"
+        f"the demonstration loss jumped to {new.level:.3g}: the demonstrations are assumed to be "
+        "wrong and are ignored; if they are correct, use a method without an alarm, such as "
+        "constant"
     )
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Assumes demonstrations to be wrong after a sudden rise of their loss, until it falls as
-    suddenly.
+    """Assumes that the demonstrations are wrong after their loss jumps up, until it jumps down.
 
     Losses that are None or not finite are ignored.
     """
@@ -78,20 +78,20 @@ class Alarm:
         require(decay_ok, "decay", self.decay, "a number in [0, 1)")
         require(is_count(self.warmup, 2), "warmup", self.warmup, "an integer >= 2")
 
-    def next(self, state: AlarmState | None, loss: float | None) -> tuple[AlarmState | None, bool]:
-        """Update with a step's mean demonstration loss. Returns the new state and whether the loss
-        jumped.
-        """
+    def update(
+        self, state: AlarmState | None, loss: float | None
+    ) -> tuple[AlarmState | None, bool]:
+        """Return the state after a step's mean demonstration loss, and whether the loss jumped."""
         if loss is None or not math.isfinite(loss):
             return state, False
         if state is None:
             return AlarmState(float(loss), 0.0, 1, False), False
-        level, square, seen, raised = state
+        level, square, num_losses, raised = state
         error = loss - level
-        usual = max(self.threshold * math.sqrt(square), LEAST * abs(level))
-        if seen >= self.warmup and abs(error) > usual:
+        limit = max(self.threshold * math.sqrt(square), MIN_JUMP * abs(level))
+        if num_losses >= self.warmup and abs(error) > limit:
             return AlarmState(float(loss), 0.0, 1, error > 0), True
-        keep = self.decay if seen > 1 else 0.0  # the first error initializes the average
-        square = keep * square + (1 - keep) * error * error
+        decay = self.decay if num_losses > 1 else 0.0  # the first error initializes the average
+        square = decay * square + (1 - decay) * error * error
         level = self.decay * level + (1 - self.decay) * loss
-        return AlarmState(level, square, seen + 1, raised), False
+        return AlarmState(level, square, num_losses + 1, raised), False

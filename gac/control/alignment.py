@@ -24,8 +24,8 @@ class Alignment(NamedTuple):
     rl_total: float = math.nan
     """Measured `|g_r|^2`, noise included."""
 
-    def normalised(self) -> Alignment:
-        """The same with both measured gradients scaled to norm 1, so that `inner` is their cosine.
+    def normalized(self) -> Alignment:
+        """The alignment after scaling both measured gradients to norm 1; `inner` is their cosine.
 
         The cosine is near 0 if the gradients are mostly noise, and 0 if either is zero.
         """

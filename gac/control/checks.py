@@ -1,4 +1,4 @@
-"""Argument checks whose errors give the name, the value and what to use instead."""
+"""Argument checks whose errors contain the name, the value and the valid values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is an integer >= `least`; bool does not count."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_count(value: object, minimum: int = 0) -> bool:
+    """Whether `value` is an integer >= `minimum`; bool does not count."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def finite(name: str, value: SupportsFloat) -> float:
-    """Return a Python number or 0-d array as a finite float; raise ValueError naming it otherwise."""
+    """Convert a Python number or 0-d array to a float; raise ValueError if it is not finite."""
     number = math.nan if isinstance(value, str) else float(value)
     require(math.isfinite(number), name, value, "a finite number")
     return number
 
 
 def numbers(name: str, values: Sequence[SupportsFloat], count: int) -> list[float]:
-    """Return `values` as exactly `count` finite floats; raise ValueError naming them otherwise."""
+    """Convert `values` to floats; raise ValueError unless there are `count` and all are finite."""
     require(len(values) == count, name, values, f"{count} numbers, or None")
     return [finite(name, value) for value in values]

@@ -120,10 +120,10 @@ class ControllerConfig:
         require(is_count(self.early_steps), "early_steps", self.early_steps, "an integer >= 0")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
         # the printed EMA averages the applied mu, so a closed gate could never reopen
-        fed_back = self.gate is not None and self.ema == "literal"
-        require(not fed_back, "ema", self.ema, "state or none with a gate")
-        alone = self.alarm is not None and self.gate is None
-        require(not alone, "alarm", self.alarm, "null, or set a gate as well")
+        literal_ema_with_gate = self.gate is not None and self.ema == "literal"
+        require(not literal_ema_with_gate, "ema", self.ema, "state or none with a gate")
+        alarm_without_gate = self.alarm is not None and self.gate is None
+        require(not alarm_without_gate, "alarm", self.alarm, "null, or set a gate as well")
         choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
         for name, valid in choices.items():
             value = getattr(self, name)
@@ -140,7 +140,7 @@ class ControllerConfig:
         return cls(**(printed | changes))
 
     def is_refresh(self, t: int) -> bool:
-        """Whether update `t`, counted from 0, takes new signals."""
+        """Whether update `t`, counted from 0, uses new signals."""
         early = self.early_update_every
         return t % (self.update_every if early is None or t >= self.early_steps else early) == 0
 
@@ -164,23 +164,23 @@ def step(
     Args:
         config: the options.
         state: the state before the update, which is not modified.
-        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; a non-finite one keeps its
-            previous average. None between refreshes.
+        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; the average of a non-finite
+            one does not change. None between refreshes.
         kl: mean KL to the reference policy per token, nats; ignored if not finite.
         corrections: for the estimators other than "independent"; zero until first given.
         alignment: inner product of the two gradients at this refresh, for a gate.
         demo_loss: mean loss of the step's demonstrations, for an alarm; ignored if not finite.
     """
     decay = config.signal_decay
-    known = [state.sft_variance, state.rl_variance, state.disagreement]
+    signal_emas = [state.sft_variance, state.rl_variance, state.disagreement]
     if signals is not None:
-        new = (signals.sft_variance, signals.rl_variance, signals.disagreement)
-        known = [_ema(decay, old, float(value)) for old, value in zip(known, new, strict=True)]
-    extra = state.corrections
+        new = map(float, (signals.sft_variance, signals.rl_variance, signals.disagreement))
+        signal_emas = [_ema(decay, *pair) for pair in zip(signal_emas, new, strict=True)]
+    correction_emas = state.corrections
     if corrections is not None:
-        olds = extra or (None,) * len(corrections)
-        averages = [_ema(decay, *pair) for pair in zip(olds, map(float, corrections), strict=True)]
-        extra = tuple(0.0 if value is None else value for value in averages)
+        old = correction_emas or (None,) * len(corrections)
+        averages = [_ema(decay, *pair) for pair in zip(old, map(float, corrections), strict=True)]
+        correction_emas = tuple(0.0 if value is None else value for value in averages)
 
     kl_ema, alpha = state.kl, state.alpha
     due = config.alpha_every == "step" or config.is_refresh(state.step)
@@ -188,37 +188,36 @@ def step(
         kl_ema = _average(config.kl_decay, state.kl, float(kl))
         alpha = next_alpha(config, alpha, kl_ema)
 
-    target = _mu_star(config, alpha, known, extra)
+    target = _mu_star(config, alpha, signal_emas, correction_emas)
     beta = 0.0 if config.ema == "none" else config.ema_decay
     previous = state.mu if config.ema == "literal" else state.mu_ada
     mu_ada = beta * previous + (1.0 - beta) * target
     prior = finite("prior", config.prior(state.step))
     require(0 <= prior <= 1, f"prior({state.step})", prior, "a prior with values in [0, 1]")
     blend = (1.0 - config.prior_blend) * prior + config.prior_blend * mu_ada
-    gate, alarm, doubted = state.gate, state.alarm, state.doubted
+    gate, alarm, demos_suspect = state.gate, state.alarm, state.demos_suspect
     if config.gate is not None:
         if config.alarm is not None:
-            alarm, jumped = config.alarm.next(alarm, demo_loss)
-            doubted = alarm is not None and alarm.raised
-            gate = config.gate.restarted(gate, doubted) if jumped else gate
-        gate = gate if alignment is None else config.gate.next(gate, alignment, doubted)
-        blend *= config.gate.trust(gate, doubted)
-    fall = (
-        1.0 if doubted else config.max_step
-    )  # wrong demonstrations do harm within a few steps, so do not cap the decrease
-    change = _clip(blend - state.mu, -fall, config.max_step)
+            alarm, jumped = config.alarm.update(alarm, demo_loss)
+            demos_suspect = alarm is not None and alarm.raised
+            gate = config.gate.reset(gate, demos_suspect) if jumped else gate
+        gate = gate if alignment is None else config.gate.update(gate, alignment, demos_suspect)
+        blend *= config.gate.trust(gate, demos_suspect)
+    # wrong demonstrations do harm within a few steps, so the decrease is not capped
+    max_decrease = 1.0 if demos_suspect else config.max_step
+    change = _clip(blend - state.mu, -max_decrease, config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
-    sft, rl, disagreement = known
+    sft_variance, rl_variance, disagreement = signal_emas
     return ControllerState(
         state.step + 1,
         mu,
         mu_ada,
         alpha,
         kl_ema,
-        sft,
-        rl,
+        sft_variance,
+        rl_variance,
         disagreement,
-        extra,
+        correction_emas,
         target,
         prior,
         gate,
@@ -227,7 +226,7 @@ def step(
 
 
 def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
-    """Equation 10 with the hysteresis rule of equation 13; `kl` is the smoothed KL."""
+    """Update alpha by equation 10 with the hysteresis of equation 13; `kl` is the averaged KL."""
     ratio = kl / config.kl_target
     move = 0.0
     if ratio > 1.0 + config.kl_hysteresis:
@@ -241,15 +240,15 @@ def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
 def _mu_star(
     config: ControllerConfig,
     alpha: float,
-    known: list[float | None],
-    extra: tuple[float, ...] | None,
+    signal_emas: list[float | None],
+    correction_emas: tuple[float, ...] | None,
 ) -> float:
     """mu* by the configured estimator; alpha until all three signals are known."""
-    if any(value is None for value in known):
+    if any(value is None for value in signal_emas):
         return alpha
     # an unbiased estimate of a squared norm may be negative; clamp its average to 0
-    ss, rr, d = (max(value, 0.0) for value in known if value is not None)
-    terms = Corrections() if extra is None else Corrections(*extra)
+    ss, rr, d = (max(value, 0.0) for value in signal_emas if value is not None)
+    terms = Corrections() if correction_emas is None else Corrections(*correction_emas)
     if config.estimator == "biased":
         return mu_star_biased(alpha, d, ss, rr, terms)
     if config.estimator == "biased_paper":
@@ -273,10 +272,10 @@ def _clip(value: float, low: float, high: float) -> float:
 
 
 class GuidedController:
-    """Chooses mu in your own training loop: call `update` once per optimizer step.
+    """Computes mu in your own training loop: call `update` once per optimizer step.
 
-    The same inputs give the same mu on every rank, so feed it signals and a KL that are reduced
-    over all ranks.
+    The same inputs give the same mu on every rank, so pass signals and a KL that are reduced over
+    all ranks.
 
     Args:
         config: the options; None: `ControllerConfig()`.
@@ -300,8 +299,8 @@ class GuidedController:
         """Update the state with the measurements of a step and return the next mu.
 
         Args:
-            signals: the three signals, on steps where `is_refresh()` is true; a non-finite one
-                keeps its previous average. None: not measured.
+            signals: the three signals, on steps where `is_refresh()` is true; the average of a
+                non-finite one does not change. None: not measured.
             kl: mean KL to the reference policy per rollout token, nats; None or non-finite: not
                 measured.
             corrections: covariance and biases, for the estimators other than "independent".
@@ -316,7 +315,7 @@ class GuidedController:
         return self.state.mu
 
     def is_refresh(self) -> bool:
-        """Whether the next update takes new signals."""
+        """Whether the next update uses new signals."""
         return self.config.is_refresh(self.state.step)
 
     @property
@@ -344,7 +343,7 @@ class GuidedController:
         """The factor by which the gate scales mu; 1 without a gate."""
         if self.config.gate is None:
             return 1.0
-        return self.config.gate.trust(self.state.gate, self.state.doubted)
+        return self.config.gate.trust(self.state.gate, self.state.demos_suspect)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain JSON types, for a checkpoint."""
@@ -354,7 +353,6 @@ class GuidedController:
         """Restore a `state_dict` that was saved under the same config.
 
         Raises:
-            ValueError: entries are missing, unknown or non-finite; the state is then left
-            unchanged.
+            ValueError: entries are missing, unknown or non-finite; the state does not change.
         """
         self.state = ControllerState.from_dict(state)

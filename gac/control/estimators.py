@@ -1,7 +1,7 @@
 """The mixing weight that minimizes the mean squared error: equations 3 to 5 of the paper.
 
 The SFT and RL gradients are g_s = g_s* + b_s + noise and g_r = g_r* + b_r + noise. Each function
-here minimises over mu the expected squared distance between mu g_s + (1 - mu) g_r and the target
+here minimizes over mu the expected squared distance between mu g_s + (1 - mu) g_r and the target
 alpha g_s* + (1 - alpha) g_r*.
 """
 
@@ -14,7 +14,7 @@ from gac.control.checks import finite, require
 
 
 class Corrections(NamedTuple):
-    """Terms that equations 4 and 5 add to equation 3, with d = g_s* - g_r* and Delta = b_s - b_r."""
+    """Terms that equations 4 and 5 add to equation 3; d = g_s* - g_r* and Delta = b_s - b_r."""
 
     covariance: float = 0.0
     """c = tr Cov of the two noises."""

@@ -18,8 +18,8 @@ from .estimators import Corrections
 State = dict[str, Any]  # plain JSON types
 
 
-class Wanted(NamedTuple):
-    """What a source needs in addition to `Evidence.moments`."""
+class SourceNeeds(NamedTuple):
+    """Evidence that a signal source needs in addition to `Evidence.moments`."""
 
     gram: bool = False
     """`Evidence.gram`: micro-batch gradients, which cost memory."""
@@ -29,8 +29,8 @@ class Wanted(NamedTuple):
     """`Evidence.sketches` of this size; 0: none."""
 
     @property
-    def aligned(self) -> bool:
-        """Whether it includes the inner product of the two gradients."""
+    def has_alignment(self) -> bool:
+        """Whether the source also estimates the inner product of the two gradients."""
         return self.gram or self.sketch > 0
 
 
@@ -51,7 +51,7 @@ class Evidence(NamedTuple):
     """Measurements of a refresh step, summed over micro-batches and ranks."""
 
     step: int
-    """Optimiser steps done so far."""
+    """Number of optimizer steps done so far."""
     moments: TokenMoments | None = None
     """Statistics of the step's tokens."""
     gram: Tensor | None = None
@@ -73,16 +73,14 @@ class Reading(NamedTuple):
 
 
 class SignalSource(Protocol):
-    """Interface of a signal source. The method chooses the source; the trainer provides the
-    evidence.
-    """
+    """Interface of a signal source; the method chooses it and the trainer provides the evidence."""
 
     @property
-    def wanted(self) -> Wanted:
-        """What the evidence must contain."""
+    def needs(self) -> SourceNeeds:
+        """Evidence that `read` needs."""
 
     def init(self) -> State:
-        """State before the first reading."""
+        """Return the state before the first reading."""
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
         """Return the signals of this refresh and the new state; `state` is not modified."""

@@ -31,8 +31,9 @@ class GateState(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Cosine of the two gradients, in [-1, 1]; 0 if the noise-corrected square of either is not
-        positive.
+        """Cosine of the two gradients, in [-1, 1].
+
+        It is 0 if the noise-corrected square of either is not positive.
         """
         if self.sft_square <= 0 or self.rl_square <= 0:
             return 0.0
@@ -41,8 +42,9 @@ class GateState(NamedTuple):
 
     @property
     def z(self) -> float:
-        """The averaged inner product divided by the standard error of one measurement; nan if the
-        averaged squared error is not positive.
+        """The averaged inner product divided by the standard error of one measurement.
+
+        It is nan if the averaged squared error is not positive.
         """
         if self.inner_variance <= 0:
             return math.nan
@@ -82,7 +84,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
-        at_zero, slope = self.line
+        at_zero, slope = self.coefficients
         require(is_real(at_zero) and 0 <= at_zero <= 1, "at_zero", at_zero, "a number in [0, 1]")
         require(is_real(slope) and slope >= 0, "slope", slope, "a finite number >= 0")
         decay_ok = is_real(self.decay) and 0 <= self.decay < 1
@@ -91,7 +93,7 @@ class Gate:
         require(inside, "hysteresis", self.hysteresis, "a number in [0, 1]")
 
     @property
-    def line(self) -> tuple[float, float]:
+    def coefficients(self) -> tuple[float, float]:
         """`at_zero` and `slope`, with the defaults of the form filled in."""
         at_zero, slope = FORMS[self.form]
         return (
@@ -99,36 +101,37 @@ class Gate:
             slope if self.slope is None else self.slope,
         )
 
-    def trust(self, state: GateState | None, doubted: bool = False) -> float:
-        """The factor on the proposed mu, in [0, 1]; for `doubted` see `next`."""
+    def trust(self, state: GateState | None, demos_suspect: bool = False) -> float:
+        """The factor on the proposed mu, in [0, 1]; for `demos_suspect` see `update`."""
         if state is None:
-            return 0.0 if doubted else self.line[0]
+            return 0.0 if demos_suspect else self.coefficients[0]
         return state.trust
 
-    def restarted(self, state: GateState | None, doubted: bool) -> GateState | None:
-        """Reset the state after the demonstrations have changed, as at a measure of 0."""
+    def reset(self, state: GateState | None, demos_suspect: bool) -> GateState | None:
+        """Return the state after the demonstrations have changed, as at a measure of 0."""
         if state is None:
             return None
-        return state._replace(inner=0.0, trust=self.trust(None, doubted))
+        return state._replace(inner=0.0, trust=self.trust(None, demos_suspect))
 
-    def next(
-        self, state: GateState | None, seen: Alignment, doubted: bool = False
+    def update(
+        self, state: GateState | None, measured: Alignment, demos_suspect: bool = False
     ) -> GateState | None:
-        """Update with the alignment measured at a refresh; unchanged if any value is unknown.
+        """Return the state after the alignment measured at a refresh.
 
-        doubted: the demonstrations are assumed to be wrong, so the trust at a measure of 0 is 0.
+        The state does not change if any value is nan. With `demos_suspect`, the demonstrations are
+        assumed to be wrong, and the trust at a measure of 0 is 0.
         """
-        seen = seen.normalised() if self.form == "mean_cosine" else seen
-        values = list(map(float, seen[:4]))
+        measured = measured.normalized() if self.form == "mean_cosine" else measured
+        values = list(map(float, measured[:4]))
         if not all(map(math.isfinite, values)):
             return state
         if state is not None:
             pairs = zip(state, values, strict=False)  # the trust is not averaged
             values = [self.decay * old + (1 - self.decay) * new for old, new in pairs]
         inner, error, sft, rl = values
-        after = GateState(inner, error, sft, rl, self.trust(state, doubted))
-        at_zero, slope = self.line
-        at_zero = 0.0 if doubted else at_zero
+        after = GateState(inner, error, sft, rl, self.trust(state, demos_suspect))
+        at_zero, slope = self.coefficients
+        at_zero = 0.0 if demos_suspect else at_zero
         measure = after.z if self.form == "z" else after.cosine
         if math.isnan(measure):
             return after

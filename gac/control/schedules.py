@@ -56,7 +56,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class RandomPrior:
-    """Uniform draws in [low, high]: the paper's misspecified prior.
+    """Random values, uniform in [low, high]: the paper's misspecified prior.
 
     Depends only on the seed and the step, so resumed runs and all ranks see the same values.
     """
@@ -76,15 +76,12 @@ class RandomPrior:
         require(is_count(self.interval, 1), "interval", self.interval, "an integer >= 1")
 
     def __call__(self, step: int) -> float:
-        return self.low + (self.high - self.low) * uniform(
-            "prior", self.seed, step // self.interval
-        )
+        draw = uniform("prior", self.seed, step // self.interval)
+        return self.low + (self.high - self.low) * draw
 
 
 PRIORS: dict[str, type] = {"cosine": Prior, "random": RandomPrior}
-"""Name -> prior. Without a name, the given fields change the method's own prior, usually the
-cosine.
-"""
+"""Name -> prior. Fields without a name change the method's default prior, usually the cosine."""
 PriorChoice = Annotated[Prior | RandomPrior, Choice(lambda: PRIORS)]
 
 
@@ -156,8 +153,9 @@ class MixSchedule:
 
 
 def uniform(name: str, seed: int, index: int) -> float:
-    """A pseudo-random number in [0, 1) that depends only on the arguments, on any machine and in
-    any process.
+    """A pseudo-random number in [0, 1) that depends only on the arguments.
+
+    It is the same on every machine and in every process.
     """
     return random.Random(f"{name}:{seed}:{index}").random()  # a string seed is hashed by SHA-512
 

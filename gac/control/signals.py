@@ -1,4 +1,4 @@
-"""Signal sources of the controller: the paper's proxies, degraded proxies, true gradients."""
+"""Signal sources of the controller: the paper's proxies, degraded signals, true gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gac_kernels.contract import Signals
 
 from .alignment import alignment
 from .estimators import Corrections
-from .evidence import Evidence, Reading, SignalSource, Sketches, State, Wanted
+from .evidence import Evidence, Reading, SignalSource, Sketches, SourceNeeds, State
 from .schedules import uniform
 
 
@@ -26,7 +26,7 @@ class ProxySignals:
 
     trim: float = 0.1
     """Fraction of the demonstrations trimmed at each end of the sorted likelihoods, in [0, 0.5)."""
-    wanted = Wanted()
+    needs = SourceNeeds()
 
     def init(self) -> State:
         """No state."""
@@ -53,9 +53,9 @@ class GradientSignals:
     """
 
     @property
-    def wanted(self) -> Wanted:
+    def needs(self) -> SourceNeeds:
         """Micro-batch gradients and, with `bias`, the unbiased gradients."""
-        return Wanted(gram=True, bias=self.bias)
+        return SourceNeeds(gram=True, bias=self.bias)
 
     def init(self) -> State:
         """No state."""
@@ -80,8 +80,7 @@ class GradientSignals:
 
 @dataclass(frozen=True)
 class SketchSignals:
-    """The quantities in equation 3 for the LM head weight, from the sketched gradient of every
-    unit.
+    """The quantities in equation 3 for the LM head weight, from a gradient sketch of every unit.
 
     A unit is a demonstration, or all rollouts of a prompt, because advantages within a group
     depend on each other. No extra gradient buffer is needed.
@@ -94,9 +93,9 @@ class SketchSignals:
         HeadSketch(self.size)  # raises on an invalid size
 
     @property
-    def wanted(self) -> Wanted:
+    def needs(self) -> SourceNeeds:
         """A sketch of this size."""
-        return Wanted(sketch=self.size)
+        return SourceNeeds(sketch=self.size)
 
     def init(self) -> State:
         """No state."""
@@ -110,16 +109,16 @@ class SketchSignals:
 
 
 @dataclass(frozen=True)
-class SpoiltSignals:
+class DegradedSignals:
     """Wraps another source and replaces one of its signals."""
 
     source: Source = field(default_factory=ProxySignals)
     """Source of the other signals."""
 
     @property
-    def wanted(self) -> Wanted:
+    def needs(self) -> SourceNeeds:
         """Same as the wrapped source."""
-        return self.source.wanted
+        return self.source.needs
 
     def init(self) -> State:
         """The wrapped source's state."""
@@ -128,15 +127,15 @@ class SpoiltSignals:
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
         """The wrapped source's reading with one value replaced."""
         reading, state = self.source.read(evidence, state)
-        return reading._replace(signals=self.spoil(reading.signals, evidence.step)), state
+        return reading._replace(signals=self.degrade(reading.signals, evidence.step)), state
 
-    def spoil(self, signals: Signals, step: int) -> Signals:
+    def degrade(self, signals: Signals, step: int) -> Signals:
         """Return the signals of the refresh at `step` with one value replaced."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class ConstantVariance(SpoiltSignals):
+class ConstantVariance(DegradedSignals):
     """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
 
     value: float = 1.0
@@ -145,15 +144,14 @@ class ConstantVariance(SpoiltSignals):
     def __post_init__(self) -> None:
         require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
 
-    def spoil(self, signals: Signals, step: int) -> Signals:
+    def degrade(self, signals: Signals, step: int) -> Signals:
         """Replace the variance by the constant."""
         return signals._replace(rl_variance=self.value)
 
 
 @dataclass(frozen=True)
-class ShuffledDisagreement(SpoiltSignals):
-    """Another source with the disagreement drawn from its recent values: the paper's degradation
-    (b).
+class ShuffledDisagreement(DegradedSignals):
+    """Another source with the disagreement drawn from its history: the paper's degradation (b).
 
     The values keep their distribution over the last `window` refreshes but lose their order.
     """
@@ -171,19 +169,20 @@ class ShuffledDisagreement(SpoiltSignals):
         return {"source": self.source.init(), "past": []}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped source's reading with one value replaced; nan is not added to the history."""
+        """The wrapped source's reading with the disagreement replaced; nan is not stored."""
         reading, inner = self.source.read(evidence, state["source"])
         value = reading.signals.disagreement
-        past = [*state["past"], *([value] if math.isfinite(value) else [])][-self.window :]
-        if past:
-            value = past[int(len(past) * uniform("shuffle", self.seed, evidence.step))]
+        new = [value] if math.isfinite(value) else []
+        history = [*state["past"], *new][-self.window :]
+        if history:
+            value = history[int(len(history) * uniform("shuffle", self.seed, evidence.step))]
         signals = reading.signals._replace(disagreement=value)
-        return reading._replace(signals=signals), {"source": inner, "past": past}
+        return reading._replace(signals=signals), {"source": inner, "past": history}
 
 
 @dataclass(frozen=True)
-class RandomDisagreement(SpoiltSignals):
-    """Another source with the disagreement replaced by uniform noise: the paper's degradation (c)."""
+class RandomDisagreement(DegradedSignals):
+    """Another source with uniform noise as the disagreement: the paper's degradation (c)."""
 
     low: float = 0.0
     """Smallest value."""
@@ -197,7 +196,7 @@ class RandomDisagreement(SpoiltSignals):
         high_ok = is_real(self.high) and self.high >= self.low
         require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
 
-    def spoil(self, signals: Signals, step: int) -> Signals:
+    def degrade(self, signals: Signals, step: int) -> Signals:
         """Replace the disagreement by a draw that depends only on the seed and the step."""
         draw = uniform("disagreement", self.seed, step)
         return signals._replace(disagreement=self.low + (self.high - self.low) * draw)
@@ -218,8 +217,7 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
     """Unbiased moments of the two mean gradients from the Gram matrix of their micro-batches.
 
     Let xbar be the mean of M gradients x_i. Then tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)),
-    and
-    |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average. This
+    and |xbar_s - xbar_r|^2 exceeds |g_s* - g_r*|^2 by sigma_s^2 + sigma_r^2 - 2 c on average. This
     excess is subtracted, so the disagreement may be negative. A variance needs two micro-batches
     and is otherwise nan.
 
@@ -237,12 +235,8 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
     rl_variance = _variance_of_mean(gram[sft:, sft:])
     covariance = 0.0
     if paired:
-        require(
-            sft == rl,
-            "sft_count",
-            sft_count,
-            f"{rl}, because pairing needs as many SFT as RL micro-batches",
-        )
+        paired_count = f"{rl}, because pairing needs as many SFT as RL micro-batches"
+        require(sft == rl, "sft_count", sft_count, paired_count)
         covariance = _variance_of_mean(gram[:sft, sft:])
     gap = gram[:sft, :sft].mean() - 2 * gram[:sft, sft:].mean() + gram[sft:, sft:].mean()
     disagreement = gap.item() - sft_variance - rl_variance + 2 * covariance

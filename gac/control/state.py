@@ -44,7 +44,7 @@ class ControllerState:
     """State of the alarm; None before the first loss."""
 
     @property
-    def doubted(self) -> bool:
+    def demos_suspect(self) -> bool:
         """Whether the demonstrations are assumed to be wrong."""
         return self.alarm is not None and self.alarm.raised
 
@@ -66,17 +66,17 @@ class ControllerState:
         """
         plain = {"gate": None, "alarm": None, **plain}  # earlier versions had neither
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        fault = "a dict from to_dict(); these keys are missing or unknown"
-        require(not wrong, "state", wrong, fault)
+        use = "a dict from to_dict(); these keys are missing or unknown"
+        require(not wrong, "state", wrong, use)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)
         for name in ("mu", "mu_ada", "alpha"):
             values[name] = finite(name, plain[name])
         for name in ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior"):
             values[name] = None if plain[name] is None else finite(name, plain[name])
-        extra = plain["corrections"]
-        if extra is not None:
-            values["corrections"] = tuple(numbers("corrections", extra, len(Corrections._fields)))
+        if (corrections := plain["corrections"]) is not None:
+            count = len(Corrections._fields)
+            values["corrections"] = tuple(numbers("corrections", corrections, count))
         values["gate"] = None if plain["gate"] is None else GateState.of(plain["gate"])
         values["alarm"] = None if plain["alarm"] is None else AlarmState.of(plain["alarm"])
         return cls(**values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Pair(NamedTuple):
+class TermPair(NamedTuple):
     """One value per loss term, e.g. a loss, a weight or a divisor."""
 
     demo: float

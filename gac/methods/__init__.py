@@ -37,18 +37,17 @@ from .srft import SRFT
 from .trapo import TRAPO
 from .uncertainty import Uncertainty
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        *(SFT, SFTLight, SFTBest, DFT, ASFT, GRPO, DrGRPO, DAPO, GSPO, SFTThenRL),
-        *(DPO, IPO),
-        *(Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
-        *(RewardThreshold, KLControl, RewardVarianceControl, GradNormControl),
-        *(MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
-        *(MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
-        *(Uncertainty, DWA, FAMO),
-        *(Guarded, GAC, *GAC_VARIANTS),
-    )
-}
+_FAMILIES: tuple[tuple[type[Method], ...], ...] = (
+    (SFT, SFTLight, SFTBest, DFT, ASFT, GRPO, DrGRPO, DAPO, GSPO, SFTThenRL),
+    (DPO, IPO),
+    (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
+    (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl),
+    (MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
+    (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
+    (Uncertainty, DWA, FAMO),
+    (Guarded, GAC, *GAC_VARIANTS),
+)
+METHODS: dict[str, type[Method]] = {m.name: m for family in _FAMILIES for m in family}
+"""Name in the configuration -> method."""
 
 __all__ = ["METHODS", "Method", "Mix", "Observation", "State"]

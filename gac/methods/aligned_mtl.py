@@ -21,12 +21,13 @@ class AlignedMTL(GramSolver):
     source: ClassVar[str] = "arXiv 2305.19000"
 
     mode: Literal["min", "rmse"] = "min"
-    """Common scale of the components: the smallest eigenvalue, or the mean eigenvalue."""
+    """Common scale of the components: the smallest eigenvalue (min) or the mean (rmse)."""
     preference: tuple[float, float] = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
 
     def __post_init__(self) -> None:
-        aligned_mtl(Gram(1.0, 0.0, 1.0), self.mode, self.preference)  # raises if out of range
+        # raises on a value out of range
+        aligned_mtl(Gram(1.0, 0.0, 1.0), self.mode, self.preference)
 
     def closed_form(self, gram: Gram) -> Weights | None:
         return aligned_mtl(gram, self.mode, self.preference)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ASFT(Method):
-    """Weights demonstration tokens by p and adds a full-vocabulary KL between the policy and the
-    initial policy.
-    """
+    """Weights demonstration tokens by p; adds a full-vocabulary KL to the initial policy."""
 
     name: ClassVar[str] = "asft"
     family: ClassVar[str] = "single signal"
@@ -31,8 +29,8 @@ class ASFT(Method):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), as in the released code; reverse: as in the publication."""
 
-    def needs(self, step: int) -> Needs:
-        return Needs(rollouts=False)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rollouts=False)
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(base, token=self.token_loss, reference=True)

@@ -1,11 +1,9 @@
-"""The method interface: frozen hyperparameters, explicit state, and a few functions that the
-trainer calls.
+"""The interface of a method: frozen hyperparameters, explicit state, and hooks of the trainer.
 
 `needs` says what a step requires, `sampling` how rows are sampled, `loss` what is minimized, and
 `mix` how the two terms are weighted. Only `mix` has no default. The trainer does not depend on any
 particular method. It keeps the state that the method returns, in plain JSON types, and saves it in
-checkpoints.
-Legend: N tokens, Q prompts, K rollouts per prompt.
+checkpoints. Legend: N tokens, Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence, Reading
 from gac.control.solvers import Weights
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.rollouts.advantages import Credit, group_credit
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec, Signals
@@ -45,22 +43,22 @@ class Mix(NamedTuple):
         return cls(demo / (demo + rollout), demo + rollout)
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> TermPair:
         """The weight of each term."""
-        return Pair(self.scale * self.mu, self.scale * (1 - self.mu))
+        return TermPair(self.scale * self.mu, self.scale * (1 - self.mu))
 
 
-class Needs(NamedTuple):
+class StepNeeds(NamedTuple):
     """What the trainer must provide and measure in one step."""
 
     rollouts: bool = True
-    """The policy is sampled."""
+    """Rollouts are sampled from the policy."""
     demos: bool = True
     """Demonstrations are read."""
     kl: bool = False
     """The KL to the frozen initial policy is measured."""
     signals: bool = False
-    """The controller's signals are read, see `Method.after_step`."""
+    """The controller's signals are measured; see `Method.after_step`."""
     parts: int = 0
     """0: one gradient of the mixed loss. n: n separate gradients of each of the two terms."""
     bias: bool = False
@@ -75,34 +73,33 @@ class Needs(NamedTuple):
     """Size of the head sketch of each unit's gradient; 0: none."""
 
     @classmethod
-    def union(cls, needs: Iterable[Needs]) -> Needs:
-        """The combined requirements of all `needs`, of which there must be at least one."""
+    def union(cls, needs: Iterable[StepNeeds]) -> StepNeeds:
+        """Combine several requirements (at least one)."""
         return functools.reduce(lambda a, b: cls._make(map(max, a, b)), needs)
 
 
 class Loss(NamedTuple):
-    """What a method minimises."""
+    """What a method minimizes."""
 
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""
     token: Callable[[TokenView], Tensor] | None = None
-    """[N] loss of each token, differentiable through `TokenView.logps`, instead of the fused
-    one."""
+    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss."""
     pooled: bool = False
     """Both terms are divided by a common count over all rows."""
     reference: bool = False
     """`token` uses the LM head of the frozen initial policy."""
 
 
-class Outcome(NamedTuple):
+class UpdateOutcome(NamedTuple):
     """Measurements of an applied update."""
 
     evidence: Evidence | None
-    """Evidence for the signals, if `Needs.signals` is set."""
-    before: Pair
+    """Evidence for the signals, if `StepNeeds.signals` is set."""
+    before: TermPair
     """The losses before the update."""
-    after: Pair | None
-    """The losses of the same batch after the update, if `Needs.losses_after` is set."""
+    after: TermPair | None
+    """The losses of the same batch after the update, if `StepNeeds.losses_after` is set."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Observation:
     """
 
     step: int
-    """Optimiser steps done so far."""
+    """Number of optimizer steps done so far."""
     signals: Signals | None = None
     """The controller's three signals; set only in the step after a refresh."""
     kl: float | None = None
@@ -129,21 +126,16 @@ class Observation:
     demo_loss: float | None = None
     """The reduced demonstration term."""
     corrections: Corrections | None = None
-    """Covariance and biases of the two gradients, given with `signals` if the source measures them.
-    """
+    """Covariance and biases of the two gradients, if the signal source measures them."""
 
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Rebuild from `dataclasses.asdict` after a JSON round trip, which turns named tuples into
-        lists.
-        """
-        kinds = {"signals": Signals, "corrections": Corrections}
-        return cls(
-            **{
-                key: kinds[key](*value) if key in kinds and value is not None else value
-                for key, value in plain.items()
-            }
-        )
+        """Rebuild from the JSON form of `dataclasses.asdict`, which has lists for named tuples."""
+        values = dict(plain)
+        for key, kind in (("signals", Signals), ("corrections", Corrections)):
+            if values.get(key) is not None:
+                values[key] = kind(*values[key])
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -161,15 +153,14 @@ class Method:
     source: ClassVar[str] = ""
     """Where the formula is published."""
     cost: ClassVar[str] = "none"
-    """Cost per step beyond one forward pass over all rows and one backward pass over the rows that
-    are trained on.
-    """
+    """Cost per step in addition to one forward pass over all rows and one backward pass over the
+    rows that are trained on."""
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
 
-    def needs(self, step: int) -> Needs:
-        """What the trainer must provide and measure in step `step`, from 0."""
-        return Needs()
+    def needs(self, step: int) -> StepNeeds:
+        """What the trainer must provide and measure in step `step`, counted from 0."""
+        return StepNeeds()
 
     def sampling(self, completions: int) -> Sampling:
         """How prompts and demonstrations become rows, with `completions` rollouts per prompt."""
@@ -190,7 +181,7 @@ class Method:
         return group_credit(rewards, demos, kind)
 
     def init(self) -> State:
-        """State before the first step."""
+        """Return the state before the first step."""
         return {}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
@@ -205,14 +196,14 @@ class Method:
         """
         raise NotImplementedError
 
-    def notice(self, before: State, after: State) -> str | None:
+    def log_message(self, before: State, after: State) -> str | None:
         """Log message for a state change made by `mix`, or None."""
         return None
 
     def solve(
         self, state: State, gram: Tensor, mix: Mix, last: Observation
     ) -> tuple[State, Weights | None]:
-        """Change the weights once both gradients are known; called if `Needs.parts` is set.
+        """Change the weights once both gradients are known; called if `StepNeeds.parts` is set.
 
         Args:
             state: the state so far.
@@ -226,7 +217,7 @@ class Method:
         """
         return state, mix.pair
 
-    def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
+    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
         """Update the state after an applied update.
 
         Returns:

@@ -14,9 +14,7 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class CHORD(Method):
-    """mu follows a schedule; demonstration tokens are weighted by `weight`. The defaults are
-    CHORD-mu.
-    """
+    """mu follows a schedule; `weight` weights demonstration tokens. The defaults are CHORD-mu."""
 
     name: ClassVar[str] = "chord-mu"
     family: ClassVar[str] = "schedule"
@@ -56,10 +54,12 @@ class CHORDBoth(CHORD):
     """Token weight of the demonstrations."""
 
 
+INTERPRETATION = "our interpretation of a schedule that the paper names but does not define"
+
 HPCD = preset(
     CHORD,
     "hpcd",
-    "High peak, cosine decay: our interpretation of a schedule that the paper names but does not define.",
+    f"High peak, cosine decay: {INTERPRETATION}.",
     source="the paper, figure 2 (HPCD; undefined)",
     schedule=MixSchedule.hpcd(),
 )
@@ -67,7 +67,7 @@ HPCD = preset(
 WCF = preset(
     CHORD,
     "wcf",
-    "Warm-up, cosine, floor: our interpretation of a schedule that the paper names but does not define.",
+    f"Warm-up, cosine, floor: {INTERPRETATION}.",
     source="the paper, figure 2 (WCF; undefined)",
     schedule=MixSchedule.wcf(),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
@@ -28,8 +28,8 @@ class Preference(Method):
     family: ClassVar[str] = "preference"
     cost: ClassVar[str] = "reference forward pass on the pairs"
 
-    def needs(self, step: int) -> Needs:
-        return Needs(demos=False, kl=True)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(demos=False, kl=True)
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(from_reference=True, pairs=True)
@@ -47,7 +47,7 @@ class Preference(Method):
         if batch.ref is None:
             raise ValueError("ref_logps=None: pairs need the reference's log-probs")
         ratios = self.sequence_ratios(tokens, torch.where(batch.live, tokens.logps - batch.ref, 0))
-        if len(ratios) % 2:  # the empty batch of a rank without pairs
+        if len(ratios) % 2:  # a rank without pairs has an empty batch
             return tokens.logps * 0
         loss = self.pair_loss(ratios[0::2] - ratios[1::2])
         return batch.spread(loss.repeat_interleave(2))
@@ -93,9 +93,7 @@ class IPO(Preference):
     tau: float = 0.5
     """The target difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
     normalize: bool = True
-    """Divide each log-ratio by the length of its response, as common libraries do; the publication
-    uses sums.
-    """
+    """Divide each log-ratio by its response length, as common libraries do; published: sums."""
 
     def __post_init__(self) -> None:
         if not self.tau > 0:

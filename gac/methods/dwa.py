@@ -21,7 +21,7 @@ class DWA(LossWeights):
     temperature: float = 2.0
     """Softmax temperature, > 0; the paper tries 1, 2 and 4."""
     window: int = 25
-    """Number of steps that replaces the publication's epoch."""
+    """Number of steps per window; the publication uses an epoch."""
 
     def __post_init__(self) -> None:
         dwa_step(DWAState(), (1.0, 1.0), self.window)  # both raise on a value out of range
@@ -31,10 +31,9 @@ class DWA(LossWeights):
         return _plain(DWAState())
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        known: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in state.items()
-        }
-        before = DWAState(**known)
+        fields: dict[str, Any]
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        before = DWAState(**fields)
         losses = positive_losses(last)
         after = before if losses is None else dwa_step(before, losses, self.window) or before
         return _plain(after), Mix.weights(*dwa_weights(after, self.temperature))

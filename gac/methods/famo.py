@@ -1,4 +1,4 @@
-"""FAMO: equalizes the rates of descent, using the losses of one batch before and after the update."""
+"""FAMO: equal rates of descent, from the losses of one batch before and after the update."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from gac.control.signals import Reading
 from gac.control.solvers import FAMOState, famo_step, famo_weights
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 
-from .base import Mix, Needs, Observation, Outcome, State
+from .base import Mix, Observation, State, StepNeeds, UpdateOutcome
 from .loss_weights import LossWeights
 
 
@@ -34,8 +34,8 @@ class FAMO(LossWeights):
     rollout_floor: float = -3.2
     """Lower bound of the RL loss; losses below it are raised to it. The default is for K = 8."""
 
-    def needs(self, step: int) -> Needs:
-        return Needs(losses_after=True)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(losses_after=True)
 
     def init(self) -> State:
         return {"famo": _plain(FAMOState()), "losses": None}
@@ -43,33 +43,31 @@ class FAMO(LossWeights):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         if state["losses"] is None:
             return state, Mix(0.5)
-        found = famo_weights(
-            _restore(state["famo"]), self._bounded(Pair(*state["losses"])), self._floors
-        )
-        return state, Mix(0.5) if found is None else Mix.weights(*found)
+        losses = self._bounded(TermPair(*state["losses"]))
+        weights = famo_weights(_restore(state["famo"]), losses, self._floors)
+        return state, Mix(0.5) if weights is None else Mix.weights(*weights)
 
-    def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
+    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
         if outcome.after is None:
             return state, None
         before, after = self._bounded(outcome.before), self._bounded(outcome.after)
-        moved = famo_step(
-            _restore(state["famo"]), before, after, self._floors, lr=self.lr, decay=self.decay
-        )
-        if moved is None:
+        famo = _restore(state["famo"])
+        new = famo_step(famo, before, after, self._floors, lr=self.lr, decay=self.decay)
+        if new is None:
             return state, None
-        return {"famo": _plain(moved), "losses": list(outcome.before)}, None
+        return {"famo": _plain(new), "losses": list(outcome.before)}, None
 
     @property
-    def _floors(self) -> Pair:
-        return Pair(0.0, self.rollout_floor)
+    def _floors(self) -> TermPair:
+        return TermPair(0.0, self.rollout_floor)
 
-    def _bounded(self, losses: Pair) -> Pair:
-        return Pair(*map(max, losses, self._floors))
+    def _bounded(self, losses: TermPair) -> TermPair:
+        return TermPair(*map(max, losses, self._floors))
 
 
 def _restore(plain: State) -> FAMOState:
-    known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-    return FAMOState(**known)
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+    return FAMOState(**fields)
 
 
 def _plain(state: FAMOState) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gac.control.alarm import notice
+from gac.control.alarm import alarm_message
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import GateState
@@ -13,7 +13,7 @@ from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import ProxySignals, Reading, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
 
-from .base import Loss, Method, Mix, Needs, Observation, Outcome, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds, UpdateOutcome
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class GAC(ControllerConfig, Method):
         super().__post_init__()
         if self.gradient_parts < 2:
             raise ValueError(
-                f"gradient_parts={self.gradient_parts!r}: use 2 or more; a variance needs at least two"
+                f"gradient_parts={self.gradient_parts!r}: use 2 or more, which a variance needs"
             )
-        wanted = self.signals.wanted
-        if self.gate is not None and not wanted.aligned:
+        if self.gate is not None and not self.signals.needs.has_alignment:
             raise ValueError(
                 "gate: these signals do not include the inner product of the two gradients; "
                 "set signals: gradients or sketch"
@@ -63,45 +62,46 @@ class GAC(ControllerConfig, Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        told = state["alignment"]
-        alignment = None if told is None else Alignment(*told)
+        alignment = None if state["alignment"] is None else Alignment(*state["alignment"])
         mu = controller.update(last.signals, last.kl, last.corrections, alignment, last.demo_loss)
         return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
 
-    def notice(self, before: State, after: State) -> str | None:
-        return notice(before["controller"].get("alarm"), after["controller"]["alarm"])
+    def log_message(self, before: State, after: State) -> str | None:
+        return alarm_message(before["controller"].get("alarm"), after["controller"]["alarm"])
 
-    def needs(self, step: int) -> Needs:
-        # update t uses the measurements of step t - 1; step 0 measures too, to start the averages
-        # early
+    def needs(self, step: int) -> StepNeeds:
+        # Update t uses the measurements of step t - 1. Step 0 also measures, so that the averages
+        # start early.
         refresh = step == 0 or self.is_refresh(step + 1)
-        needs = Needs(kl=refresh or self.alpha_every == "step", signals=refresh)
+        needs = StepNeeds(kl=refresh or self.alpha_every == "step", signals=refresh)
         if refresh:
-            wanted = self.signals.wanted
-            parts = self.gradient_parts if wanted.gram else 0
-            needs = needs._replace(parts=parts, bias=wanted.bias, sketch=wanted.sketch)
+            source = self.signals.needs
+            parts = self.gradient_parts if source.gram else 0
+            needs = needs._replace(parts=parts, bias=source.bias, sketch=source.sketch)
         if isinstance(self.signals, ProxySignals):
             needs = needs._replace(trim=self.signals.trim)
         return needs
 
-    def after_step(self, state: State, outcome: Outcome) -> tuple[State, Reading | None]:
+    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
         if outcome.evidence is None:
             return state, None
         reading, after = self.signals.read(outcome.evidence, state["signals"])
-        told = None if self.gate is None or reading.alignment is None else list(reading.alignment)
-        new = {**state, "signals": after, "read": list(reading.signals), "alignment": told}
+        alignment = None
+        if self.gate is not None and reading.alignment is not None:
+            alignment = list(reading.alignment)
+        new = {**state, "signals": after, "read": list(reading.signals), "alignment": alignment}
         return new, reading
 
     def report(self, state: State) -> dict[str, float | None]:
-        known = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
+        columns = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
         if self.gate is not None and state["controller"]["gate"] is not None:
             gate = GateState.of(state["controller"]["gate"])
-            known |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
+            columns |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
         if self.alarm is not None:
             alarm = state["controller"]["alarm"]
-            known["doubted"] = 0.0 if alarm is None else alarm[-1]
+            columns["demos_suspect"] = 0.0 if alarm is None else alarm[-1]
         if isinstance(self.signals, ProxySignals):
-            return known
+            return columns
         # the logged signals are the proxies; add the latest reading of the source
         names = [f"read_{name}" for name in Signals._fields]
-        return known | dict(zip(names, state["read"] or [None] * 3, strict=True))
+        return columns | dict(zip(names, state["read"] or [None] * 3, strict=True))

@@ -1,6 +1,4 @@
-"""GAC as printed, its ablations, degraded signals, poor priors and the oracle, each defined by
-parameter values.
-"""
+"""Variants of GAC with other defaults: as printed, ablated, degraded, gated, and the oracle."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from .gac import GAC
 from .preset import preset
 
 ABLATION = "the paper, table 22"
-SPOILT = "the paper, table 8"
+DEGRADATION = "the paper, table 8"
 PRIORS = "the paper, table 15"
-COSTLY = "reference forward pass and one gradient buffer per micro-batch, on refresh steps"
+GRADIENT_COST = "reference forward pass and one gradient buffer per micro-batch, on refresh steps"
 
 GAC_VARIANTS = (
     preset(
@@ -69,16 +67,17 @@ GAC_VARIANTS = (
         "gac-covariance",
         "GAC with the measured covariance of the two noises (equation 4).",
         source=ABLATION,
-        cost=COSTLY,
+        cost=GRADIENT_COST,
         estimator="correlated",
         signals=GradientSignals(paired=True),
     ),
     preset(
         GAC,
         "gac-biased",
-        "GAC with the exact optimum for biased gradients; biases are measured relative to plain SFT and the unclipped policy gradient.",
+        "GAC with the exact optimum for biased gradients; biases are measured relative to plain "
+        "SFT and the unclipped policy gradient.",
         source="docs/controller.md, for equation 5",
-        cost=f"{COSTLY}; two more backward passes",
+        cost=f"{GRADIENT_COST}; two more backward passes",
         estimator="biased",
         signals=GradientSignals(bias=True),
     ),
@@ -87,7 +86,7 @@ GAC_VARIANTS = (
         "gac-biased-paper",
         "GAC with equation 5 as printed, from the same measurements.",
         source="the paper, equation 5",
-        cost=f"{COSTLY}; two more backward passes",
+        cost=f"{GRADIENT_COST}; two more backward passes",
         estimator="biased_paper",
         signals=GradientSignals(bias=True),
     ),
@@ -102,21 +101,21 @@ GAC_VARIANTS = (
         GAC,
         "gac-constant-variance",
         "GAC with sigma_r^2 fixed at 1.",
-        source=SPOILT,
+        source=DEGRADATION,
         signals=ConstantVariance(),
     ),
     preset(
         GAC,
         "gac-shuffled-disagreement",
         "GAC with the disagreement drawn at random from its recent values.",
-        source=SPOILT,
+        source=DEGRADATION,
         signals=ShuffledDisagreement(),
     ),
     preset(
         GAC,
         "gac-random-disagreement",
         "GAC with the disagreement replaced by uniform noise.",
-        source=SPOILT,
+        source=DEGRADATION,
         signals=RandomDisagreement(),
     ),
     preset(
@@ -143,9 +142,10 @@ GAC_VARIANTS = (
     preset(
         GAC,
         "gac-gated",
-        "A constant mu of 0.7, scaled by a trust in [0, 1] that follows the inner product of the two gradients.",
+        "A constant mu of 0.7, scaled by a trust in [0, 1] that follows the inner product of the "
+        "two gradients.",
         source="docs/controller.md",
-        cost=COSTLY,
+        cost=GRADIENT_COST,
         gate=Gate(),
         alarm=Alarm(),
         prior=Prior.constant(0.7),
@@ -161,7 +161,7 @@ GAC_VARIANTS = (
         "gac-gated-sketch",
         "gac-gated with the inner product of the LM head gradients only, sketched in the loss.",
         source="docs/controller.md",
-        cost="reference forward of the rollouts, on refresh steps",
+        cost="reference forward pass on the rollouts, on refresh steps",
         gate=Gate("cosine"),
         prior=Prior.constant(0.7),
         prior_blend=0.0,
@@ -176,7 +176,7 @@ GAC_VARIANTS = (
         "oracle",
         "mu* from unbiased gradient moments, without averaging, prior or cap.",
         source="the paper, section 4.3 (which does not define its oracle)",
-        cost=COSTLY,
+        cost=GRADIENT_COST,
         ema="none",
         prior_blend=1.0,
         max_step=1.0,

@@ -14,8 +14,7 @@ from .loss_weights import positive_losses
 
 @dataclass(frozen=True)
 class GradNorm(GramSolver):
-    """Learned weights that move each weighted gradient norm to a target set by the term's training
-    rate.
+    """Learned weights that move each weighted gradient norm to a target from the training rates.
 
     With `asymmetry` 0 the norms are made equal. Otherwise the term whose loss fell less gets a
     larger weight; for RL the loss is 1 - mean reward.
@@ -37,7 +36,7 @@ class GradNorm(GramSolver):
         asymmetry = self.asymmetry if losses is not None else 0.0
         initial = state["initial"]
         before = GradNormState(tuple(state["weights"]), None if initial is None else tuple(initial))
-        found, after = gradnorm_step(before, gram, losses, asymmetry=asymmetry, lr=self.lr)
+        weights, after = gradnorm_step(before, gram, losses, asymmetry=asymmetry, lr=self.lr)
         initial = after.initial_losses
-        kept = {"weights": list(after.weights), "initial": initial and list(initial)}
-        return {**state, **kept}, found
+        new = {"weights": list(after.weights), "initial": initial and list(initial)}
+        return {**state, **new}, weights

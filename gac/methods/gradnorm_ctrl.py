@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights
 
-from .base import Mix, Needs, Observation, State
+from .base import Mix, Observation, State, StepNeeds
 from .gram_solver import GramSolver
 
 
@@ -27,7 +27,7 @@ class GradNormControl(GramSolver):
     update_every: int = 10
     """Steps between measurements; mu is constant in between."""
     invert: bool = False
-    """mu = |g_r| / (|g_s| + |g_r|) instead."""
+    """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
 
     def __post_init__(self) -> None:
         if self.update_every < 1:
@@ -41,8 +41,8 @@ class GradNormControl(GramSolver):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(state["mu"])
 
-    def needs(self, step: int) -> Needs:
-        return Needs(parts=int(step % self.update_every == 0))
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=int(step % self.update_every == 0))
 
     def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
         sft, rl = math.sqrt(gram.sft), math.sqrt(gram.rl)

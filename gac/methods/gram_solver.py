@@ -10,7 +10,7 @@ from torch import Tensor
 from gac.control.solvers import Gram, Weights, with_unit_rl
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class GramSolver(Method):
         return {"skipped": 0, "cosine": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix(0.5)  # logged for a skipped step; otherwise `solve` replaces it
+        return state, Mix(0.5)  # only logged for a skipped step; otherwise `solve` replaces it
 
-    def needs(self, step: int) -> Needs:
-        return Needs(parts=1)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=1)
 
     def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
         """Return the new state and the published weights; None if a value is not finite."""
@@ -54,14 +54,15 @@ class GramSolver(Method):
         if not self.unit_rl:
             state, weights = self.weights(state, pair, last)
         else:
-            after = [state]
+            new_state = state
 
             def solver(unit: Gram) -> Weights | None:
-                after[0], found = self.weights(state, unit, last)
-                return found
+                nonlocal new_state
+                new_state, weights = self.weights(state, unit, last)
+                return weights
 
             weights = with_unit_rl(solver, pair)
-            state = after[0]
+            state = new_state
         skipped = state["skipped"] + (weights is None)
         return {**state, "skipped": skipped, "cosine": pair.cosine}, weights
 

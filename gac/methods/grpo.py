@@ -11,7 +11,7 @@ from torch import Tensor
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
@@ -25,8 +25,8 @@ class GRPO(Method):
     family: ClassVar[str] = "single signal"
     source: ClassVar[str] = "arXiv 2402.03300"
 
-    def needs(self, step: int) -> Needs:
-        return Needs(demos=False)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(demos=False)
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
@@ -65,15 +65,14 @@ class DAPO(GRPO):
     """The ratio is clipped above at 1 + clip_high."""
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(
-            replace(
-                base,
-                clip_low=self.clip_low,
-                clip_high=self.clip_high,
-                kl_coef=0.0,
-                rollout_reduction="token",
-            )
+        spec = replace(
+            base,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            kl_coef=0.0,
+            rollout_reduction="token",
         )
+        return Loss(spec)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from .gram_solver import GramSolver
 class GTA(GramSolver):
     """The weighted sum of the two gradients, or only the RL gradient if their cosine is negative.
 
-    In the publication, the policy first writes a guess, which is trained by SFT; the rest is
-    trained by RL. Free text has no guess, so `guess_tokens` uses the end of a demonstration instead
-    (our adaptation).
+    In the publication, the policy first writes a guess, which is trained by SFT, and the rest is
+    trained by RL. Free text has no guess; our adaptation trains the last `guess_tokens` tokens of a
+    demonstration by SFT.
     """
 
     name: ClassVar[str] = "gta"
@@ -29,7 +29,7 @@ class GTA(GramSolver):
     rl_coef: float = 1.0
     """Weight of the RL gradient, > 0."""
     guess_tokens: int | None = None
-    """Tokens at the end of a demonstration that SFT learns from; null: all."""
+    """Number of tokens at the end of a demonstration that SFT trains on; null: all."""
 
     def __post_init__(self) -> None:
         if not (self.sft_coef >= 0 and self.rl_coef > 0):

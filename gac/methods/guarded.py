@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.alarm import Alarm, AlarmState, notice
+from gac.control.alarm import Alarm, AlarmState, alarm_message
 
 from .base import Mix, Observation, State
 from .constant import Constant
@@ -28,14 +28,14 @@ class Guarded(Constant):
         return {"alarm": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        known = None if state["alarm"] is None else AlarmState.of(state["alarm"])
-        alarm, _ = self.alarm.next(known, last.demo_loss)
-        doubted = alarm is not None and alarm.raised
+        before = None if state["alarm"] is None else AlarmState.of(state["alarm"])
+        alarm, _ = self.alarm.update(before, last.demo_loss)
+        demos_suspect = alarm is not None and alarm.raised
         plain = None if alarm is None else list(map(float, alarm))
-        return {"alarm": plain}, Mix(0.0 if doubted else self.mu)
+        return {"alarm": plain}, Mix(0.0 if demos_suspect else self.mu)
 
-    def notice(self, before: State, after: State) -> str | None:
-        return notice(before["alarm"], after["alarm"])
+    def log_message(self, before: State, after: State) -> str | None:
+        return alarm_message(before["alarm"], after["alarm"])
 
     def report(self, state: State) -> dict[str, float | None]:
-        return {"doubted": 0.0 if state["alarm"] is None else state["alarm"][-1]}
+        return {"demos_suspect": 0.0 if state["alarm"] is None else state["alarm"][-1]}

@@ -19,7 +19,7 @@ from .base import Loss, Method, Mix, Observation, State
 class HPT(Method):
     """Prompts with at most `switch` correct rollouts are trained only on their demonstration.
 
-    RL follows the released code: centred advantages, no clipping, sums divided by
+    RL follows the released code: centered advantages, no clipping, sums divided by
     `loss.max_tokens`. Its rule to skip updates with a gradient norm above 80 is not implemented.
     """
 
@@ -49,28 +49,27 @@ class HPT(Method):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(
-            replace(
-                base,
-                demo_weight=self.weight,
-                demo_reduction="token",
-                clip_low=None,
-                clip_high=None,
-                entropy_coef=self.entropy_coef,
-                rollout_reduction="constant",
-            )
+        spec = replace(
+            base,
+            demo_weight=self.weight,
+            demo_reduction="token",
+            clip_low=None,
+            clip_high=None,
+            entropy_coef=self.entropy_coef,
+            rollout_reduction="constant",
         )
+        return Loss(spec)
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", advantages="centered")
 
     def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
-        right = (rewards > self.correct).sum(1)
+        num_correct = (rewards > self.correct).sum(1)
         if self.table is None:
-            sft = (right <= self.switch).to(rewards.dtype)
+            sft = (num_correct <= self.switch).to(rewards.dtype)
         else:
             table = torch.tensor(self.table, dtype=rewards.dtype)
-            sft = table[right.clamp(max=len(table) - 1)]
+            sft = table[num_correct.clamp(max=len(table) - 1)]
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
 

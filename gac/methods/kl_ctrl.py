@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Needs, Observation
+from .base import Observation, StepNeeds
 from .rules import Rule
 
-LEAST = 1e-6  # nats; lower bound of the mean KL, for a policy that has not left the reference
+MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the reference
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class KLControl(Rule):
     name: ClassVar[str] = "kl-ctrl"
     cost: ClassVar[str] = "reference forward pass on the rollouts"
 
-    def needs(self, step: int) -> Needs:
-        return Needs(kl=True)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(kl=True)
 
     def measured(self, last: Observation) -> float | None:
         return last.kl
 
     def constant(self, mean: float) -> float:
-        return max(mean, LEAST) / (1 - self.mu_init if self.sign > 0 else self.mu_init)
+        return max(mean, MIN_KL) / (1 - self.mu_init if self.sign > 0 else self.mu_init)
 
     def rule(self, value: float, constant: float) -> float:
         share = value / constant

@@ -7,41 +7,35 @@ import textwrap
 from gac_kernels import LossSpec
 
 from . import METHODS
-from .base import Method, Needs
+from .base import Method, StepNeeds
 
 DEMOS = {"apart": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
-STEPS = 1000  # number of steps to inspect; by then every method has needed everything it ever needs
+STEPS = 1000  # number of steps whose needs are combined; enough for every method
 COMPLETIONS = 8  # rollouts per prompt assumed here
 
 
 def methods_table() -> str:
-    """Table of the methods by family: name, summary, source, requirements and extra cost per step."""
+    """Table of the methods by family: name, summary, source, needs and extra cost per step."""
     width = max(map(len, METHODS))
+    indent = " " * (width + 4)
     lines = []
     for family, members in families().items():
         lines.append(f"{family}:")
         for method in members:
-            words = f"{summary(method)} [{method.source}] Needs: {', '.join(needs(method()))}."
+            text = f"{summary(method)} [{method.source}] Needs: {', '.join(needs(method()))}."
             if method.cost != "none":
-                words += f" Extra: {method.cost}."
-            indent = " " * (width + 4)
-            lines.append(
-                textwrap.fill(
-                    words,
-                    100,
-                    initial_indent=f"  {method.name:{width}}  ",
-                    subsequent_indent=indent,
-                )
-            )
+                text += f" Extra: {method.cost}."
+            name = f"  {method.name:{width}}  "
+            lines.append(textwrap.fill(text, 100, initial_indent=name, subsequent_indent=indent))
     return "\n".join(lines)
 
 
 def families() -> dict[str, list[type[Method]]]:
     """Family -> its methods, in the order of `METHODS`."""
-    found: dict[str, list[type[Method]]] = {}
+    by_family: dict[str, list[type[Method]]] = {}
     for method in METHODS.values():
-        found.setdefault(method.family, []).append(method)
-    return found
+        by_family.setdefault(method.family, []).append(method)
+    return by_family
 
 
 def summary(method: type[Method]) -> str:
@@ -51,17 +45,17 @@ def summary(method: type[Method]) -> str:
 
 def needs(method: Method) -> tuple[str, ...]:
     """What the trainer must provide, derived from the method's declarations."""
-    found = Needs.union(map(method.needs, range(STEPS)))
+    required = StepNeeds.union(map(method.needs, range(STEPS)))
     sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec(max_tokens=1))
     sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"
     declared = {
-        sampled: found.rollouts,
-        DEMOS[sampling.demos]: found.demos,
+        sampled: required.rollouts,
+        DEMOS[sampling.demos]: required.demos,
         "prefixes": any(stage.prefix for stage in sampling.stages),
-        "separate gradients": found.parts > 0,
-        "reference": found.kl or loss.reference,
+        "separate gradients": required.parts > 0,
+        "reference": required.kl or loss.reference,
         "log-probs": loss.token is not None,
-        "losses after the update": found.losses_after,
+        "losses after the update": required.losses_after,
         "best weights": method.keeps_best,
     }
     return tuple(name for name, needed in declared.items() if needed)

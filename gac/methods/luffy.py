@@ -13,11 +13,11 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class LUFFY(Method):
-    """Each group holds K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
+    """Each group has K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
-    The baseline is the mean reward of the whole group; advantages are not divided by the standard
-    deviation, and there is no clipping. The sum of all token losses is divided by rows times
-    `loss.max_tokens`. All as in the released training script.
+    As in the released training script, the baseline is the mean reward of the whole group,
+    advantages are not divided by the standard deviation, nothing is clipped, and the sum of all
+    token losses is divided by rows times `loss.max_tokens`.
     """
 
     name: ClassVar[str] = "luffy"
@@ -47,7 +47,7 @@ class LUFFY(Method):
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use 2 or more, because one of them is the demonstration"
+                f"rollouts.completions={completions!r}: use 2 or more; one is the demonstration"
             )
         group = (Stage(completions - 1),)
         return Sampling("prompt", group, demo_in_group=True, advantages="centered")

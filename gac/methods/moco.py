@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights, moco_step
 
-from .base import Needs, Observation, State
+from .base import Observation, State, StepNeeds
 from .gram_solver import GramSolver
 
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """Replaces both gradients by moving averages; the weights take one projected step per update."""
+    """Weights that take one projected step per update, applied to averaged gradients."""
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
@@ -38,11 +38,11 @@ class MoCo(GramSolver):
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5]}
 
-    def needs(self, step: int) -> Needs:
-        return Needs(parts=1, average=self.rate * (step + 1) ** -self.decay)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=1, average=self.rate * (step + 1) ** -self.decay)
 
     def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
         lr = self.lr * (last.step + 1) ** -self.decay
         s, r = state["weights"]
-        found, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
-        return {**state, "weights": list(after)}, found
+        weights, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
+        return {**state, "weights": list(after)}, weights

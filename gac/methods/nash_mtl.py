@@ -31,5 +31,5 @@ class NashMTL(GramSolver):
             raise ValueError(f"scale={self.scale!r}: use a number > 0")
 
     def closed_form(self, gram: Gram) -> Weights | None:
-        found = nash_mtl(gram, self.max_norm)
-        return None if found is None else (self.scale * found[0], self.scale * found[1])
+        weights = nash_mtl(gram, self.max_norm)
+        return None if weights is None else (self.scale * weights[0], self.scale * weights[1])

@@ -12,8 +12,8 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class PCGrad(GramSolver):
-    """If the gradients conflict, each is projected onto the normal plane of the other; then they
-    are added.
+    """The sum of the gradients; if they conflict, each is first projected onto the normal plane of
+    the other.
     """
 
     name: ClassVar[str] = "pcgrad"

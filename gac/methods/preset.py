@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from .base import Method
 
 M = TypeVar("M", bound=Method)
-_made: dict[str, type[Method]] = {}  # every preset, for pickle
+_PRESETS: dict[str, type[Method]] = {}  # by name, for pickle
 
 
 def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
-    """Create a frozen subclass of `base` called `name`; `changes` override its defaults or class
-    attributes.
+    """Create a frozen subclass of `base` called `name`.
+
+    `changes` override its defaults or class attributes.
 
     Raises:
         TypeError: `base` has no such field or class attribute.
@@ -30,18 +31,18 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
             defaults.append((key, hints[key], field(default=value)))
         else:
             attributes[key] = value
-    attributes["__reduce__"] = _by_name  # pickle could not find the class in its module
+    attributes["__reduce__"] = _reduce_preset  # pickle could not find the class in its module
     title = "".join(part.capitalize() for part in name.split("-"))
-    made = make_dataclass(title, defaults, bases=(base,), namespace=attributes, frozen=True)
-    _made[name] = made
-    return typing.cast(type[M], made)
+    cls = make_dataclass(title, defaults, bases=(base,), namespace=attributes, frozen=True)
+    _PRESETS[name] = cls
+    return typing.cast(type[M], cls)
 
 
-def _by_name(method: Method) -> tuple[Any, ...]:
+def _reduce_preset(method: Method) -> tuple[Any, ...]:
     """`__reduce__` of a preset: its name and field values."""
     values = {f.name: getattr(method, f.name) for f in fields(method)}
     return _restore, (type(method).name, values)
 
 
 def _restore(name: str, values: dict[str, Any]) -> Method:
-    return _made[name](**values)
+    return _PRESETS[name](**values)

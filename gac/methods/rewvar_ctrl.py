@@ -8,7 +8,7 @@ from typing import ClassVar
 from .base import Observation
 from .rules import Rule
 
-LEAST = 1e-6  # squared reward; added to the variance to avoid division by zero when all rewards are equal
+EPSILON = 1e-6  # squared reward; avoids division by zero when all rewards are equal
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class RewardVarianceControl(Rule):
         return last.reward_variance
 
     def constant(self, mean: float) -> float:
-        scale = max(mean, 0.0) + LEAST
+        scale = max(mean, 0.0) + EPSILON
         return self.mu_init * scale if self.sign > 0 else self.mu_init / scale
 
     def rule(self, value: float, constant: float) -> float:
-        scale = max(value, 0.0) + LEAST
+        scale = max(value, 0.0) + EPSILON
         return constant / scale if self.sign > 0 else constant * scale

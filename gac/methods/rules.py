@@ -1,5 +1,4 @@
-"""Base class of the rule controllers: mu as a function of one measured quantity and a calibrated
-constant.
+"""Base class of the rule controllers: mu from one measured quantity and a calibrated constant.
 
 The paper does not give the constants. Here the first steps use a fixed mu, and the constant is
 chosen so that the rule gives this mu at the mean measurement.
@@ -43,7 +42,8 @@ class Rule(Method):
             raise ValueError(f"calibration={self.calibration!r}: use a number >= 1")
         if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
             raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: use 0 <= mu_min <= mu_init <= mu_max <= 1"
+                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
+                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
             )
 
     def loss(self, base: LossSpec) -> Loss:
@@ -69,8 +69,8 @@ class Rule(Method):
         if value is None or not math.isfinite(value):
             return state, Mix(state["mu"])
         if state["count"] < self.calibration:
-            known = {"sum": state["sum"] + value, "count": state["count"] + 1}
-            return {**known, "mu": self.mu_init}, Mix(self.mu_init)
+            new = {"sum": state["sum"] + value, "count": state["count"] + 1, "mu": self.mu_init}
+            return new, Mix(self.mu_init)
         constant = self.constant(state["sum"] / state["count"])
         mu = min(max(self.rule(value, constant), self.mu_min), self.mu_max)
         return {**state, "mu": mu}, Mix(mu)

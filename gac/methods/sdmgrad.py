@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gac.control.solvers import Weights, cross_gram, sdmgrad
 
-from .base import Mix, Needs, Observation, State
+from .base import Mix, Observation, State, StepNeeds
 from .gram_solver import GramSolver
 
 
@@ -34,10 +34,10 @@ class SDMGrad(GramSolver):
         if self.unit_rl:
             raise ValueError("unit_rl=True: use false; the two halves have no common norm")
         identity = ((1.0, 0.0), (0.0, 1.0))
-        sdmgrad(identity, self.regularization, self.preference)  # raises if out of range
+        sdmgrad(identity, self.regularization, self.preference)  # raises on a value out of range
 
-    def needs(self, step: int) -> Needs:
-        return Needs(parts=2)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=2)
 
     def solve(
         self, state: State, gram: Tensor, mix: Mix, last: Observation

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 from .preset import preset
 
 
@@ -22,8 +22,8 @@ class SFT(Method):
     weight: DemoWeight = DemoWeight.ONE
     """Token weight: one, p, phi, shaped or trust."""
 
-    def needs(self, step: int) -> Needs:
-        return Needs(rollouts=False)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rollouts=False)
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))

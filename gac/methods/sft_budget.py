@@ -55,15 +55,17 @@ class SFTLight(SFTBest):
     """Decay of the moving average of the loss, per step."""
 
     def init(self) -> State:
-        return {"average": None, "best": None, "since": 0}
+        return {"average": None, "best": None, "steps_since_best": 0}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         loss = last.demo_loss
+        if "since" in state:  # the key in checkpoints of earlier versions
+            state = {**state, "steps_since_best": state["since"]}
         if loss is None or not math.isfinite(loss):
-            return state, Mix(1.0, final=state["since"] >= self.patience)
+            return state, Mix(1.0, final=state["steps_since_best"] >= self.patience)
         old, best = state["average"], state["best"]
         average = loss if old is None else self.decay * old + (1 - self.decay) * loss
         better = best is None or average < best
-        since = 0 if better else state["since"] + 1
-        after = {"average": average, "best": average if better else best, "since": since}
-        return after, Mix(1.0, final=since >= self.patience)
+        steps = 0 if better else state["steps_since_best"] + 1
+        new = {"average": average, "best": average if better else best, "steps_since_best": steps}
+        return new, Mix(1.0, final=steps >= self.patience)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Needs, Observation, State
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SFTThenRL(Method):
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))
 
-    def needs(self, step: int) -> Needs:
-        return Needs(rollouts=step >= self.sft_steps, demos=step < self.sft_steps)
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rollouts=step >= self.sft_steps, demos=step < self.sft_steps)
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(float(last.step < self.sft_steps))

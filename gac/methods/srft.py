@@ -40,7 +40,7 @@ class SRFT(Method):
     correct: float = 0.5
     """A rollout is correct if its reward is above this."""
     least_logp: float | None = None
-    """Tokens of incorrect rollouts are not pushed below this log-probability; null, as published:
+    """Log-probability below which tokens of incorrect rollouts have no gradient; null (published):
     no limit.
     """
 
@@ -68,9 +68,9 @@ class SRFT(Method):
         entropy = batch.spread(tokens.sequence_mean(tokens.entropy))
         p = logps.exp()
         policy = p if self.shape is None else p / (p + self.shape)
-        of_demo = -self.sft_scale * (-entropy).exp() * logps - batch.advantages * policy
-        right, wrong = batch.advantages > 0, batch.advantages < 0
-        pushed = logps if self.least_logp is None else logps.clamp(min=self.least_logp)
-        of_rollout = torch.where(right, -self.rl_scale * entropy.exp() * logps, 0)
-        of_rollout = torch.where(wrong, pushed, of_rollout)
-        return torch.where(batch.demo, of_demo, of_rollout)
+        demo_loss = -self.sft_scale * (-entropy).exp() * logps - batch.advantages * policy
+        correct, incorrect = batch.advantages > 0, batch.advantages < 0
+        floored_logps = logps if self.least_logp is None else logps.clamp(min=self.least_logp)
+        rollout_loss = torch.where(correct, -self.rl_scale * entropy.exp() * logps, 0)
+        rollout_loss = torch.where(incorrect, floored_logps, rollout_loss)
+        return torch.where(batch.demo, demo_loss, rollout_loss)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.data.rows import Batch
 from gac.models.causal_lm import Head
 from gac_kernels import LossOutput, LossSpec
@@ -23,16 +23,14 @@ from gac_kernels.tokens import Tokens, TokenTerms, plan
 
 
 class TokenView(NamedTuple):
-    """Input of a method's token loss: one value per token, 0 where there is no loss."""
+    """Input of a method's token loss: one value per token, 0 for tokens without a loss."""
 
     logps: Tensor
     """[N] log-probabilities of the targets, differentiable."""
     entropy: Tensor
     """[N] entropies, nats, detached."""
     batch: Tokens
-    """Per-token targets, advantages, `demo`, `old` and `ref`; per-sequence `lengths`; `spread`
-    expands [S] to [N].
-    """
+    """Per-token targets, advantages, `demo`, `old`, `ref`; per-sequence `lengths`."""
     spec: LossSpec
     head: Head
     """The policy's last layer."""
@@ -52,28 +50,21 @@ class TokenView(NamedTuple):
     def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
         """[N] KL over the full vocabulary between policy p and reference q, in nats.
 
-        forward: KL(q || p), else KL(p || q). Logits are materialized for `chunk` tokens at a time
-            and recomputed in the backward.
+        forward: KL(q || p) if true, else KL(p || q).
+        chunk: number of tokens whose logits are materialized at a time; the backward pass
+            recomputes them.
         """
         if self.reference is None:
             raise ValueError("reference=None: set Loss.reference=True in the method's loss")
         index = self.batch.live.nonzero()[:, 0]
         out = self.logps.new_zeros(len(self.logps))
         for part in index.split(chunk):
-            kl = checkpoint(
-                _chunk_kl,
-                self.head,
-                self.reference,
-                part,
-                self.spec.temperature,
-                forward,
-                use_reentrant=False,
-            )
-            out = out.index_add(0, part, kl)
+            arguments = self.head, self.reference, part, self.spec.temperature, forward
+            out = out.index_add(0, part, checkpoint(_chunk_kl, *arguments, use_reentrant=False))
         return out
 
 
-def own_loss(
+def custom_loss(
     token_loss: Callable[[TokenView], Tensor],
     head: Head,
     reference: Head | None,
@@ -82,13 +73,18 @@ def own_loss(
     old_logps: Tensor | None,
     ref_logps: Tensor | None,
     spec: LossSpec,
-    norms: Pair,
+    norms: TermPair,
 ) -> LossOutput:
     """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss."""
     targets = batch.targets
-    flat, old, ref = batch.laid_out(targets, old_logps, ref_logps)
+    flat, old, ref = batch.to_loss_layout(targets, old_logps, ref_logps)
     inputs = BatchInputs(
-        *(flat, batch.advantages, batch.is_demo, mu, old, ref),
+        flat,
+        batch.advantages,
+        batch.is_demo,
+        mu,
+        old,
+        ref,
         cu_seqlens=batch.cu_seqlens,
         rollout_norm=norms.rollout,
         demo_norm=norms.demo,
@@ -97,8 +93,8 @@ def own_loss(
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
     view = TokenView(logps, entropy.detach(), tokens, spec, head, reference)
     loss = torch.where(tokens.live, token_loss(view), 0)
-    gap = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
-    kl = torch.where(tokens.live & ~tokens.demo, gap.exp() - gap - 1, 0)
+    log_ratio = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
+    kl = torch.where(tokens.live & ~tokens.demo, log_ratio.exp() - log_ratio - 1, 0)
     terms = TokenTerms(logps, entropy.detach(), loss, kl, torch.zeros_like(kl))
     return loss_output(tokens, terms, targets.shape)
 
@@ -106,13 +102,14 @@ def own_loss(
 def _chunk_kl(
     head: Head, reference: Head, index: Tensor, temperature: float, forward: bool
 ) -> Tensor:
-    p, q = (_log_distribution(h, index) for h in (head, reference))
-    p, q = ((x / temperature).log_softmax(-1) for x in (p, q))
+    """[M] KL of the tokens at `index` [M]; see `TokenView.vocabulary_kl`."""
+    logits = (_logits(side, index) for side in (head, reference))
+    p, q = ((x / temperature).log_softmax(-1) for x in logits)
     q = q.detach()
     return ((q.exp() * (q - p)) if forward else (p.exp() * (p - q))).sum(-1)
 
 
-def _log_distribution(head: Head, index: Tensor) -> Tensor:
+def _logits(head: Head, index: Tensor) -> Tensor:
     """[M, V] float32 logits of the tokens at `index` [M]."""
     if head.logits is not None:
         return head.logits.flatten(0, 1)[index].float()

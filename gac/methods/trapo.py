@@ -14,11 +14,10 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class TRAPO(Method):
-    """Samples rollouts in micro-groups; after low rewards, the next group starts from a prefix of a
-    demonstration.
+    """Samples rollouts in micro-groups; after low rewards, the next one continues a demonstration.
 
     Prefix tokens are trained by trust-region SFT with loss -p / max(p, c), the policy's own tokens
-    by RL with advantages centred over the whole group and no clipping. All sums are divided by
+    by RL with advantages centered over the whole group and no clipping. All sums are divided by
     `loss.max_tokens`. Prefixes may end at any token rather than at a paragraph, and all
     micro-groups use the same demonstration.
     """
@@ -34,8 +33,7 @@ class TRAPO(Method):
     below: tuple[float, ...] = (-1.0, 0.5, 0.7, 0.9)
     """The prefix is given only if the mean reward so far is below this."""
     trained: tuple[int, ...] = (0, 1, 1, 1)
-    """Number of rollouts in each micro-group whose prefix is trained on, as in the released code.
-    """
+    """Number of rollouts per micro-group whose prefix is trained on, as in the released code."""
     trust: float = 0.1
     """c of the trust-region SFT, the publication's alpha."""
 
@@ -43,10 +41,10 @@ class TRAPO(Method):
         counts = {len(self.sizes), len(self.prefixes), len(self.below), len(self.trained)}
         if len(counts) != 1 or not self.sizes or min(self.sizes) < 1:
             raise ValueError(
-                f"sizes={self.sizes!r}: use numbers >= 1, as many as prefixes, below and trained"
+                f"sizes={self.sizes!r}: use numbers >= 1, as many as in prefixes, below and trained"
             )
         if not all(0 <= x <= 1 for x in self.prefixes):
-            raise ValueError(f"prefixes={self.prefixes!r}: use shares in [0, 1]")
+            raise ValueError(f"prefixes={self.prefixes!r}: use fractions in [0, 1]")
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(
@@ -67,7 +65,10 @@ class TRAPO(Method):
                 f"method.sizes={self.sizes!r}, or change the sizes"
             )
         rows = zip(self.sizes, self.prefixes, self.below, self.trained, strict=True)
-        stages = (Stage(n, share, limit if share else math.inf, k) for n, share, limit, k in rows)
+        stages = [
+            Stage(size, prefix, below if prefix else math.inf, trained)
+            for size, prefix, below, trained in rows
+        ]
         return Sampling("prompt", tuple(stages), advantages="centered")
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:

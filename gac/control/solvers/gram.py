@@ -57,10 +57,9 @@ class Gram(NamedTuple):
 
 
 def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights | None:
-    """Call `solve` with the RL gradient scaled to norm 1; the returned weights apply to the raw
-    gradients.
+    """Call `solve` with the RL gradient scaled to norm 1; return weights for the raw gradients.
 
-    The paper's baselines use l2-normalised RL gradients. A zero RL gradient is left unchanged.
+    The paper's baselines use l2-normalized RL gradients. A zero RL gradient is not scaled.
     """
     norm = math.sqrt(gram.rl) if gram.usable else 0.0
     if norm == 0:
@@ -70,19 +69,15 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
 
 
 def cross_gram(gram: Tensor, sft_count: int) -> Cross:
-    """SDMGrad's two-batch matrix from micro-batches: the first half of each term is one batch, the
-    second half the other.
+    """SDMGrad's two-batch matrix: the first half of each term's micro-batches is one batch, the
+    second half is the other.
 
     gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes, at least two of each.
     """
     total = gram.shape[0]
     enough = is_count(sft_count, 2) and total - sft_count >= 2
-    require(
-        enough,
-        "sft_count",
-        sft_count,
-        f"at least 2 of each term; there are {total} micro-batches in total",
-    )
+    use = f"at least 2 of each term; there are {total} micro-batches in total"
+    require(enough, "sft_count", sft_count, use)
     cuts = [0, sft_count // 2, sft_count, (sft_count + total) // 2, total]
     parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
     first, second = (parts[0], parts[2]), (parts[1], parts[3])

@@ -12,7 +12,7 @@ from gac.control.checks import is_real, require
 
 from .gram import Gram, Weights
 
-LEAST = 1e-3  # smallest GradNorm weight; an objective with weight 0 could never recover
+MIN_WEIGHT = 1e-3  # of GradNorm; the weight of an objective could never recover from 0
 
 
 class GradNormState(NamedTuple):
@@ -32,12 +32,11 @@ def gradnorm_step(
     asymmetry: float = 0.0,
     lr: float = 0.025,
 ) -> tuple[Weights | None, GradNormState]:
-    """One step of GradNorm (arXiv 1711.02257): moves the weighted norms w_i |g_i| towards a common
-    target.
+    """One step of GradNorm (arXiv 1711.02257): move the norms w_i |g_i| towards a common target.
 
     losses: global means > 0; required if asymmetry != 0.
     asymmetry: the paper's alpha: the target is mean(w |g|) r_i^alpha, with r_i the relative
-        inverse training rate L_i / L_i(0) over its mean. 0 equalises the norms.
+        inverse training rate L_i / L_i(0) over its mean. 0 equalizes the norms.
     lr: step of a weight, in units of |g_i| / mean(w |g|), which is scale-free. The update uses only
         the sign of the error, so mu jitters by about lr; decay lr over time.
 
@@ -62,7 +61,7 @@ def gradnorm_step(
     weighted = [w * norm for w, norm in zip(state.weights, norms, strict=True)]
     mean = 0.5 * sum(weighted)
     s, r = (
-        max(w - lr * _sign(size - mean * rate) * norm / mean, LEAST)
+        max(w - lr * _sign(size - mean * rate) * norm / mean, MIN_WEIGHT)
         for w, size, rate, norm in zip(state.weights, weighted, rates, norms, strict=True)
     )
     weights = 2 * s / (s + r), 2 * r / (s + r)

@@ -31,8 +31,7 @@ def mgda(gram: Gram) -> Weights | None:
 
 
 def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
-    """If the gradients conflict, project each onto the normal plane of the other (arXiv
-    2001.06782).
+    """Project conflicting gradients onto the normal planes of each other (arXiv 2001.06782).
 
     threshold: the cosine below which gradients conflict, in [-1, 1]; 0 is the published method.
     Returns (1, 1) for a zero gradient or without conflict.
@@ -48,12 +47,11 @@ def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
 
 
 def cagrad(gram: Gram, radius: float = 0.5, rescale: int = 0) -> Weights | None:
-    """The best worst-case descent within `radius` |g_0| of the mean gradient g_0 (arXiv
-    2110.14048).
+    """The best worst-case descent within `radius` |g_0| of the mean g_0 (arXiv 2110.14048).
 
     radius: the paper's c, >= 0. rescale: 0 none, 1 divides by 1 + radius^2, 2 by 1 + radius.
 
-    Minimises g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r. If g_w vanishes (one
+    Minimizes g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r. If g_w vanishes (one
     gradient is zero, or opposite gradients cancel within the radius), no direction descends on
     both. Returns the mean (0.5, 0.5) if one gradient is zero, else (0, 0).
     """
@@ -104,8 +102,7 @@ def nash_mtl(gram: Gram, max_norm: float | None = 1.0) -> Weights | None:
 def aligned_mtl(
     gram: Gram, mode: str = "min", preference: tuple[float, float] = (0.5, 0.5)
 ) -> Weights | None:
-    """Preference-weighted sum of the gradients after making them orthogonal and of equal norm
-    (arXiv 2305.19000).
+    """Weighted sum of the gradients made orthogonal and of equal norm (arXiv 2305.19000).
 
     w = sqrt(scale) G^(-1/2) preference, where scale is the smallest eigenvalue of G ("min") or
     their mean ("rmse"). With parallel gradients or one zero gradient, only the component along

@@ -56,8 +56,9 @@ class DWAState(NamedTuple):
 
 
 def dwa_weights(state: DWAState, temperature: float = 2.0) -> Weights:
-    """w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704); (1, 1) until two windows are
-    complete.
+    """w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704).
+
+    Returns (1, 1) until two windows are complete.
     """
     require(is_real(temperature) and temperature > 0, "temperature", temperature, "a number > 0")
     if state.newer is None or state.older is None:
@@ -87,7 +88,7 @@ def dwa_step(state: DWAState, losses: Losses, window: int = 25) -> DWAState | No
 
 
 class FAMOState(NamedTuple):
-    """FAMO's logits and the moments of their Adam optimiser."""
+    """FAMO's logits and the moments of their Adam optimizer."""
 
     logits: Losses = (0.0, 0.0)
     first: Losses = (0.0, 0.0)
@@ -117,9 +118,9 @@ def famo_step(
     lr: float = 0.025,
     decay: float = 1e-3,
 ) -> FAMOState | None:
-    """One Adam step on the logits, from the decrease of each loss on the same batch.
+    """One Adam step on the logits, from the decrease of both losses on one batch.
 
-    before, after: losses of one batch before and after the optimiser step.
+    before, after: losses of one batch before and after the optimizer step.
     decay: weight decay of the logits, added to their gradient. Returns None if a loss is not
         finite.
     """
@@ -129,12 +130,12 @@ def famo_step(
     if old is None or new is None:
         return None
     z = _softmax(*state.logits)
-    fall = [math.log(x) - math.log(y) for x, y in zip(old, new, strict=True)]
-    mean = z[0] * fall[0] + z[1] * fall[1]
+    decrease = [math.log(x) - math.log(y) for x, y in zip(old, new, strict=True)]
+    mean = z[0] * decrease[0] + z[1] * decrease[1]
     steps = state.steps + 1
     rows = []
     for i in (0, 1):
-        gradient = z[i] * (fall[i] - mean) + decay * state.logits[i]
+        gradient = z[i] * (decrease[i] - mean) + decay * state.logits[i]
         first = 0.9 * state.first[i] + 0.1 * gradient
         second = 0.999 * state.second[i] + 0.001 * gradient**2
         size = math.sqrt(second / (1 - 0.999**steps)) + 1e-8
@@ -146,7 +147,7 @@ def famo_step(
 def _gaps(losses: Losses, minimum: Losses) -> Losses | None:
     if not all(map(math.isfinite, (*losses, *minimum))):
         return None
-    s, r = (loss - least for loss, least in zip(losses, minimum, strict=True))
+    s, r = (loss - low for loss, low in zip(losses, minimum, strict=True))
     require(min(s, r) >= 0, "losses", losses, f"losses >= minimum={minimum!r}")
     return s + EPSILON, r + EPSILON
 
