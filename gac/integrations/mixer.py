@@ -1,4 +1,4 @@
-"""GAC inside another trainer; see `Mixer`."""
+"""Runs a controller inside another trainer; see `Mixer`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
-from gac.control.evidence import Evidence, Wanted
-from gac.control.term_pair import Pair
+from gac.control.evidence import Evidence, SourceNeeds
+from gac.control.term_pair import TermPair
 from gac.data.order import Order
 from gac.methods import CHORD, GAC, Constant, Method, Observation
-from gac.methods.base import Outcome
+from gac.methods.base import UpdateOutcome
 from gac.methods.kl_ctrl import KLControl
 from gac.parallel.collectives import rank
 from gac_kernels import LossSpec, TokenMoments
@@ -29,15 +29,15 @@ FILE = "gac.json"
 
 
 class Mixer:
-    """Runs a controller inside another trainer: draws demonstrations, weights the losses, collects
-    statistics.
+    """Computes mu inside another trainer, from the statistics of its steps.
 
     The trainer keeps its own rollout loss; you add the demonstration loss to it::
 
-        rows = mixer.draw()                  # at the start of an optimiser step
-        loss = mixer.rollouts(rollout_loss) + mixer.demos(demo_loss)  # in each micro-batch
-        mixer.observe(out.moments)           # in each micro-batch: its statistics
-        log = mixer.close()                  # at the end of the step: updates mu
+        rows = mixer.draw()  # at the start of an optimizer step
+        # in each micro-batch:
+        loss = mixer.weight_rollout_loss(rollout_loss) + mixer.weight_demo_loss(demo_loss)
+        mixer.observe(out.moments)
+        metrics = mixer.close()  # at the end of the step: updates mu
 
     Every rank draws the same rows without communication, and `close` checks that mu is the same on
     all ranks. Scale losses as for DDP: summed over a rank's micro-batches and averaged over ranks,
@@ -49,7 +49,7 @@ class Mixer:
             None: GAC().
         rows: number of available demonstrations.
         batch: demonstrations per optimizer step, over all ranks.
-        seed: seed for shuffling the demonstrations.
+        seed: seed of the order of the demonstrations.
 
     Raises:
         ValueError: the method needs more than log-probabilities, or an argument is invalid.
@@ -64,7 +64,7 @@ class Mixer:
         seed: int = 0,
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
-        self.method = served(controller)
+        self.method = resolve_method(controller)
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """Weighting and reduction of the demonstration loss; the other fields are not used."""
         self.batch = batch
@@ -83,18 +83,18 @@ class Mixer:
         """Draw the row indices of the step's demonstrations, the same on every rank."""
         return self._order.take(self.batch)
 
-    def rollouts(self, loss: Tensor) -> Tensor:
+    def weight_rollout_loss(self, loss: Tensor) -> Tensor:
         """Multiply the trainer's own micro-batch loss (0-d) by its weight, 1 - mu."""
         self._losses[0].append(loss.detach())
         return self._mix.pair.rollout * loss
 
-    def demos(self, loss: Tensor) -> Tensor:
+    def weight_demo_loss(self, loss: Tensor) -> Tensor:
         """Multiply the demonstration loss of a micro-batch (0-d) by its weight, mu."""
         self._losses[1].append(loss.detach())
         return self._mix.pair.demo * loss
 
     def observe(self, moments: TokenMoments | None) -> None:
-        """Add the statistics of a micro-batch of rollouts, demonstrations or both.
+        """Add the statistics of a micro-batch, which may have rows of either kind or of both.
 
         Raises:
             ValueError: `moments` is None because the loss was called with `moments=False`.
@@ -119,34 +119,35 @@ class Mixer:
             measured are left out.
 
         Raises:
-            RuntimeError: mu differs between ranks, or `observe` was called on none of them.
+            RuntimeError: mu differs between ranks, or no rank called `observe`.
         """
         total, losses = self._gather(group)
-        seen: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "kl": float(total.kl),
             "entropy": float(total.entropy),
             "rollout_loss": losses[0],
             "demo_loss": losses[1],
         }
-        known = {name: value for name, value in seen.items() if math.isfinite(value)}
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         needs = self.method.needs(self._step)
         evidence = Evidence(self._step, total) if needs.signals else None
-        outcome = Outcome(evidence, Pair(demo=losses[1], rollout=losses[0]), None)
+        outcome = UpdateOutcome(evidence, TermPair(demo=losses[1], rollout=losses[0]), None)
         self._state, reading = self.method.after_step(self._state, outcome)
         row = {
             "mu": self.mu,
             **self.method.report(self._state),
-            **known,
+            **metrics,
             **total.signals(needs.trim)._asdict(),
             "demo_tokens": float(total.demo_tokens),
         }
         self._step += 1
         signals = None if reading is None else reading.signals
-        observation = Observation(self._step, signals, **known)
+        observation = Observation(self._step, signals, **metrics)
         before = self._state
         self._state, self._mix = self.method.mix(before, observation)
-        if (news := self.method.notice(before, self._state)) and rank() == 0:
-            logger.warning("step %d: %s", self._step + 1, news)
+        message = self.method.log_message(before, self._state)
+        if message is not None and rank() == 0:
+            logger.warning("step %d: %s", self._step + 1, message)
         self._clear()
         return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
 
@@ -156,27 +157,28 @@ class Mixer:
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
         """The step's moments and losses over all ranks, on the CPU."""
-        own = self._moments
-        zero = own.totals.new_zeros(())
-        losses = torch.stack([sum((x.double() for x in side), zero) for side in self._losses])
-        scored = own.demo_nll[own.demo_nll != -math.inf]
+        moments = self._moments
+        zero = moments.totals.new_zeros(())
+        losses = torch.stack([sum((x.double() for x in term), zero) for term in self._losses])
+        scored = moments.demo_nll[moments.demo_nll != -math.inf]
         nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
         if len(scored) > self.batch:
             raise RuntimeError(
-                f"observe() got {len(scored)} demonstrations in one step, more than batch={self.batch}"
+                f"observe() got {len(scored)} demonstrations in one step, more than "
+                f"batch={self.batch}: call close() after every step, or use a larger batch"
             )
         nll[: len(scored)] = scored
         mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
-        mine = torch.cat([mu, losses, own.rollouts, own.totals, nll])
-        rows = [mine]
+        local = torch.cat([mu, losses, moments.rollouts, moments.totals, nll])
+        rows = [local]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(rows, mine, group=group)
+            rows = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(rows, local, group=group)
         table = torch.stack(rows).cpu()
         if (table[:, 0] != table[0, 0]).any():
             raise RuntimeError(
-                f"mu differs over the ranks, {table[:, 0].tolist()}: load the same controller "
-                "state on all of them"
+                f"mu differs between ranks: {table[:, 0].tolist()}; load the same controller state "
+                "on all of them"
             )
         parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
         total = TokenMoments.merged(parts)
@@ -206,8 +208,8 @@ class Mixer:
         require(not missing, "state", missing, "a dict from state_dict(), which has these keys")
         if state["name"] != self.method.name:
             raise ValueError(
-                f"the saved controller is {state['name']!r} and this run's {self.method.name!r}: "
-                "resume with the same controller"
+                f"the saved controller is {state['name']!r}, but this run uses "
+                f"{self.method.name!r}: resume with the same controller"
             )
         self._order.load_state_dict(state["order"])
         self._step, self._state = int(state["step"]), state["method"]
@@ -230,42 +232,44 @@ class Mixer:
         path = Path(folder) / FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: this checkpoint was saved without a controller, so mu is unknown; start a new run from its weights instead of resuming"
+                f"{path} is missing: this checkpoint was saved without a controller, so mu is "
+                "unknown; start a new run from its weights instead of resuming"
             )
         self.load_state_dict(json.loads(path.read_text()))
 
 
-def served(controller: ControllerConfig | Method | None) -> Method:
-    """Return the controller as a Method (None: GAC()). Raises ValueError, naming it, if it needs
-    more than log-probabilities.
+def resolve_method(controller: ControllerConfig | Method | None) -> Method:
+    """Return the controller as a Method; None: GAC().
+
+    Raises:
+        ValueError: the controller needs more than log-probabilities.
     """
     if controller is None:
         return GAC()
-    known = isinstance(controller, (ControllerConfig, Method))
-    require(known, "controller", controller, "a ControllerConfig or a method of gac.methods")
+    valid = isinstance(controller, (ControllerConfig, Method))
+    require(valid, "controller", controller, "a ControllerConfig or a method of gac.methods")
     name = getattr(controller, "name", "ControllerConfig")
     if isinstance(controller, ControllerConfig):
-        lacking = _lacking(controller)
+        missing = _missing_inputs(controller)
     else:
-        plain = isinstance(controller, (CHORD, Constant, KLControl))
-        lacking = "" if plain else "measurements that only gac's own trainer makes"
-    if lacking:
+        supported = isinstance(controller, (CHORD, Constant, KLControl))
+        missing = "" if supported else "measurements that only gac's own trainer makes"
+    if missing:
         raise ValueError(
-            f"controller={name}: it needs {lacking}; inside another trainer there are "
-            "log-probabilities only: use gac, chord, constant, guarded or kl-ctrl, or train with "
-            "gac itself"
+            f"controller={name} needs {missing}, but another trainer provides only "
+            "log-probabilities: use gac, chord, constant, guarded or kl-ctrl, or train with gac "
+            "itself"
         )
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 
 
-def _lacking(controller: ControllerConfig) -> str:
-    """What a guided controller needs from the gradients themselves; empty if nothing."""
+def _missing_inputs(controller: ControllerConfig) -> str:
+    """Inputs of a guided controller that another trainer cannot provide; empty if none."""
     if controller.gate is not None:
         return "the inner product of the two gradients for its gate"
     if controller.estimator != "independent":
-        return (
-            f"the covariance or biases of the two gradients for estimator={controller.estimator!r}"
-        )
+        return f"the covariance or biases of the gradients for estimator={controller.estimator!r}"
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
-    plain = signals is None or signals.wanted == Wanted()
-    return "" if plain else f"gradients for signals={signals!r}"
+    if signals is None or signals.needs == SourceNeeds():
+        return ""
+    return f"gradients for signals={signals!r}"

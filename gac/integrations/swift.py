@@ -75,8 +75,8 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         self.observe_rollouts(mask, grpo_batch.advantages, ref)
         # Trainer divides the returned loss by the number of micro-batches
         micro_batches = self.current_gradient_accumulation_steps
-        loss = self.mixer.rollouts(rollout_loss / micro_batches)
-        loss = loss + self.mixer.demos(self._demo_loss(model))
+        loss = self.mixer.weight_rollout_loss(rollout_loss / micro_batches)
+        loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
         self.end_micro_batch()
         return micro_batches * loss, metrics
 

@@ -188,8 +188,8 @@ class GACPolicyLoss(PolicyLossFn):
         if not torch.is_grad_enabled():
             return out.loss, {}
         mixer.observe(out.moments)
-        mixer.rollouts(out.rollout_loss)
-        mixer.demos(out.demo_loss)
+        mixer.weight_rollout_loss(out.rollout_loss)
+        mixer.weight_demo_loss(out.demo_loss)
         self.rows_done += len(logprob)
         log = {"mu": mixer.mu}
         if self.rows_done == rows // ranks:  # the step's last micro-batch, on every rank

@@ -88,7 +88,8 @@ class GACMixin(StepMixin):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")
         self.observe_rollouts(mask, inputs["advantages"], ref)
-        loss = self.mixer.rollouts(rollout_loss) + self.mixer.demos(self._demo_loss(model))
+        loss = self.mixer.weight_rollout_loss(rollout_loss)
+        loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
         self.end_micro_batch()
         return loss
 

@@ -165,7 +165,7 @@ class Mixture:
             ref_logps=batch.get("ref_log_prob", None),
         )
         self.mixer.observe(moments)
-        return self.mixer.rollouts(loss), metrics
+        return self.mixer.weight_rollout_loss(loss), metrics
 
     def demo_data(self, data: TensorDict) -> TensorDict:
         """This rank's demonstrations for the step, in the format that verl's engine expects."""
@@ -209,7 +209,7 @@ class Mixture:
             demo_norm=self.norm,
         )
         self.mixer.observe(out.moments)
-        return self.mixer.demos(out.loss), {}
+        return self.mixer.weight_demo_loss(out.loss), {}
 
 
 def check_supported(engine: Any, model: Any) -> None:
