@@ -2,10 +2,10 @@
 one rename.
 
     checkpoints/step-00000120/     sharded tensors and progress.json
-    checkpoints/damaged-00000140/  a checkpoint that failed its checksums, moved aside
+    checkpoints/damaged-00000140/  a checkpoint that failed its checksums
 
-A checkpoint loads on any number of processes. All ranks must share a file system, and call every
-function that does not say otherwise.
+A checkpoint loads on any number of processes. All ranks must share a file system. Call every
+function on all ranks unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from gac.errors import CheckpointError, NoCheckpoint
-from gac.parallel.collectives import gather, rank, ranks
+from gac.errors import CheckpointError, CheckpointNotFound
+from gac.parallel.collectives import gather, rank, world_size
 
 logger = logging.getLogger(__name__)
 # a run without torchrun has one process on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 MODEL = "model."  # prefix of the model's tensor names
+EXTRA = "further"  # key of `extra_tensors`; unchanged, so that older checkpoints load
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 BLOCK = 1 << 24  # bytes read at once for a checksum
 
@@ -51,49 +52,52 @@ def save(
     model: nn.Module,
     optimizer: Optimizer,
     progress: dict[str, Any],
-    further: dict[str, Tensor] | None = None,
+    extra_tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write checkpoint `step` under `folder`. Returns its path.
 
-    further: additional tensors of the run, sharded like the parameters.
+    extra_tensors: additional tensors of the run, sharded like the parameters.
 
     Raises CheckpointError, on every rank, if any rank could not write its part.
     """
-    final, aside = _path(folder, step), folder / f".writing-{step:08d}"
+    final, temporary = _path(folder, step), folder / f".writing-{step:08d}"
     stepped = bool(optimizer.state)
     tensors, moments = get_state_dict(model, optimizer)
     if not stepped:  # get_state_dict created optimizer state in order to save it; undo that
         optimizer.state.clear()
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
-    if further:
-        state["further"] = further
-    _together(lambda: _on_main(lambda: _fresh(aside)), folder)
-    _together(lambda: _write(state, aside), folder)
-    sums = _together(lambda: _checksums(aside, _mine(aside)), folder)
+    if extra_tensors:
+        state[EXTRA] = extra_tensors
+    _gather_results(lambda: _on_rank_0(lambda: _make_empty(temporary)), folder)
+    _gather_results(lambda: _write(state, temporary), folder)
+    sums = _gather_results(lambda: _checksums(temporary, _own_files(temporary)), folder)
     files = {name: value for part in sums for name, value in part.items()}
     content = {"step": step, "stepped": stepped, "files": files, **progress}
-    _together(lambda: _on_main(lambda: _publish(aside, final, content)), folder)
+    _gather_results(lambda: _on_rank_0(lambda: _publish(temporary, final, content)), folder)
     return final
 
 
-def write_weights(path: Path, model: nn.Module, further: dict[str, Tensor]) -> None:
-    """Write the model's tensors and `further`, in the same format."""
+def write_weights(path: Path, model: nn.Module, extra_tensors: dict[str, Tensor]) -> None:
+    """Write the model's tensors and `extra_tensors`, in the format of a checkpoint."""
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if further:
-        state["further"] = further
-    _together(lambda: _on_main(lambda: _fresh(path)), path)
-    _together(lambda: _write(state, path), path)
+    if extra_tensors:
+        state[EXTRA] = extra_tensors
+    _gather_results(lambda: _on_rank_0(lambda: _make_empty(path)), path)
+    _gather_results(lambda: _write(state, path), path)
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: Optimizer, further: dict[str, Tensor] | None = None
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    extra_tensors: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` into the other arguments, in place; returns its progress."""
     progress = read_progress(path)
     tensors, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
-    if further:
-        state["further"] = further
+    if extra_tensors:
+        state[EXTRA] = extra_tensors
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -103,14 +107,16 @@ def load(
     return progress
 
 
-def load_weights(path: Path, model: nn.Module, further: dict[str, Tensor] | None = None) -> None:
+def load_weights(
+    path: Path, model: nn.Module, extra_tensors: dict[str, Tensor] | None = None
+) -> None:
     """Load a checkpoint, or the output of `write_weights`, into `model` in a single process.
 
-    further: additional saved tensors, loaded in place.
+    extra_tensors: additional saved tensors, loaded in place.
     """
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if further:
-        state["further"] = further
+    if extra_tensors:
+        state[EXTRA] = extra_tensors
     dcp.load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state["model"])
 
@@ -120,18 +126,16 @@ def model_tensors(path: Path) -> dict[str, Tensor]:
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         name.removeprefix(MODEL): torch.empty(
-            found.size, dtype=found.properties.dtype, device="meta"
+            entry.size, dtype=entry.properties.dtype, device="meta"
         )
-        for name, found in stored.items()
-        if name.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
+        for name, entry in stored.items()
+        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
     }
 
 
-def read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read some of the model's tensors, unsharded, in this process only; `wanted`: a subset of
-    `model_tensors`.
-    """
-    tensors = {name: torch.empty_like(x, device="cpu") for name, x in wanted.items()}
+def read_tensors(path: Path, meta_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Read the given subset of `model_tensors`, unsharded, in this process only."""
+    tensors = {name: torch.empty_like(x, device="cpu") for name, x in meta_tensors.items()}
     dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
     return tensors
 
@@ -149,7 +153,7 @@ def read_progress(path: Path) -> dict[str, Any]:
     return content
 
 
-def complete(folder: Path) -> list[Path]:
+def list_complete(folder: Path) -> list[Path]:
     """The finished checkpoints under `folder`, oldest first."""
     return sorted(p.parent for p in folder.glob(f"step-*/{PROGRESS}"))
 
@@ -157,36 +161,38 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The newest intact checkpoint, or None; newer, damaged ones are renamed with a warning.
 
-    Each rank checks a share of the files; all ranks return the same result.
+    Each rank checks some of the files; all ranks return the same result.
     """
-    for path in reversed(complete(folder)):
-        found = [f for f in gather(_fault(path)) if f]
-        if not found:
+    for path in reversed(list_complete(folder)):
+        faults = [f for f in gather(_fault(path)) if f]
+        if not faults:
             return path
-        aside = path.with_name(path.name.replace("step-", "damaged-"))
+        damaged = path.with_name(path.name.replace("step-", "damaged-"))
         logger.warning(
             "%s is damaged (%s); renamed it to %s, falling back to the previous checkpoint",
             path,
-            found[0],
-            aside.name,
+            faults[0],
+            damaged.name,
         )
         gather(None)  # barrier: do not rename while another rank is still reading
         if rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            shutil.rmtree(damaged, ignore_errors=True)
+            path.rename(damaged)
         gather(None)
     return None
 
 
-def at(folder: Path, step: int) -> Path:
-    """The finished checkpoint of `step`. If there is none, raises NoCheckpoint, which lists the
-    available steps.
+def find(folder: Path, step: int) -> Path:
+    """The finished checkpoint of `step`.
+
+    Raises CheckpointNotFound, which lists the available steps, if there is none.
     """
-    path = _path(folder, step)
-    found = complete(folder)
-    if path not in found:
-        there = ", ".join(str(int(p.name.removeprefix("step-"))) for p in found) or "none"
-        raise NoCheckpoint(f"no checkpoint of step {step} in {folder}; available steps: {there}")
+    path, complete = _path(folder, step), list_complete(folder)
+    if path not in complete:
+        available = ", ".join(str(int(p.name.removeprefix("step-"))) for p in complete) or "none"
+        raise CheckpointNotFound(
+            f"no checkpoint of step {step} in {folder}; available steps: {available}"
+        )
     return path
 
 
@@ -194,9 +200,9 @@ def prune(folder: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
     if rank() != 0:
         return
-    kept = {*complete(folder)[-keep:], *([] if best is None else [_path(folder, best)])}
-    for path in complete(folder):
-        if path not in kept:
+    best_path = None if best is None else _path(folder, best)
+    for path in list_complete(folder)[:-keep]:
+        if path != best_path:
             shutil.rmtree(path)
     for stale in folder.glob(".writing-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -206,9 +212,9 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
-    """Run `work` on every rank and gather the results; if one rank fails, all raise instead of
-    hanging.
+def _gather_results(work: Callable[[], Any], folder: Path) -> list[Any]:
+    """Run `work` on every rank and gather the results; if any rank fails, all raise
+    CheckpointError instead of hanging.
     """
     result, fault = None, None
     try:
@@ -220,8 +226,9 @@ def _together(work: Callable[[], Any], folder: Path) -> list[Any]:
     if faults:
         free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
         raise CheckpointError(
-            f"a checkpoint could not be written under {folder}, where {free:.1f} MB are free "
-            f"({faults[0]}); free some space or fix the disk, then rerun the command to resume from the last finished checkpoint"
+            f"could not write a checkpoint under {folder}, where {free:.1f} MB are free "
+            f"({faults[0]}); free some space or fix the disk, then rerun the command to resume "
+            "from the last finished checkpoint"
         )
     return [r for r, _ in results]
 
@@ -233,12 +240,12 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _on_main(work: Callable[[], None]) -> None:
+def _on_rank_0(work: Callable[[], None]) -> None:
     if rank() == 0:
         work()
 
 
-def _fresh(path: Path) -> None:
+def _make_empty(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
 
@@ -247,22 +254,21 @@ def _write(state: dict[str, Any], path: Path) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
-def _publish(aside: Path, final: Path, content: dict[str, Any]) -> None:
-    content = json.loads(
-        json.dumps(content)
-    )  # turn tuples into lists before computing the checksum
-    with (aside / PROGRESS).open("w") as file:
+def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
+    """Add the progress to a written checkpoint and rename it to its final path."""
+    content = json.loads(json.dumps(content))  # tuples become lists before the checksum
+    with (temporary / PROGRESS).open("w") as file:
         json.dump({"checksum": _checksum_of(content), "content": content}, file)
         file.flush()
         os.fsync(file.fileno())
     shutil.rmtree(final, ignore_errors=True)
-    aside.rename(final)
+    temporary.rename(final)
     folder = os.open(final.parent, os.O_RDONLY)
     os.fsync(folder)  # so that the rename survives a power failure
     os.close(folder)
 
 
-def _mine(path: Path) -> list[str]:
+def _own_files(path: Path) -> list[str]:
     """The files that this rank wrote; for rank 0 also the index."""
     names = [p.name for p in path.glob(f"__{rank()}_*.distcp")]
     return [*names, ".metadata"] if rank() == 0 else names
@@ -270,14 +276,14 @@ def _mine(path: Path) -> list[str]:
 
 def _checksums(path: Path, names: list[str]) -> dict[str, list[int]]:
     """Map each name to [size in bytes, crc32]."""
-    out = {}
+    checksums = {}
     for name in names:
         size = crc = 0
         with (path / name).open("rb") as file:
             while block := file.read(BLOCK):
                 size, crc = size + len(block), zlib.crc32(block, crc)
-        out[name] = [size, crc]
-    return out
+        checksums[name] = [size, crc]
+    return checksums
 
 
 def _checksum_of(content: dict[str, Any]) -> int:
@@ -285,19 +291,20 @@ def _checksum_of(content: dict[str, Any]) -> int:
 
 
 def _fault(path: Path) -> str | None:
-    """The first fault in this rank's share of a checkpoint's files, or None."""
+    """The first fault in the files that this rank checks, or None."""
     try:
         files = read_progress(path)["files"]
-        share = sorted(files)[rank() :: ranks()]
-        missing = [name for name in share if not (path / name).exists()]
+        own_files = sorted(files)[rank() :: world_size()]
+        missing = [name for name in own_files if not (path / name).exists()]
         if missing:
             return f"{missing[0]} is missing"
-        found = _checksums(path, share)
+        checksums = _checksums(path, own_files)
     except (OSError, CheckpointError) as error:
         return str(error)
-    for name in share:
-        if found[name][0] != files[name][0]:
-            return f"{name} has {found[name][0]} bytes instead of {files[name][0]}"
-        if found[name][1] != files[name][1]:
+    for name in own_files:
+        (size, crc), (saved_size, saved_crc) = checksums[name], files[name]
+        if size != saved_size:
+            return f"{name} has {size} bytes instead of {saved_size}"
+        if crc != saved_crc:
             return f"{name} does not match its checksum"
     return None

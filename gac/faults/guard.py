@@ -14,7 +14,7 @@ class GuardConfig:
     max_norm: float = 1e5
     """Skip a step whose gradient norm is above this or not finite."""
     patience: int = 5
-    """Consecutive skipped steps after which the run saves a checkpoint and aborts."""
+    """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
     keep: int = 3
     """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
     """
@@ -33,11 +33,11 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self.skipped = self.in_a_row = self.kept = 0
+        self.skipped = self.consecutive = self.kept = 0
         self.fault: str | None = None  # why the last skipped step was skipped
 
     def judge(self, norm: float, losses: Mapping[str, float]) -> str | None:
-        """The reason to skip the step, or None. All arguments must already be reduced over ranks."""
+        """The reason to skip the step, or None. The arguments must be reduced over ranks."""
         fault = None
         for name, value in {**losses, "grad_norm": norm}.items():
             if not math.isfinite(value):
@@ -47,22 +47,21 @@ class Guard:
             if norm > self.config.max_norm:
                 fault = f"grad_norm is {norm:.3g}, above guards.max_norm={self.config.max_norm:g}"
         self.skipped += fault is not None
-        self.in_a_row = self.in_a_row + 1 if fault else 0
+        self.consecutive = self.consecutive + 1 if fault else 0
         self.fault = fault or self.fault
         return fault
 
     @property
     def exhausted(self) -> bool:
         """Whether too many consecutive steps were skipped."""
-        return self.in_a_row >= self.config.patience
+        return self.consecutive >= self.config.patience
 
     def state_dict(self) -> dict[str, int]:
         """State in plain JSON types; after an aborted run the consecutive count restarts at 0."""
-        in_a_row = 0 if self.exhausted else self.in_a_row
-        return {"skipped": self.skipped, "in_a_row": in_a_row, "kept": self.kept}
+        consecutive = 0 if self.exhausted else self.consecutive
+        return {"skipped": self.skipped, "consecutive": consecutive, "kept": self.kept}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from `state`."""
-        self.skipped, self.in_a_row, self.kept = (
-            state[name] for name in ("skipped", "in_a_row", "kept")
-        )
+        """Resume from `state`; in older checkpoints "consecutive" is called "in_a_row"."""
+        self.skipped, self.kept = state["skipped"], state["kept"]
+        self.consecutive = state["consecutive" if "consecutive" in state else "in_a_row"]

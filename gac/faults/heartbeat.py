@@ -12,29 +12,29 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gac.parallel.collectives import rank, ranks
+from gac.parallel.collectives import rank, world_size
 
 logger = logging.getLogger(__name__)
-INTERVAL = 1.0  # seconds between beats
-SILENCE = 4.0  # seconds without a heartbeat after which a rank is considered dead
-PATIENCE = 60.0  # seconds without a beat after which a warning is logged during the run
+INTERVAL = 1.0  # seconds between heartbeats
+DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank is considered dead
+WARN_AFTER = 60.0  # seconds without a heartbeat after which a warning is logged during the run
 
 
 class Heartbeat:
     """A daemon thread that keeps running while a collective hangs; a no-op with a single process.
 
-    The heartbeat continues while a rank computes or waits, and ends when its process does (killed,
-    stopped, machine lost). One key per rank and one listener per key: the store sees about 3 R
-    calls a second.
+    Heartbeats continue while a rank computes or waits, and end with its process (killed, stopped,
+    machine lost). Each heartbeat makes three store calls: with R ranks, about 3 R calls a second.
+    `activity` says what this rank is doing, for the message about it.
     """
 
     def __init__(self) -> None:
-        self.where = "set-up"
-        self._alone = ranks() == 1
-        if self._alone:
+        self.activity = "set-up"
+        self._single_process = world_size() == 1
+        if self._single_process:
             return
         self.rank = rank()
-        self.next = (self.rank + 1) % ranks()
+        self.next = (self.rank + 1) % world_size()
         self._id = f"{socket.gethostname()}, pid {os.getpid()}"
         self._prefix = f"gac/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.TCPStore(
@@ -44,50 +44,50 @@ class Heartbeat:
             wait_for_workers=False,
             timeout=timedelta(seconds=30),
         )
-        self._heard, self._last, self._count = time.monotonic(), "", 0
+        self._received_at, self._last, self._count = time.monotonic(), "", 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # Python must not exit while the thread is in a store call
 
     def gone(self) -> str | None:
-        """A message if the next rank's process has died, otherwise None; blocks for a few seconds
-        to be sure.
+        """A message if the next rank's process has died, otherwise None; waits a few seconds for
+        its heartbeat.
         """
-        if self._alone:
+        if self._single_process:
             return None
-        asked, count = time.monotonic(), self._count
-        while time.monotonic() - asked < SILENCE + INTERVAL:
-            if self._count > count + 1:  # the first beat may have been sent before it died
+        started, count = time.monotonic(), self._count
+        while time.monotonic() - started < DEAD_AFTER + INTERVAL:
+            if self._count > count + 1:  # the first heartbeat may have been sent before it died
                 return None
             time.sleep(INTERVAL / 4)
-        return self._sentence()
+        return self._message()
 
     def stop(self) -> None:
         """Stop monitoring at the end of the run, when ranks exit one by one."""
-        if not self._alone:
+        if not self._single_process:
             self._done.set()
             self._thread.join()
 
-    def _sentence(self) -> str:
-        silent = time.monotonic() - self._heard
-        return f"rank {self.next} is not responding: no heartbeat for {silent:.0f} s (last: {self._last})"
+    def _message(self) -> str:
+        silence = f"no heartbeat for {time.monotonic() - self._received_at:.0f} s"
+        return f"rank {self.next} is not responding: {silence} (last: {self._last})"
 
     def _run(self) -> None:
-        beat, warned = 0, False
+        number, warned = 0, False
         while not self._done.is_set():
-            beat += 1
+            number += 1
             try:
-                note = f"{beat};{self.where} on {self._id}"
-                self._store.set(f"{self._prefix}/{self.rank}", note)
+                heartbeat = f"{number};{self.activity} on {self._id}"
+                self._store.set(f"{self._prefix}/{self.rank}", heartbeat)
                 key = f"{self._prefix}/{self.next}"
-                heard = self._store.get(key).decode() if self._store.check([key]) else ""
+                received = self._store.get(key).decode() if self._store.check([key]) else ""
             except (RuntimeError, ValueError):
                 return  # the launcher has exited, and the store with it
-            if heard != self._last:
-                self._heard, self._last, warned = time.monotonic(), heard, False
+            if received != self._last:
+                self._received_at, self._last, warned = time.monotonic(), received, False
                 self._count += 1
-            elif time.monotonic() - self._heard > PATIENCE and not warned:
-                logger.warning("%s", self._sentence())
+            elif time.monotonic() - self._received_at > WARN_AFTER and not warned:
+                logger.warning("%s", self._message())
                 warned = True
             self._done.wait(INTERVAL)

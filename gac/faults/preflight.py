@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -11,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from gac.errors import BadFolder, ConfigError, RunError
+from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank
 
 FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
-# keys of TrainConfig, with all their subkeys, that may change on resume: none affects which data is
-# trained on
-HARMLESS = {
+# keys of TrainConfig, with all their subkeys, that may change on resume; none of them changes which
+# data is trained on
+MAY_CHANGE_ON_RESUME = {
     "out",
     "name",
     "steps",
@@ -47,14 +48,13 @@ def check_folder(out: Path) -> None:
         fault = f"the run directory is not writable ({error.strerror}): choose another `out`"
     faults = gather(fault)
     if not any(faults) and not path.exists():
-        fault = (
-            f"rank {rank()} does not see the files of rank 0: `out` must be on a shared file system"
-        )
+        fault = f"rank {rank()} does not see rank 0's files: use a shared file system for `out`"
     faults = [f for f in (*faults, *gather(fault)) if f]
     if rank() == 0:
-        _remove(path)
+        with contextlib.suppress(OSError):  # if `out` is below a file, there is nothing to remove
+            path.unlink(missing_ok=True)
     if faults:
-        raise BadFolder(f"out={str(out)!r}: {faults[0]}")
+        raise RunDirectoryError(f"out={str(out)!r}: {faults[0]}")
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
@@ -66,20 +66,20 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
     need, free = checkpoints * (weights + moments), shutil.disk_usage(out).free
     if free < need:
         raise RunError(
-            f"out={str(out)!r}: {free / 1e9:.3g} GB free, and {checkpoints} checkpoints of this "
-            f"model need {need / 1e9:.3g} GB: make room, or lower keep_checkpoints"
+            f"out={str(out)!r}: {checkpoints} checkpoints of this model need {need / 1e9:.3g} GB, "
+            f"but only {free / 1e9:.3g} GB are free: free some space or lower keep_checkpoints"
         )
 
 
-def check_budget(key: str, tokens: int | None, longest: int, together: int) -> None:
-    """Raise ConfigError unless `together` rows of `longest` tokens fit into `tokens`, the value of
-    `key`.
+def check_budget(key: str, tokens: int | None, longest: int, group_size: int) -> None:
+    """Raise ConfigError unless `group_size` rows of `longest` tokens fit into a batch of `tokens`,
+    the value of `key`.
     """
-    need = longest * together
+    need = longest * group_size
     if tokens is not None and tokens < need:
-        rows = "the longest row" if together == 1 else f"{together} rows that stay together"
+        rows = "the longest row" if group_size == 1 else f"{group_size} rows that stay together"
         raise ConfigError(
-            f"{key}={tokens}: {rows}, prompt and response, can have {need} tokens: use {need} or "
+            f"{key}={tokens}: {rows} (prompt and response) may have {need} tokens: use {need} or "
             "more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
         )
 
@@ -92,42 +92,37 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
     """
     if progress.get("format") != FORMAT:
         raise ConfigError(
-            "the checkpoint in `out` was written by another version of gac: finish the run with that version, or choose another `out`"
+            "the checkpoint in `out` was written by another version of gac: finish the run with "
+            "that version, or choose another `out`"
         )
-    saved, was, ranks = progress["config"], progress["ranks"], collectives.ranks()
+    saved, saved_ranks, ranks = progress["config"], progress["ranks"], collectives.world_size()
     old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
     differing = [
         f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
         for key in sorted({*old, *new})
-        if not _harmless(key) and old.get(key) != new.get(key)
+        if not _may_change(key) and old.get(key) != new.get(key)
     ]
     if differing:
         raise ConfigError(
-            "the checkpoint in `out` has a different configuration; resume with that one, or choose another `out`:\n  "
-            + "\n  ".join(differing)
+            "the checkpoint in `out` has a different configuration; resume with that one, or "
+            "choose another `out`:\n  " + "\n  ".join(differing)
         )
-    if was != ranks and not resize:
+    if saved_ranks != ranks and not resize:
         raise ConfigError(
-            f"parallel.resize=False: the checkpoint was written by {was} processes and "
-            f"{ranks} are running; other numbers would come out. Start {was}, or set "
-            "parallel.resize=true"
+            f"parallel.resize=False: the checkpoint was written by {saved_ranks} processes but "
+            f"{ranks} are running, which would change the results. Start {saved_ranks} processes, "
+            "or set parallel.resize=true"
         )
 
 
-def _harmless(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in HARMLESS)
+def _may_change(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE_ON_RESUME)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, by dotted key."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, value
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return  # `out` is below a file, so there is nothing to remove

@@ -12,20 +12,19 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` the first signal sets `stop.asked`; the second one takes effect
-    immediately.
+    """Context manager: the first signal sets `requested`; a second one takes effect immediately.
 
     A no-op outside the main thread, where Python does not allow signal handlers.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._old: dict[int, Any] = {}
+        self.requested = False
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._ask)
+                self._handlers[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(
@@ -36,12 +35,12 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
         self._restore()
         logger.warning("stopping after this step; repeat to stop immediately")
 
     def _restore(self) -> None:
-        for number, handler in self._old.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._old = {}
+        self._handlers = {}

@@ -23,7 +23,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def ranks() -> int:
+def world_size() -> int:
     """The world size; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -32,21 +32,21 @@ def gather(value: Any) -> list[Any]:
     """Every rank's `value`, any object that can be pickled, in rank order; also a barrier."""
     if not dist.is_initialized():
         return [value]
-    everyone: list[Any] = [None] * ranks()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def together(work: Callable[[], Result]) -> Result:
-    """Run `work()` on every rank; if it raises a UserError on one, all ranks raise it."""
-    result, fault = None, None
+def run_on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Run `work()` on every rank; if it raises a UserError on any of them, all ranks raise one."""
+    result, own_error = None, None
     try:
         result = work()
     except UserError as error:
-        fault = error
-    faults = [f for f in gather(fault) if f]
-    if faults:
-        raise fault or faults[0]
+        own_error = error
+    errors = [error for error in gather(own_error) if error]
+    if errors:
+        raise own_error or errors[0]
     return cast(Result, result)
 
 
@@ -57,7 +57,7 @@ def total(values: Sequence[float]) -> list[float]:
 
 def mean(values: Sequence[float]) -> list[float]:
     """Element-wise mean over ranks."""
-    return [value / ranks() for value in total(values)]
+    return [value / world_size() for value in total(values)]
 
 
 def largest(values: Sequence[float]) -> list[float]:
@@ -65,7 +65,7 @@ def largest(values: Sequence[float]) -> list[float]:
     return [max(column) for column in zip(*_table(values), strict=True)]
 
 
-def add(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum `tensor` over ranks, in place; returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
@@ -74,11 +74,11 @@ def add(tensor: Tensor) -> Tensor:
 
 def _table(values: Sequence[float]) -> list[list[float]]:
     """Every rank's values, as [R][len(values)]."""
-    if ranks() == 1:
+    if world_size() == 1:
         return [list(map(float, values))]
-    mine = torch.tensor(values, dtype=torch.float64)
-    cpu = "cpu:" in str(dist.get_backend_config())
-    mine = mine if cpu else mine.cuda()
-    rows = [torch.empty_like(mine) for _ in range(ranks())]
-    dist.all_gather(rows, mine)
+    row = torch.tensor(values, dtype=torch.float64)
+    has_cpu_backend = "cpu:" in str(dist.get_backend_config())
+    row = row if has_cpu_backend else row.cuda()
+    rows = [torch.empty_like(row) for _ in range(world_size())]
+    dist.all_gather(rows, row)
     return torch.stack(rows).tolist()

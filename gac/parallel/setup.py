@@ -30,17 +30,17 @@ from torch.distributed.tensor import DTensor
 
 from gac.config import ConfigError
 
-from .arrival import Arrival
 from .collectives import largest
+from .sharded_loading import ShardedLoading
 
 MODES = ("ddp", "fsdp")
-_held: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
+_gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
 _meshes: list[DeviceMesh] = []
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share the work; ignored with a single process."""
+    """How several processes divide the work; ignored with a single process."""
 
     mode: str = "ddp"
     """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
@@ -57,7 +57,7 @@ class ParallelConfig:
     resize: bool = False
     """Allow resuming from a checkpoint written by a different number of processes."""
     timeout: float = 1800.0
-    """Timeout in seconds for collectives; the job fails if a rank has not joined by then."""
+    """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -83,10 +83,10 @@ def make_accelerator(
         log_with=list(trackers) or None,
         project_dir=out,
     )
-    ranks, announced = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", 1))
-    if ranks != announced:
+    ranks, expected = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", 1))
+    if ranks != expected:
         raise ConfigError(
-            f"WORLD_SIZE={announced}, but {ranks} processes joined: launch with torchrun"
+            f"WORLD_SIZE={expected}, but {ranks} processes joined: launch with torchrun"
         )
     if ranks % config.replicas:
         raise ConfigError(f"parallel.replicas={config.replicas}: use a divisor of {ranks} ranks")
@@ -94,9 +94,10 @@ def make_accelerator(
 
 
 def _join(timeout: float) -> None:
-    """Join a process group named after this restart attempt: torchrun's store survives an elastic
-    restart, and under the default name gloo would contact dead processes whose addresses it still
-    holds.
+    """Join a process group whose store prefix is this restart attempt.
+
+    torchrun's store survives an elastic restart; without a prefix, gloo would contact the dead
+    processes whose addresses the store still contains.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         return
@@ -110,16 +111,15 @@ def _join(timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
     )
     atexit.register(_leave_at_exit)
-    dist.all_reduce(
-        torch.zeros(1)
-    )  # a rank exiting before every rank has joined would block the others
+    # wait for all: a rank that exits before every rank has joined would block the others
+    dist.all_reduce(torch.zeros(1))
 
 
-def arriving(accelerator: Accelerator, config: ParallelConfig) -> Arrival | None:
-    """Context that shards a model's weights while loading; None if the model is not sharded."""
+def sharded_loading(accelerator: Accelerator, config: ParallelConfig) -> ShardedLoading | None:
+    """A context that shards a model's weights while loading; None if the model is not sharded."""
     if config.mode != "fsdp" or accelerator.num_processes == 1:
         return None
-    return Arrival(_mesh(accelerator, config), accelerator.device)
+    return ShardedLoading(_mesh(accelerator, config), accelerator.device)
 
 
 def prepare(
@@ -127,17 +127,17 @@ def prepare(
     accelerator: Accelerator,
     config: ParallelConfig,
     precision: str,
-    arrival: Arrival | None,
+    loading: ShardedLoading | None,
 ) -> nn.Module:
     """Prepare the model for training: move it to the device, and shard it or wrap it in DDP.
 
-    arrival: from `arriving`, used to load this model.
+    loading: from `sharded_loading`, used to load this model.
     """
-    if arrival is None:
+    if loading is None:
         return accelerator.prepare(model.to(accelerator.device))
-    model = shard(model, arrival, _policy(precision), keep_root=True)
+    model = shard(model, loading, _policy(precision), keep_root=True)
     if config.defer_reduce:
-        model.__dict__["no_sync"] = lambda: _deferred(model)  # accelerate's `no_sync` looks for it
+        model.__dict__["no_sync"] = lambda: _deferred_reduction(model)  # used by accelerate
     return model
 
 
@@ -146,42 +146,42 @@ def prepare_frozen(
     accelerator: Accelerator,
     config: ParallelConfig,
     precision: str,
-    arrival: Arrival | None,
+    loading: ShardedLoading | None,
 ) -> nn.Module:
     """Prepare a model for inference: sharded too, but gathered only during a forward."""
     model = model.requires_grad_(False).eval()
-    if arrival is None:
+    if loading is None:
         return model.to(accelerator.device)
-    return shard(model, arrival, _policy(precision), keep_root=False)
+    return shard(model, loading, _policy(precision), keep_root=False)
 
 
 def shard(
-    model: nn.Module, arrival: Arrival, policy: MixedPrecisionPolicy, keep_root: bool
+    model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
-    """Apply `fully_shard` to each layer and to the rest as one unit, in place.
+    """Apply `fully_shard` to each layer, and to the rest (embedding, last norm, head) as one unit,
+    in place.
 
-    keep_root: the rest (embedding, last norm, head) stays gathered from forward to backward.
+    keep_root: keep the rest gathered from forward to backward.
     Raises RuntimeError if a parameter was left unsharded.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
-    arrival.meta(model)
+    loading.to_meta(model)
     for layer in layers:
-        fully_shard(layer, mesh=arrival.mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=arrival.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
-    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if whole or not layers:
+        fully_shard(layer, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
+    unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if unsharded or not layers:
         raise RuntimeError(
             f"{type(model).__name__} could not be sharded: layers {sorted(names)}, "
-            f"{len(whole)} unsharded parameters {whole[:3]}; use parallel.mode=ddp"
+            f"{len(unsharded)} unsharded parameters {unsharded[:3]}; use parallel.mode=ddp"
         )
-    arrival.place(model)
+    loading.fill(model)
     return model
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one, and end its threads; it must not be used
-    afterwards.
+    """Destroy the process group, if there is one, and stop its threads.
 
     A destroyed group stays alive, with its threads, as long as anything references it. Such a
     thread may free the tensors of the last collective late, which aborts the process if Python is
@@ -199,20 +199,20 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Run `leave` at exit; an uncaught exception still references the trainer through its
-    traceback.
+    """Run `leave` at exit, after clearing the traceback of an uncaught exception, which still
+    references the trainer.
     """
     error = getattr(sys, "last_value", None)
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     leave()
-    gc.collect()  # free what only those frames referenced, in case the group had already been left
+    gc.collect()  # free what only those frames referenced, in case the group was already destroyed
 
 
 def seed(number: int) -> None:
-    """`torch.manual_seed`; without a GPU, skips the stack trace that it would record for lazy CUDA
-    initialization.
+    """Set torch's seed; without a GPU, skip the stack trace that `torch.manual_seed` would record
+    for lazy CUDA initialization.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(number)
@@ -221,10 +221,8 @@ def seed(number: int) -> None:
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """The sharded units of `model`, the root first; empty when it is not sharded."""
-    if not isinstance(
-        model, FSDPModule
-    ):  # the root is always a unit, so the modules need no search
+    """The sharded units of `model`, the root first; empty if it is not sharded."""
+    if not isinstance(model, FSDPModule):  # a sharded model's root is always a unit
         return []
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
@@ -237,45 +235,42 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """Context in which all weights stay gathered, so that ranks may call the model a different
+    """Keep all weights gathered inside the block, so that each rank may call the model a different
     number of times.
 
-    Without `gather_for_rollouts` nothing stays gathered, and the ranks must call the model in
-    lockstep.
+    Without `gather_for_rollouts`, nothing stays gathered and all ranks must make the same calls.
     """
-    held = units(model)
+    model_units = units(model)
     if not config.gather_for_rollouts:
         yield
         reshard(model)
         return
-    for unit in held:
+    for unit in model_units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
-    _held.update(held)
+    _gathered_units.update(model_units)
     try:
         yield
     finally:
-        for unit in held:
-            _held.discard(unit)
-            unit.set_reshard_after_forward(unit is not held[0], recurse=False)
+        for unit in model_units:
+            _gathered_units.discard(unit)
+            unit.set_reshard_after_forward(unit is not model_units[0], recurse=False)
             unit.reshard()
 
 
 def in_lockstep(model: nn.Module) -> bool:
-    """Whether each call of the model gathers weights, so that all ranks must make the same calls."""
-    return any(unit not in _held for unit in units(model))
+    """Whether a call of the model gathers weights, so that all ranks must make the same calls."""
+    return any(unit not in _gathered_units for unit in units(model))
 
 
-def calls(model: nn.Module, mine: int) -> int:
-    """Number of model calls this rank must make if it needs `mine`: in lockstep, the maximum over
-    ranks.
+def required_calls(model: nn.Module, needed: int) -> int:
+    """Number of calls of the model that this rank must make if it needs `needed` results: in
+    lockstep, the maximum over ranks.
     """
-    if not in_lockstep(model):
-        return mine
-    return int(largest([mine])[0])
+    return int(largest([needed])[0]) if in_lockstep(model) else needed
 
 
-def full(value: Tensor) -> float:
+def to_float(value: Tensor) -> float:
     """A 0-d tensor or DTensor as a float."""
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
@@ -298,7 +293,8 @@ def _policy(precision: str) -> MixedPrecisionPolicy:
 
 
 @contextlib.contextmanager
-def _deferred(model: nn.Module) -> Iterator[None]:
+def _deferred_reduction(model: nn.Module) -> Iterator[None]:
+    """Accumulate unreduced gradients inside the block."""
     for root in units(model)[:1]:
         root.set_requires_gradient_sync(False)
     try:

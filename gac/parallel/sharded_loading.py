@@ -2,7 +2,7 @@
 
 Inside this context, each weight that transformers sets in a model is replaced by a placeholder
 without storage. Only this rank's rows are kept, and the rest is freed before the next weight is
-read. Call `meta` before and `place` after `fully_shard` to put the rows into the model.
+read. Call `to_meta` before and `fill` after `fully_shard` to put the rows into the model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers' threads prefetch without limit
+DISABLE_ASYNC_LOAD = (
+    "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers' threads prefetch without limit
+)
 
 
-class Arrival:
+class ShardedLoading:
     """This rank's shard of one model's weights: its rows along dimension 0, as FSDP2 splits them.
 
     mesh: its dimension "shard" is the group over which the model is sharded. device: where the rows
@@ -31,15 +33,13 @@ class Arrival:
         shards = mesh["shard"]
         self._rank, self._ranks = shards.get_local_rank(), shards.size()
         self._rows: dict[nn.Parameter, Tensor] = {}  # keyed by placeholder
-        self._named: dict[
-            str, nn.Parameter
-        ] = {}  # placeholders of the model passed to `meta`, by name
+        self._placeholders: dict[str, nn.Parameter] = {}  # by name, from `to_meta` to `fill`
 
-    def __enter__(self) -> Arrival:
-        self._before = os.environ.get(ONE_BY_ONE)
-        os.environ[ONE_BY_ONE] = "1"
+    def __enter__(self) -> ShardedLoading:
+        self._before = os.environ.get(DISABLE_ASYNC_LOAD)
+        os.environ[DISABLE_ASYNC_LOAD] = "1"
         # torch uses the hook's return value, although its type says None
-        self._hook = register_module_parameter_registration_hook(self._arrived)  # type: ignore[arg-type]
+        self._hook = register_module_parameter_registration_hook(self._keep_shard)  # type: ignore[arg-type]
         return self
 
     def __exit__(
@@ -49,57 +49,58 @@ class Arrival:
         trace: TracebackType | None,
     ) -> None:
         self._hook.remove()
-        del os.environ[ONE_BY_ONE]
+        del os.environ[DISABLE_ASYNC_LOAD]
         if self._before is not None:
-            os.environ[ONE_BY_ONE] = self._before
+            os.environ[DISABLE_ASYNC_LOAD] = self._before
 
-    def _arrived(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
-        """torch's registration hook: the placeholder to register instead of a loaded `param`."""
-        # transformers' mark of a loaded weight; one that is in no file is initialized later and not
-        # sharded here
+    def _keep_shard(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        """Registration hook of torch: keep this rank's rows of a loaded `param` and return the
+        placeholder to register instead of it.
+        """
+        # transformers marks loaded weights; those in no file are initialized later, unsharded
         if param in self._rows or not (param.ndim and getattr(param, "_is_hf_initialized", False)):
             return None
-        every = -(-param.shape[0] // self._ranks)
-        mine = param.detach()[every * self._rank : every * (self._rank + 1)]
+        rows_per_rank = -(-param.shape[0] // self._ranks)
+        rows = param.detach()[rows_per_rank * self._rank : rows_per_rank * (self._rank + 1)]
+        # still on the CPU, so that adapters are created there too
         placeholder = nn.Parameter(torch.empty_like(param), requires_grad=param.requires_grad)
-        placeholder.untyped_storage().resize_(
-            0
-        )  # still on the CPU, so that adapters are created there too
+        placeholder.untyped_storage().resize_(0)
         placeholder.__dict__.update(param.__dict__)
-        self._rows[placeholder] = mine.to(self.device, copy=True)
+        self._rows[placeholder] = rows.to(self.device, copy=True)
         return placeholder
 
-    def meta(self, model: nn.Module) -> None:
+    def to_meta(self, model: nn.Module) -> None:
         """Replace the placeholders with meta parameters, so that the model can be sharded.
 
         Meta parameters have no storage, so nothing can read or move the missing values.
         """
-        every = dict(model.named_parameters(remove_duplicate=False))
-        self._named = {name: p for name, p in every.items() if p in self._rows}
-        kept = {
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._placeholders = {name: p for name, p in parameters.items() if p in self._rows}
+        on_meta = {
             p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in self._named.values()
+            for p in self._placeholders.values()
         }
         for module in model.modules():
             for name, param in module._parameters.items():
-                if param in kept:
-                    module._parameters[name] = kept[param]
+                if param in on_meta:
+                    module._parameters[name] = on_meta[param]
 
-    def place(self, model: nn.Module) -> None:
-        """Set the rows in the sharded model that was passed to `meta`, and release them."""
+    def fill(self, model: nn.Module) -> None:
+        """Set the rows in the sharded model that was passed to `to_meta`, and release them."""
         sharded = dict(model.named_parameters(remove_duplicate=False))
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for name, placeholder in self._named.items():
-            if placeholder not in made:  # tied weights stay one parameter
-                made[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
-        state = {name: made[placeholder] for name, placeholder in self._named.items()}
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for name, placeholder in self._placeholders.items():
+            if placeholder not in filled:  # tied weights stay one parameter
+                filled[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
+        state = {name: filled[placeholder] for name, placeholder in self._placeholders.items()}
         model.load_state_dict(state, strict=False, assign=True)
-        self._named.clear()
+        self._placeholders.clear()
 
 
 def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
+    """A sharded parameter like `param` whose local shard is `rows`."""
     assert isinstance(param, DTensor)
-    whole = DTensor.from_local(
+    sharded = DTensor.from_local(
         rows,
         param.device_mesh,
         param.placements,
@@ -107,4 +108,4 @@ def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
         shape=param.shape,
         stride=param.stride(),
     )
-    return nn.Parameter(whole, requires_grad=param.requires_grad)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
