@@ -40,15 +40,15 @@ double seconds() {
 }
 
 template <class Before, class F>
-double least_time(Before before, F f) {
-  double least = 1e9;
+double min_time(Before before, F f) {
+  double best = 1e9;
   for (int round = 0; round < 7; ++round) {
     before();
     const double start = seconds();
     for (int64_t i = 0; i < kRows; ++i) f(i);
-    least = std::min(least, seconds() - start);
+    best = std::min(best, seconds() - start);
   }
-  return 1e12 * least / (kWidth * kRows);
+  return 1e12 * best / (kWidth * kRows);
 }
 
 }  // namespace
@@ -56,34 +56,34 @@ double least_time(Before before, F f) {
 int main() {
   std::mt19937 random(0);
   std::normal_distribution<float> normal(0, 2);
-  std::vector<float> one(kWidth), all(kWidth * kRows), scratch(scratch_size(kWidth));
-  for (float& x : one) x = normal(random);
+  std::vector<float> logits(kWidth), rows(kWidth * kRows), scratch(scratch_size(kWidth));
+  for (float& x : logits) x = normal(random);
   const auto fill = [&] {
     for (int64_t i = 0; i < kRows; ++i)
-      std::copy(one.begin(), one.end(), all.begin() + i * kWidth);
+      std::copy(logits.begin(), logits.end(), rows.begin() + i * kWidth);
   };
   const auto in_place = [&](float* row) {
-    const float slope = 1.442695f;
-    const RowSums s = any_sums(Dtype::float32, row, kWidth, slope, scratch.data(), row);
-    any_gradient(Dtype::float32, row, Dtype::float32, row, kWidth, slope, s, {1e-9, 0},
+    const float exp2_scale = 1.442695f;
+    const RowSums s = dispatch_sums(Dtype::float32, row, kWidth, exp2_scale, scratch.data(), row);
+    dispatch_gradient(Dtype::float32, row, Dtype::float32, row, kWidth, exp2_scale, s, {1e-9, 0},
                  scratch.data(), row, false);
     sink = s.sum;
   };
   std::vector<float> cached(kWidth);
   const auto copy = [&](int64_t) {
-    std::copy(one.begin(), one.end(), cached.begin());
+    std::copy(logits.begin(), logits.end(), cached.begin());
     sink = cached[7];
   };
   const auto nothing = [] {};
-  const double memory = least_time(fill, [&](int64_t i) { in_place(&all[i * kWidth]); });
-  const double copied = least_time(nothing, copy);
-  const double both = least_time(nothing, [&](int64_t i) {
+  const double memory = min_time(fill, [&](int64_t i) { in_place(&rows[i * kWidth]); });
+  const double copied = min_time(nothing, copy);
+  const double both = min_time(nothing, [&](int64_t i) {
     copy(i);
     in_place(cached.data());
   });
-  const double scaled = least_time(fill, [&](int64_t i) {
-    for (int64_t j = 0; j < kWidth; ++j) all[i * kWidth + j] *= 1.001f;
-    sink = all[i * kWidth];
+  const double scaled = min_time(fill, [&](int64_t i) {
+    for (int64_t j = 0; j < kWidth; ++j) rows[i * kWidth + j] *= 1.001f;
+    sink = rows[i * kWidth];
   });
   std::printf("in place %.0f, from cache %.0f; one read and write of memory %.0f\n",
               memory, both - copied, scaled);

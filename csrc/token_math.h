@@ -44,15 +44,15 @@ template <class Real>
 GAC_HOST_DEVICE void add_kl(Real logp, Real ref, const TokenSpec<Real>& spec,
                             TokenLoss<Real>& token) {
   const Real d = ref - logp;
-  Real slope;
+  Real d_kl;
   switch (spec.kl_estimator) {
-    case KlEstimator::k1: token.kl = -d; slope = 1; break;
-    case KlEstimator::k2: token.kl = d * d / 2; slope = -d; break;
-    default: token.kl = std::expm1(d) - d; slope = -std::expm1(d);
+    case KlEstimator::k1: token.kl = -d; d_kl = 1; break;
+    case KlEstimator::k2: token.kl = d * d / 2; d_kl = -d; break;
+    default: token.kl = std::expm1(d) - d; d_kl = -std::expm1(d);
   }
   if (spec.kl_coef != 0) {
     token.loss += spec.kl_coef * token.kl;
-    token.d_logp += spec.kl_coef * slope;
+    token.d_logp += spec.kl_coef * d_kl;
   }
 }
 
@@ -62,12 +62,12 @@ template <class Real>
 GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advantage, Real old,
                                              bool has_ref, Real ref, const TokenSpec<Real>& spec) {
   TokenLoss<Real> token;
-  const Real gap = logp - old;
-  const bool overflows = gap > kMaxLogRatio;  // the ratio is clamped and its gradient is 0
-  const Real ratio = std::exp(overflows ? Real(kMaxLogRatio) : gap);
-  Real inside = ratio < spec.ratio_low ? spec.ratio_low : ratio;
-  inside = inside > spec.ratio_high ? spec.ratio_high : inside;
-  const Real free = ratio * advantage, bound = inside * advantage;
+  const Real log_ratio = logp - old;
+  const bool overflows = log_ratio > kMaxLogRatio;  // the ratio is clamped and its gradient is 0
+  const Real ratio = std::exp(overflows ? Real(kMaxLogRatio) : log_ratio);
+  Real bounded = ratio < spec.ratio_low ? spec.ratio_low : ratio;
+  bounded = bounded > spec.ratio_high ? spec.ratio_high : bounded;
+  const Real free = ratio * advantage, bound = bounded * advantage;
   token.clipped = free > bound;
   token.loss = -(token.clipped ? bound : free);
   const Real ceiling = -spec.dual_clip * advantage;

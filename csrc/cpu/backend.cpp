@@ -25,7 +25,7 @@ using Spec = TokenSpec<double>;
 constexpr int64_t kIgnore = -100;
 constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
 constexpr int64_t kGrain = 1 << 15;          // minimum number of logits per thread
-constexpr int64_t kStreamBytes = 32 << 20;   // larger results bypass the caches, where they would not stay anyway
+constexpr int64_t kStreamBytes = 32 << 20;   // larger results bypass the caches: they do not fit
 
 Dtype dtype_of(const char* name, const Tensor& t) {
   switch (t.scalar_type()) {
@@ -98,8 +98,8 @@ class Worker {
  public:
   Worker(const Rows& logits, double temperature, const Rows* out)
       : kernels_(row_kernels()), logits_(logits), out_(out), temperature_(temperature),
-        slope_(static_cast<float>(kLog2e / temperature)),
-        slope_error_(slope_ * temperature / kLog2e - 1) {
+        exp2_scale_(static_cast<float>(kLog2e / temperature)),
+        scale_error_(exp2_scale_ * temperature / kLog2e - 1) {
     if (!out) return;
     memory_ = c10::GetCPUAllocator()->allocate(kernels_.scratch(logits.width) * sizeof(float));
     scratch_ = static_cast<float*>(memory_.get());
@@ -113,16 +113,17 @@ class Worker {
     const bool replace = disposable && out_ && out_->dtype == Dtype::float32 &&
                          logits_.dtype == Dtype::float32 && (*out_)[i] == row;
     float* powers = replace ? static_cast<float*>(row) : nullptr;
-    const bool known = target >= 0 && target < logits_.width;  // never read out of bounds
-    const double x = known ? get(logits_.dtype, row, target) : std::nan("");
-    const RowSums s = kernels_.sums(logits_.dtype, row, logits_.width, slope_, scratch_, powers);
+    const bool in_range = target >= 0 && target < logits_.width;  // never read out of bounds
+    const double x = in_range ? get(logits_.dtype, row, target) : std::nan("");
+    const RowSums s =
+        kernels_.sums(logits_.dtype, row, logits_.width, exp2_scale_, scratch_, powers);
     const double log_sum = std::log(s.sum);
     const double entropy = log_sum - kLn2 * s.dot / s.sum;
-    const double logp = (x - s.base) * slope_ * kLn2 - log_sum;
-    // The rounded slope amounts to a slightly different temperature; corrected with d logp / d
-    // log(slope) = logp + entropy.
+    const double logp = (x - s.base) * exp2_scale_ * kLn2 - log_sum;
+    // The rounded scale amounts to a slightly different temperature; corrected with d logp / d
+    // log(scale) = logp + entropy.
     return {s, log_sum, s.base / temperature_ + log_sum, entropy,
-            logp * (1 - slope_error_) - slope_error_ * entropy, powers};
+            logp * (1 - scale_error_) - scale_error_ * entropy, powers};
   }
 
   void write_zero(int64_t i) const {
@@ -139,14 +140,14 @@ class Worker {
     const RowGradient g{(-d_logp - d_entropy * (s.entropy - s.log_sum)) * per_power,
                         -d_entropy * kLn2 * per_power};
     char* to = (*out_)[i];
-    kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, slope_, s.sums,
-                      g, scratch_, s.powers, stream_);
+    kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, exp2_scale_,
+                      s.sums, g, scratch_, s.powers, stream_);
     if (target < 0 || target >= logits_.width) return;
     // 1 - p without cancellation; a target of probability 0 adds 0 log 0 = 0 to the entropy.
     const double p = std::exp(s.logp);
-    const double pull = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
+    const double entropy_part = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
     set(out_->dtype, to, target,
-        static_cast<float>((-d_logp * std::expm1(s.logp) - pull) / temperature_));
+        static_cast<float>((-d_logp * std::expm1(s.logp) - entropy_part) / temperature_));
   }
 
  private:
@@ -154,8 +155,8 @@ class Worker {
   const Rows& logits_;
   const Rows* out_;
   double temperature_;
-  float slope_;
-  double slope_error_;
+  float exp2_scale_;
+  double scale_error_;
   c10::DataPtr memory_;
   float* scratch_ = nullptr;
   bool stream_ = false;
@@ -163,8 +164,8 @@ class Worker {
 
 // Calls f(worker, i, target) for every row with a loss; the other rows get a zero gradient.
 template <class F>
-void each_row(const Rows& logits, const Column<int64_t>& targets, double temperature,
-              const Rows* out, const F& f) {
+void for_each_row(const Rows& logits, const Column<int64_t>& targets, double temperature,
+                  const Rows* out, const F& f) {
   if (logits.count == 0) return;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, logits.width));
   at::parallel_for(0, logits.count, grain, [&](int64_t begin, int64_t end) {
@@ -178,7 +179,7 @@ void each_row(const Rows& logits, const Column<int64_t>& targets, double tempera
   });
 }
 
-std::optional<Rows> output(const std::optional<Tensor>& out, const Tensor& logits) {
+std::optional<Rows> output_rows(const std::optional<Tensor>& out, const Tensor& logits) {
   if (!out) return std::nullopt;
   TORCH_CHECK_VALUE(out->sizes() == logits.sizes(), "out has shape ", out->sizes(),
                     ": expected that of logits, ", logits.sizes());
@@ -190,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> row_stats(const Tensor& logits, const Tensor&
   const Rows rows("logits", logits);
   const Column<int64_t> y("targets", targets, rows.count);
   const Result logps(rows.count), entropy(rows.count), lse(rows.count);
-  each_row(rows, y, temperature, nullptr, [&](const Worker& worker, int64_t i, int64_t target) {
+  for_each_row(rows, y, temperature, nullptr, [&](const Worker& worker, int64_t i, int64_t target) {
     const Statistics s = worker.read(i, target, false);
     logps.data[i] = static_cast<float>(s.logp);
     entropy.data[i] = static_cast<float>(s.entropy);
@@ -204,8 +205,8 @@ void row_grads(const Tensor& logits, const Tensor& targets, const Tensor& d_logp
   const Rows rows("logits", logits);
   const Column<int64_t> y("targets", targets, rows.count);
   const Column<float> dl("d_logps", d_logps, rows.count), dh("d_entropy", d_entropy, rows.count);
-  const auto to = output(out, logits);
-  each_row(rows, y, temperature, &*to, [&](const Worker& worker, int64_t i, int64_t target) {
+  const auto to = output_rows(out, logits);
+  for_each_row(rows, y, temperature, &*to, [&](const Worker& worker, int64_t i, int64_t target) {
     if (dl[i] == 0 && dh[i] == 0) return worker.write_zero(i);
     worker.write(i, target, worker.read(i, target, dh[i] == 0), dl[i], dh[i]);
   });
@@ -223,23 +224,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
   const Column<int64_t> y("targets", targets, n);
   const Column<bool> is_demo("demo", demo, n);
   const Column<float> a("advantages", advantages, n), old_logp("old", old, n),
-      ref_logp("ref", ref, n), share("scale", scale, n);
+      ref_logp("ref", ref, n), row_scale("scale", scale, n);
   const Spec spec{ratio_low, ratio_high, dual_clip, kl_coef, static_cast<KlEstimator>(kl_estimator),
                   entropy_coef, static_cast<DemoWeight>(demo_weight), demo_shape};
-  const auto to = output(out, logits);
+  const auto to = output_rows(out, logits);
   const Result logps(n), entropy(n), loss(n), kl(n), clipped(n);
   const Column<float> sign("signs", signs, rows.width);
   const int64_t size = buckets ? buckets->size(1) : 0;
-  float* const into = buckets ? buckets->mutable_data_ptr<float>() : nullptr;
+  float* const bucket_data = buckets ? buckets->mutable_data_ptr<float>() : nullptr;
   TORCH_CHECK_VALUE(!buckets || (to && to->dtype == Dtype::float32 && buckets->is_contiguous() &&
                                  buckets->size(0) == n && size > 0 && 64 % size == 0),
-                    "buckets needs a float32 out, one row per row of logits and a size that divides 64");
-  each_row(rows, y, temperature, to ? &*to : nullptr,
-           [&](const Worker& worker, int64_t i, int64_t target) {
+                    "buckets needs a float32 out, one row per row of logits and a size that "
+                    "divides 64");
+  for_each_row(rows, y, temperature, to ? &*to : nullptr,
+               [&](const Worker& worker, int64_t i, int64_t target) {
     const Statistics s = worker.read(i, target, entropy_coef == 0);
     logps.data[i] = static_cast<float>(s.logp);
     entropy.data[i] = static_cast<float>(s.entropy);
-    const double logp = logps.data[i];  // rounded as the caller stores it, so that a ratio to it is exactly 1
+    // rounded as the caller stores it, so that a ratio to it is exactly 1
+    const double logp = logps.data[i];
     const TokenLoss<double> token =
         is_demo[i] ? demo_loss<double>(logp, a[i], spec)
                    : rollout_loss<double>(logp, s.entropy, a[i], old_logp ? old_logp[i] : logp,
@@ -247,10 +250,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss(
     loss.data[i] = static_cast<float>(token.loss);
     kl.data[i] = static_cast<float>(token.kl);
     clipped.data[i] = token.clipped;
-    worker.write(i, target, s, share[i] * token.d_logp, share[i] * token.d_entropy);
-    if (into)  // while the row is in the cache
+    worker.write(i, target, s, row_scale[i] * token.d_logp, row_scale[i] * token.d_entropy);
+    if (bucket_data)  // while the row is in the cache
       row_kernels().buckets(reinterpret_cast<const float*>((*to)[i]), sign.data, rows.width, size,
-                            into + i * size);
+                            bucket_data + i * size);
   });
   return {logps.tensor, entropy.tensor, loss.tensor, kl.tensor, clipped.tensor};
 }

@@ -10,7 +10,7 @@ namespace gac {
 // A contiguous input [count]; converts to false if absent.
 template <class T>
 struct Column {
-  at::Tensor held;
+  at::Tensor tensor;
   const T* data = nullptr;
 
   Column(const char* name, const std::optional<at::Tensor>& t, int64_t count) {
@@ -19,8 +19,8 @@ struct Column {
                      t->scalar_type(), ": expected ", c10::CppTypeToScalarType<T>::value);
     TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == count, name, " has shape ", t->sizes(),
                       ": expected [", count, "]");
-    held = t->contiguous();
-    data = held.const_data_ptr<T>();
+    tensor = t->contiguous();
+    data = tensor.const_data_ptr<T>();
   }
   explicit operator bool() const { return data != nullptr; }
   T operator[](int64_t i) const { return data[i]; }

@@ -16,9 +16,9 @@ bool runs_avx2() {
 bool runs_avx512() { return runs_avx2() && __builtin_cpu_supports("avx512f"); }
 #endif
 
-const RowKernels& choose() {
-  const char* asked = std::getenv("GAC_CPU_CAPABILITY");
-  const std::string name = asked ? asked : "";
+const RowKernels& select() {
+  const char* requested = std::getenv("GAC_CPU_CAPABILITY");
+  const std::string name = requested ? requested : "";
 #if defined(__x86_64__)
   if ((name.empty() || name == "avx512") && runs_avx512()) return avx512::kernels;
   if ((name.empty() || name == "avx2") && runs_avx2()) return avx2::kernels;
@@ -31,8 +31,8 @@ const RowKernels& choose() {
 }  // namespace
 
 const RowKernels& row_kernels() {
-  static const RowKernels& chosen = choose();
-  return chosen;
+  static const RowKernels& selected = select();
+  return selected;
 }
 
 }  // namespace gac

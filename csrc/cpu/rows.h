@@ -7,8 +7,8 @@ namespace gac {
 
 enum class Dtype { float32, bfloat16, float16 };
 
-// Sums over one row, with t_i = (x_i - base) slope and slope = log2(e) / temperature, so that 2^t_i
-// is the unnormalized softmax. `sum` is nan if the row has no distribution.
+// Sums over one row, with t_i = (x_i - base) exp2_scale and exp2_scale = log2(e) / temperature, so
+// that 2^t_i is the unnormalized softmax. `sum` is nan if the row has no distribution.
 struct RowSums {
   float base;  // the largest logit
   double sum;  // of 2^t_i
@@ -28,16 +28,17 @@ struct RowKernels {
   // Reads the row from memory once. With `scratch`, it stores what `gradient` needs: the powers
   // 2^t_i, in `powers` if given, else in the scratch buffer. `powers` may be the row itself if that
   // is float32.
-  RowSums (*sums)(Dtype, const void* row, int64_t width, float slope, float* scratch,
+  RowSums (*sums)(Dtype, const void* row, int64_t width, float exp2_scale, float* scratch,
                   float* powers);
   // Writes the gradient of the row that was last passed to `sums`. `out` may start at the address
   // of `row`; `stream` writes a float32 result with non-temporal stores. The logits are read only
   // if `linear` != 0.
-  void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float slope,
+  void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float exp2_scale,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);
   // buckets[v mod size] = sum of signs[v] row[v]; `size` divides 64.
-  void (*buckets)(const float* row, const float* signs, int64_t width, int64_t size, float* buckets);
+  void (*buckets)(const float* row, const float* signs, int64_t width, int64_t size,
+                  float* buckets);
 };
 
 namespace baseline {

@@ -12,31 +12,31 @@ namespace gac::GAC_ISA {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // logits that share a base: 8 KB of float32, a quarter of the L1
-constexpr int64_t kRun = 512;     // logits summed in float32 before a double sum: relative rounding error about 1e-7
+constexpr int64_t kRun = 512;     // logits per float32 sum: relative rounding error about 1e-7
 constexpr int64_t kAhead = 3072;  // prefetch distance in logits, into the L1
 constexpr int kUnroll = 2;        // with 16 registers, more would spill
 constexpr int kMaxima = 4;        // independent chains: a maximum may have a latency of four cycles
 constexpr int64_t kStep = kUnroll * kLanes;
 constexpr double kLn2 = 0.693147180559945309417;
 
-int64_t blocks(int64_t width) { return (width + kBlock - 1) / kBlock; }
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t block_count(int64_t width) { return (width + kBlock - 1) / kBlock; }
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The scratch buffer holds the base of each block, then, aligned to a cache line, all powers.
-int64_t bases_size(int64_t width) { return (blocks(width) + 15) / 16 * 16; }
+int64_t bases_size(int64_t width) { return (block_count(width) + 15) / 16 * 16; }
 int64_t scratch_size(int64_t width) { return bases_size(width) + width; }
 
-// Exact near the base, however large the logits are. Clamped at `least`, whose power is 0, so that
-// -inf gives 0 and not nan.
-inline Floats distance(Floats x, Floats base, Floats least) { return max(least, x - base); }
-inline Floats least_distance(float slope) {
-  const float d = -127 / slope;
+// Exact near the base, however large the logits are. Clamped at `minimum`, whose power is 0, so
+// that -inf gives 0 and not nan.
+inline Floats distance(Floats x, Floats base, Floats minimum) { return max(minimum, x - base); }
+inline Floats min_distance(float exp2_scale) {
+  const float d = -127 / exp2_scale;
   return splat(d > -FLT_MAX ? d : -FLT_MAX);
 }
 
 // Reduces by halves: a serial chain over the lanes would take a tenth of the time of the block's
 // exponentials.
-float largest_lane(Floats v) {
+float max_lane(Floats v) {
   float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof(lanes));
   for (int half = kLanes / 2; half; half /= 2)
@@ -52,23 +52,24 @@ double add_lanes(const Doubles& v) {
 }
 
 template <class In>
-float largest(const In* row, int64_t count) {
+float max_logit(const In* row, int64_t count) {
   Floats top[kMaxima];
   for (Floats& t : top) t = splat(-FLT_MAX);  // finite: -inf minus it stays -inf
   int64_t i = 0;
   for (; i + kMaxima * kLanes <= count; i += kMaxima * kLanes)
     for (int u = 0; u < kMaxima; ++u) top[u] = max(load(row + i + u * kLanes), top[u]);
-  for (; i < count; i += kLanes) top[0] = max(load_some(row + i, count - i), top[0]);
-  return largest_lane(max(max(top[0], top[1]), max(top[2], top[3])));
+  for (; i < count; i += kLanes) top[0] = max(load_partial(row + i, count - i), top[0]);
+  return max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
-// Running sums per lane over the blocks so far: 2^(d slope) and d 2^(d slope), with d = x - base.
+// Running sums per lane over the blocks so far: 2^(d exp2_scale) and d 2^(d exp2_scale), with
+// d = x - base.
 struct Running {
   float base = -FLT_MAX;
   Doubles sum = {}, dot = {};
 
-  void raise(float to, float slope) {
-    const double shift = double(base) - to, factor = std::exp(shift * slope * kLn2);
+  void rescale(float to, float exp2_scale) {
+    const double shift = double(base) - to, factor = std::exp(shift * exp2_scale * kLn2);
     dot = (dot + sum * shift) * factor;
     sum *= factor;
     base = to;
@@ -78,13 +79,13 @@ struct Running {
 // Adds a run to `all`, whose base is already set, and prefetches a later run into the L1.
 // `powers` may be the row itself: a logit is read before its power is written.
 template <bool kKeep, class In>
-void accumulate(const In* row, int64_t count, float slope, float* powers, Running& all) {
-  const Floats slopes = splat(slope), base = splat(all.base), least_d = least_distance(slope);
+void accumulate(const In* row, int64_t count, float exp2_scale, float* powers, Running& all) {
+  const Floats scales = splat(exp2_scale), base = splat(all.base), min_d = min_distance(exp2_scale);
   Floats sum = {}, dot = {}, d[kUnroll];
   Exponent t[kUnroll];
   const auto start = [&](int u, Floats x) __attribute__((always_inline)) {
-    d[u] = distance(x, base, least_d);
-    t[u] = exponent(d[u], slopes);
+    d[u] = distance(x, base, min_d);
+    t[u] = exponent(d[u], scales);
   };
   const auto add = [&](Floats power, Floats distance) __attribute__((always_inline)) {
     sum += power;
@@ -117,65 +118,67 @@ void accumulate(const In* row, int64_t count, float slope, float* powers, Runnin
     i += kStep;
   }
   for (; i < count; i += kLanes) {
-    start(0, load_some(row + i, count - i));
+    start(0, load_partial(row + i, count - i));
     const Floats power = exp2(t[0]);
     add(power, d[0]);
-    if constexpr (kKeep) store_some(powers + i, power, least(count - i, kLanes));
+    if constexpr (kKeep) store_partial(powers + i, power, smaller(count - i, kLanes));
   }
   all.sum += __builtin_convertvector(sum, Doubles);
   all.dot += __builtin_convertvector(dot, Doubles);
 }
 
 template <bool kKeep, class In>
-RowSums sums(const In* row, int64_t width, float slope, float* bases, float* powers) {
+RowSums sums(const In* row, int64_t width, float exp2_scale, float* bases, float* powers) {
   Running all;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
-    const int64_t end = least(begin + kBlock, width);
-    const float top = largest(row + begin, end - begin);
-    if (top > all.base) all.raise(top, slope);
+    const int64_t end = smaller(begin + kBlock, width);
+    const float top = max_logit(row + begin, end - begin);
+    if (top > all.base) all.rescale(top, exp2_scale);
     if constexpr (kKeep) bases[begin / kBlock] = all.base;
     for (int64_t i = begin; i < end; i += kRun)
-      accumulate<kKeep>(row + i, least(kRun, end - i), slope, powers + i, all);
+      accumulate<kKeep>(row + i, smaller(kRun, end - i), exp2_scale, powers + i, all);
   }
-  RowSums result{all.base, add_lanes(all.sum), add_lanes(all.dot) * slope};
+  RowSums result{all.base, add_lanes(all.sum), add_lanes(all.dot) * exp2_scale};
   // A nan logit makes both sums nan; a row of only -inf has no distribution either.
   if (result.sum != result.sum || result.sum == 0) result.sum = NAN;
   return result;
 }
 
 template <bool kEntropy, bool kStream, class In, class Out>
-void gradient(const In* row, Out* out, int64_t width, float slope, const RowSums& sums,
+void gradient(const In* row, Out* out, int64_t width, float exp2_scale, const RowSums& sums,
               RowGradient g, const float* bases, const float* powers) {
-  const Floats slopes = splat(slope), base = splat(sums.base), least_d = least_distance(slope);
-  float of = sums.base;
+  const Floats scales = splat(exp2_scale), base = splat(sums.base);
+  const Floats min_d = min_distance(exp2_scale);
+  float block_base = sums.base;
   double factor = 1;  // rescales from the block's base to the row's base
   for (int64_t begin = 0; begin < width; begin += kBlock) {
-    if (bases[begin / kBlock] != of) {
-      of = bases[begin / kBlock];
-      factor = std::exp((double(of) - sums.base) * slope * kLn2);
+    if (bases[begin / kBlock] != block_base) {
+      block_base = bases[begin / kBlock];
+      factor = std::exp((double(block_base) - sums.base) * exp2_scale * kLn2);
     }
     const Floats constant = splat(g.constant * factor), linear = splat(g.linear * factor);
     const auto value = [&](Floats x, Floats power) __attribute__((always_inline)) {
       Floats weight = constant;
-      if constexpr (kEntropy) weight += linear * (distance(x, base, least_d) * slopes);
+      if constexpr (kEntropy) weight += linear * (distance(x, base, min_d) * scales);
       return weight * power;
     };
-    const auto whole = [&](int64_t i) __attribute__((always_inline)) {
+    const auto full = [&](int64_t i) __attribute__((always_inline)) {
       return value(load(row + i), load(powers + i));
     };
-    const auto some = [&](int64_t i, int64_t count) {
-      store_some(out + i, value(load_some(row + i, count), load_some(powers + i, count)), count);
+    const auto partial = [&](int64_t i, int64_t count) {
+      const Floats power = load_partial(powers + i, count);
+      store_partial(out + i, value(load_partial(row + i, count), power), count);
     };
-    const int64_t end = least(width, begin + kBlock);
+    const int64_t end = smaller(width, begin + kBlock);
     int64_t i = begin;
     if constexpr (kStream) {
-      const int64_t head = least(end - i, to_alignment(out + i));
-      if (head) some(i, head);
-      for (i += head; i + kLanes <= end; i += kLanes) stream(out + i, whole(i));
+      const int64_t head = smaller(end - i, to_alignment(out + i));
+      if (head) partial(i, head);
+      for (i += head; i + kLanes <= end; i += kLanes) stream(out + i, full(i));
     } else {
-      for (; i + kLanes <= end; i += kLanes) store(out + i, whole(i));
+      for (; i + kLanes <= end; i += kLanes) store(out + i, full(i));
     }
-    if (i < end) some(i, end - i);
+    if (i < end) partial(i, end - i);
   }
   if constexpr (kStream) finish_streams();
 }
@@ -189,31 +192,33 @@ auto with_dtype(Dtype dtype, F f) {
   }
 }
 
-RowSums any_sums(Dtype dtype, const void* row, int64_t width, float slope, float* scratch,
+RowSums dispatch_sums(Dtype dtype, const void* row, int64_t width, float exp2_scale, float* scratch,
                  float* powers) {
   return with_dtype(dtype, [=](auto in) {
     const auto* from = static_cast<const decltype(in)*>(row);
-    if (!scratch) return sums<false>(from, width, slope, nullptr, nullptr);
-    return sums<true>(from, width, slope, scratch, powers ? powers : scratch + bases_size(width));
+    if (!scratch) return sums<false>(from, width, exp2_scale, nullptr, nullptr);
+    float* const stored = powers ? powers : scratch + bases_size(width);
+    return sums<true>(from, width, exp2_scale, scratch, stored);
   });
 }
 
-void any_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* out, int64_t width,
-                  float slope, const RowSums& sums, RowGradient g, const float* scratch,
-                  const float* powers, bool to_memory) {
+void dispatch_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* out, int64_t width,
+                       float exp2_scale, const RowSums& sums, RowGradient g, const float* scratch,
+                       const float* powers, bool non_temporal) {
   if (!powers) powers = scratch + bases_size(width);
   with_dtype(in_dtype, [&](auto in) {
     with_dtype(out_dtype, [&](auto result) {
       const auto* from = static_cast<const decltype(in)*>(row);
       auto* to = static_cast<decltype(result)*>(out);
       if constexpr (sizeof(result) == sizeof(float)) {
-        if (to_memory && g.linear == 0)
-          return gradient<false, true>(from, to, width, slope, sums, g, scratch, powers);
-        if (to_memory) return gradient<true, true>(from, to, width, slope, sums, g, scratch, powers);
+        if (non_temporal && g.linear == 0)
+          return gradient<false, true>(from, to, width, exp2_scale, sums, g, scratch, powers);
+        if (non_temporal)
+          return gradient<true, true>(from, to, width, exp2_scale, sums, g, scratch, powers);
       }
       if (g.linear == 0)
-        return gradient<false, false>(from, to, width, slope, sums, g, scratch, powers);
-      return gradient<true, false>(from, to, width, slope, sums, g, scratch, powers);
+        return gradient<false, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
+      return gradient<true, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
     });
   });
 }
@@ -232,7 +237,7 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
 
 }  // namespace
 
-extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, any_sums, any_gradient,
+extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, dispatch_sums, dispatch_gradient,
                                 signed_buckets};
 
 }  // namespace gac::GAC_ISA

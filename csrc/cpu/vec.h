@@ -72,7 +72,8 @@ inline Floats load(const Float16* from) {
 #else
   const Words h = __builtin_convertvector(read<Halves>(from), Words);
   const Words sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
-  const Floats value = (Floats)magnitude * 0x1p112f;  // adjusts the exponent; also correct for subnormals
+  // adjusts the exponent; also correct for subnormals
+  const Floats value = (Floats)magnitude * 0x1p112f;
   const Words special = magnitude | 0x7f800000;
   return (Floats)(sign | ((Words)(magnitude >= (0x7c00u << 13)) & special) |
                   (~(Words)(magnitude >= (0x7c00u << 13)) & (Words)value));
@@ -116,7 +117,7 @@ inline void store(T* to, Floats v) {
 // Loads the first `count` lanes, at most a whole vector; the other lanes are -inf and contribute
 // nothing.
 template <class T>
-inline Floats load_some(const T* from, int64_t count) {
+inline Floats load_partial(const T* from, int64_t count) {
   T padded[kLanes];
   store(padded, splat(-__builtin_inff()));
   std::memcpy(padded, from, (count < kLanes ? count : kLanes) * sizeof(T));
@@ -124,7 +125,7 @@ inline Floats load_some(const T* from, int64_t count) {
 }
 
 template <class T>
-inline void store_some(T* to, Floats v, int64_t count) {
+inline void store_partial(T* to, Floats v, int64_t count) {
   T padded[kLanes];
   store(padded, v);
   std::memcpy(to, padded, count * sizeof(T));
@@ -146,8 +147,8 @@ inline void stream(float* to, Floats v) {
 
 // Number of elements until `to` is aligned.
 inline int64_t to_alignment(const float* to) {
-  const auto past = reinterpret_cast<uintptr_t>(to) % sizeof(Floats);
-  return past ? int64_t(sizeof(Floats) - past) / int64_t(sizeof(float)) : 0;
+  const auto misalignment = reinterpret_cast<uintptr_t>(to) % sizeof(Floats);
+  return misalignment ? int64_t(sizeof(Floats) - misalignment) / int64_t(sizeof(float)) : 0;
 }
 
 // Non-temporal stores are not ordered with other stores: call this before signalling another
@@ -163,10 +164,10 @@ struct Exponent {
   Floats n, f;
 };
 
-// Splits t = d slope, with a single rounding if the processor has FMA.
-inline Exponent split(Floats d, Floats slope, Floats shift) {
-  const Floats n = d * slope + shift;
-  return {n, d * slope - (n - shift)};
+// Splits t = d scale, with a single rounding if the processor has FMA.
+inline Exponent split(Floats d, Floats scale, Floats shift) {
+  const Floats n = d * scale + shift;
+  return {n, d * scale - (n - shift)};
 }
 
 // exp2 is 2^t for t in [-127, 127]: relative error below 2e-7 above -126, exactly 1 at 0 and
@@ -176,7 +177,7 @@ inline Exponent split(Floats d, Floats slope, Floats shift) {
 // n counts eighths; the fractional powers come from a table that fills one register, which allows a
 // short polynomial: there are only sixteen registers. Each entry has its index subtracted, because
 // the shifted n adds it back.
-inline Exponent exponent(Floats d, Floats slope) { return split(d, slope, splat(0x1.8p20f)); }
+inline Exponent exponent(Floats d, Floats scale) { return split(d, scale, splat(0x1.8p20f)); }
 
 inline Floats exp2(Exponent t) {
   constexpr uint32_t e = 1 << 20;
@@ -194,7 +195,7 @@ inline Floats exp2(Exponent t) {
 
 #else
 
-inline Exponent exponent(Floats d, Floats slope) { return split(d, slope, splat(0x1.8p23f + 127)); }
+inline Exponent exponent(Floats d, Floats scale) { return split(d, scale, splat(0x1.8p23f + 127)); }
 
 inline Floats exp2(Exponent t) {
   Floats q = splat(0x1.5bba14p-10f);  // minimax polynomial of (2^f - 1) / f in [-1/2, 1/2]

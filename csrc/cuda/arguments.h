@@ -23,10 +23,10 @@ struct Arguments {
   const float* d_entropy;
   float* results;  // kStats [3, N]: logp, entropy, lse; kLoss [5, N]: as TokenTerms
   const int8_t* signs;  // [V] of +-1; null: no sketch
-  float* parts;         // [N, cluster, kWarps, sketch], initialized to zero: each warp's contribution to the buckets
+  float* parts;         // [N, cluster, kWarps, sketch] of 0: each warp's part of the buckets
   int64_t rows, per_batch, vocab;
   int64_t batch_stride, row_stride, out_batch_stride, out_row_stride;
-  float slope;  // log2(e) / temperature
+  float exp2_scale;  // log2(e) / temperature
   float inverse_temperature;
   float ratio_low, ratio_high, dual_clip, kl_coef, entropy_coef, demo_shape;
   int32_t kl_estimator, demo_weight;  // positions in the enumerations of token_math.h

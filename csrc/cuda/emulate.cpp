@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 std::exception_ptr failure;
 uint32_t seed = 0;
-int64_t launched = 2, resident = 2;  // clusters per launch, and how many of them are resident at a time
+int64_t launched = 2, resident = 2;  // clusters per launch, and clusters that run at a time
 
 using Program = void (*)(const Arguments&, char*);
 
@@ -40,25 +40,25 @@ Program program_of(const Arguments& a) {
   }
 }
 
-void enter(uint32_t high, uint32_t low) {
+void run_fiber(uint32_t high, uint32_t low) {
   const Arguments& a = *reinterpret_cast<const Arguments*>(uint64_t(high) << 32 | low);
-  Machine& m = machine();
+  Emulator& m = emulator();
   try {
     program_of(a)(a, m.block().shared());
   } catch (...) {
     failure = std::current_exception();
   }
-  m.current->over = true;
+  m.current->done = true;
   m.yield();
 }
 
 // A slot for one resident cluster, with its blocks and fibers.
-struct Room {
-  std::unique_ptr<char[]> stacks;  // not initialised: most of it is never touched
+struct ClusterSlot {
+  std::unique_ptr<char[]> stacks;  // not initialized: most of it is never touched
   std::vector<Fiber> fibers;
   std::unique_ptr<Cluster> cluster;  // null: the slot is free
 
-  void place(const Arguments& a, int64_t id) {
+  void start(const Arguments& a, int64_t id) {
     cluster = std::make_unique<Cluster>();
     cluster->id = id;
     cluster->blocks.resize(a.cluster);
@@ -75,20 +75,21 @@ struct Room {
       f.cluster = cluster.get();
       f.rank = static_cast<int>(i) / kThreads;
       f.thread = static_cast<int>(i) % kThreads;
-      f.over = false;
+      f.done = false;
       f.ready = nullptr;
       getcontext(&f.context);
       f.context.uc_stack.ss_sp = stacks.get() + i * kStackBytes;
       f.context.uc_stack.ss_size = kStackBytes;
-      makecontext(&f.context, reinterpret_cast<void (*)()>(enter), 2, uint32_t(address >> 32),
+      makecontext(&f.context, reinterpret_cast<void (*)()>(run_fiber), 2, uint32_t(address >> 32),
                   uint32_t(address));
     }
   }
 
   // Frees the slot if the cluster has finished.
-  void leave() {
-    if (!std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.over; })) return;
-    if (!cluster->landings.empty()) fail("a block ended before all stores into it had landed");
+  void free_if_done() {
+    if (!std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.done; })) return;
+    if (!cluster->pending_copies.empty())
+      fail("a block exited before all stores into it completed");
     cluster.reset();
     fibers.clear();
   }
@@ -96,14 +97,14 @@ struct Room {
 
 // Completes some of the pending copies, at least one if no thread can run; returns whether any were
 // pending.
-bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random) {
-  if (landings.empty()) return false;
+bool complete_some(std::vector<PendingCopy>& pending_copies, bool stuck, std::mt19937& random) {
+  if (pending_copies.empty()) return false;
   if (!stuck && random() % 2) return true;
-  std::shuffle(landings.begin(), landings.end(), random);
-  for (size_t lands = random() % (landings.size() + 1) + (stuck ? 1 : 0);
-       lands > 0 && !landings.empty(); --lands) {
-    machine().land(landings.back());
-    landings.pop_back();
+  std::shuffle(pending_copies.begin(), pending_copies.end(), random);
+  for (size_t count = random() % (pending_copies.size() + 1) + (stuck ? 1 : 0);
+       count > 0 && !pending_copies.empty(); --count) {
+    emulator().complete(pending_copies.back());
+    pending_copies.pop_back();
   }
   return true;
 }
@@ -112,11 +113,11 @@ bool land_some(std::vector<Landing>& landings, bool stuck, std::mt19937& random)
 bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
   bool any = false;
   for (Block& block : blocks) {
-    if (block.asleep > 0)
-      --block.asleep;
+    if (block.delay_rounds > 0)
+      --block.delay_rounds;
     else if (random() % 32 == 0)
-      block.asleep = 1 << random() % 9;
-    any |= block.asleep > 0;
+      block.delay_rounds = 1 << random() % 9;
+    any |= block.delay_rounds > 0;
   }
   return any;
 }
@@ -124,7 +125,7 @@ bool delay_some(std::vector<Block>& blocks, std::mt19937& random) {
 // Runs the clusters in random order, with at most `resident` at a time. Each round resumes every
 // runnable fiber once, in random order over all clusters.
 void emulate(const Arguments& a) {
-  Machine& m = machine();
+  Emulator& m = emulator();
   std::mt19937 random(seed);
   failure = nullptr;
   m.threads = kThreads;
@@ -132,35 +133,37 @@ void emulate(const Arguments& a) {
   std::vector<int64_t> waiting(m.clusters);
   std::iota(waiting.begin(), waiting.end(), 0);
   std::shuffle(waiting.begin(), waiting.end(), random);
-  std::vector<Room> rooms(std::min(m.clusters, resident));
+  std::vector<ClusterSlot> slots(std::min(m.clusters, resident));
   for (;;) {
     std::vector<Fiber*> order;
-    bool flying = false, alive = false;
-    for (Room& room : rooms) {
-      if (!room.cluster && !waiting.empty()) {
-        room.place(a, waiting.back());
+    bool pending = false, running = false;
+    for (ClusterSlot& slot : slots) {
+      if (!slot.cluster && !waiting.empty()) {
+        slot.start(a, waiting.back());
         waiting.pop_back();
       }
-      if (room.cluster) flying |= delay_some(room.cluster->blocks, random);
-      alive |= room.cluster != nullptr;
-      for (Fiber& fiber : room.fibers)
-        if (!fiber.over && fiber.cluster->blocks[fiber.rank].asleep == 0) order.push_back(&fiber);
+      if (slot.cluster) pending |= delay_some(slot.cluster->blocks, random);
+      running |= slot.cluster != nullptr;
+      for (Fiber& fiber : slot.fibers) {
+        const bool delayed = fiber.cluster->blocks[fiber.rank].delay_rounds > 0;
+        if (!fiber.done && !delayed) order.push_back(&fiber);
+      }
     }
-    if (!alive) return;
+    if (!running) return;
     bool stuck = true;
     std::shuffle(order.begin(), order.end(), random);
     for (Fiber* fiber : order) {
-      if (fiber->ready && !fiber->ready(fiber->waited)) continue;
+      if (fiber->ready && !fiber->ready(fiber->waiting_on)) continue;
       stuck = false;
       m.current = fiber;
       swapcontext(&m.scheduler, &fiber->context);
       if (failure) std::rethrow_exception(failure);
     }
-    for (Room& room : rooms)
-      if (room.cluster) flying |= land_some(room.cluster->landings, stuck, random);
-    if (stuck && !flying) fail("deadlock: every thread waits for another");
-    for (Room& room : rooms)
-      if (room.cluster) room.leave();
+    for (ClusterSlot& slot : slots)
+      if (slot.cluster) pending |= complete_some(slot.cluster->pending_copies, stuck, random);
+    if (stuck && !pending) fail("deadlock: every thread waits for another");
+    for (ClusterSlot& slot : slots)
+      if (slot.cluster) slot.free_if_done();
   }
 }
 
@@ -177,13 +180,13 @@ extern "C" void gac_emulate_clusters(int64_t launched, int64_t resident) {
 
 // The number of clusters that launch.cu would launch if `resident` of them run at once.
 extern "C" int64_t gac_cuda_clusters(const gac::cuda::Arguments* a, int64_t resident) {
-  return gac::cuda::clusters_of(*a, resident);
+  return gac::cuda::clusters_to_launch(*a, resident);
 }
 
 extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void*) {
   static std::string message;
   if (a->rows == 0) return nullptr;
-  if (const char* reason = gac::cuda::refusal(*a)) return reason;
+  if (const char* reason = gac::cuda::launch_error(*a)) return reason;
   try {
     gac::cuda::emulate(*a);
   } catch (const std::exception& error) {

@@ -38,51 +38,51 @@ struct alignas(16) Word {
 };
 
 // A pending copy to `to`, which signals `barrier` when it completes.
-struct Landing {
+struct PendingCopy {
   char* to;
   const char* from;
-  Sums sent;  // the data, if the source is a register
+  Sums sent;  // the data, if `from` is null: the source is a register
   size_t bytes;
   Barrier* barrier;
 };
 
 // The threads that synchronize at one point.
-struct Meeting {
+struct SyncPoint {
   int arrived = 0;
   int64_t generation = 0;
 };
 
 struct Warp {
-  Meeting before, after;
+  SyncPoint before, after;  // of an exchange of `values`
   float values[32];
 };
 
 struct Block {
-  int asleep = 0;  // rounds left in which none of its threads runs
+  int delay_rounds = 0;  // rounds left in which none of its threads runs
   std::vector<Word> memory;
   std::vector<Warp> warps;
-  Meeting meeting;
+  SyncPoint sync_point;
   char* shared() { return reinterpret_cast<char*>(memory.data()); }
 };
 
 struct Cluster {
   int64_t id = 0;
   std::vector<Block> blocks;
-  Meeting meeting;
-  std::vector<Landing> landings;
+  SyncPoint sync_point;
+  std::vector<PendingCopy> pending_copies;
 };
 
 struct Fiber {
   ucontext_t context;
   Cluster* cluster;
   int rank, thread;
-  bool over;
+  bool done;
   bool (*ready)(void*);  // the condition it waits for, or null
-  void* waited;
+  void* waiting_on;
 };
 
 // State shared by all fibers; `current` is the running one.
-struct Machine {
+struct Emulator {
   int threads = 0;
   int64_t clusters = 0;
   ucontext_t scheduler;
@@ -97,19 +97,19 @@ struct Machine {
   template <class Ready>
   void until(Ready ready) {
     if (ready()) return;
-    current->waited = &ready;
-    current->ready = [](void* waited) { return (*static_cast<Ready*>(waited))(); };
+    current->waiting_on = &ready;
+    current->ready = [](void* waiting_on) { return (*static_cast<Ready*>(waiting_on))(); };
     yield();
     current->ready = nullptr;
   }
 
-  void meet(Meeting& meeting, int parties) {
-    const int64_t mine = meeting.generation;
-    if (++meeting.arrived == parties) {
-      meeting.arrived = 0;
-      ++meeting.generation;
+  void synchronize(SyncPoint& sync_point, int count) {
+    const int64_t generation = sync_point.generation;
+    if (++sync_point.arrived == count) {
+      sync_point.arrived = 0;
+      ++sync_point.generation;
     }
-    until([&] { return meeting.generation != mine; });
+    until([&] { return sync_point.generation != generation; });
   }
 
   void advance(Barrier& b) {
@@ -118,28 +118,30 @@ struct Machine {
     b.parity ^= 1;
   }
 
-  void land(Landing& l) {
-    std::memcpy(l.to, l.from ? l.from : reinterpret_cast<const char*>(&l.sent), l.bytes);
-    l.barrier->bytes -= static_cast<int32_t>(l.bytes);
-    advance(*l.barrier);
+  void complete(PendingCopy& copy) {
+    const char* from = copy.from ? copy.from : reinterpret_cast<const char*>(&copy.sent);
+    std::memcpy(copy.to, from, copy.bytes);
+    copy.barrier->bytes -= static_cast<int32_t>(copy.bytes);
+    advance(*copy.barrier);
   }
 };
 
-inline Machine& machine() {
-  static Machine m;
+inline Emulator& emulator() {
+  static Emulator m;
   return m;
 }
 
-inline int thread() { return machine().current->thread; }
-inline int cluster_rank() { return machine().current->rank; }
-inline int cluster_size() { return static_cast<int>(machine().cluster().blocks.size()); }
-inline int64_t cluster_id() { return machine().cluster().id; }
-inline int64_t cluster_count() { return machine().clusters; }
+inline int thread() { return emulator().current->thread; }
+inline int cluster_rank() { return emulator().current->rank; }
+inline int cluster_size() { return static_cast<int>(emulator().cluster().blocks.size()); }
+inline int64_t cluster_id() { return emulator().cluster().id; }
+inline int64_t cluster_count() { return emulator().clusters; }
 
+// The object at the same shared-memory address in block `rank` of the cluster.
 template <class T>
-T& there(T& object, int rank) {
-  const auto offset = reinterpret_cast<char*>(&object) - machine().block().shared();
-  return *reinterpret_cast<T*>(machine().cluster().blocks[rank].shared() + offset);
+T& in_block(T& object, int rank) {
+  const auto offset = reinterpret_cast<char*>(&object) - emulator().block().shared();
+  return *reinterpret_cast<T*>(emulator().cluster().blocks[rank].shared() + offset);
 }
 
 inline void fail(const char* what) { throw std::logic_error(what); }
@@ -152,7 +154,7 @@ inline void publish_to_copies() {}
 
 inline void arrive(Barrier& b) {
   if (b.pending-- == 0) fail("more arrivals at a barrier than expected");
-  machine().advance(b);
+  emulator().advance(b);
 }
 inline void arrive_expect(Barrier& b, uint32_t bytes) {
   b.bytes += static_cast<int32_t>(bytes);
@@ -160,40 +162,40 @@ inline void arrive_expect(Barrier& b, uint32_t bytes) {
 }
 template <bool kCluster = false>
 void wait(Barrier& b, uint32_t parity) {
-  machine().until([&] { return b.parity != parity; });
+  emulator().until([&] { return b.parity != parity; });
 }
 
-inline void start(const Landing& landing) {
-  std::memset(landing.to, 0xff, landing.bytes);
-  machine().cluster().landings.push_back(landing);
+inline void start_copy(const PendingCopy& copy) {
+  std::memset(copy.to, 0xff, copy.bytes);
+  emulator().cluster().pending_copies.push_back(copy);
 }
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier& b) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 ||
       bytes % 16 || bytes == 0)
     fail("a bulk copy needs addresses and a size that are multiples of 16");
-  start({static_cast<char*>(shared), static_cast<const char*>(global), {}, bytes, &b});
+  start_copy({static_cast<char*>(shared), static_cast<const char*>(global), {}, bytes, &b});
 }
 inline void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {
-  char* to = reinterpret_cast<char*>(&there(slot, rank));
-  start({to, nullptr, sums, sizeof(Sums), &there(b, rank)});
+  char* to = reinterpret_cast<char*>(&in_block(slot, rank));
+  start_copy({to, nullptr, sums, sizeof(Sums), &in_block(b, rank)});
 }
 
 template <int kCount>
 void sync_threads() {
-  machine().meet(machine().block().meeting, kCount);
+  emulator().synchronize(emulator().block().sync_point, kCount);
 }
-inline Warp& warp() { return machine().block().warps[thread() / 32]; }
-inline void sync_warp() { machine().meet(warp().before, 32); }
+inline Warp& warp() { return emulator().block().warps[thread() / 32]; }
+inline void sync_warp() { emulator().synchronize(warp().before, 32); }
 inline void sync_cluster() {
-  Machine& m = machine();
-  m.meet(m.cluster().meeting, cluster_size() * m.threads);
+  Emulator& m = emulator();
+  m.synchronize(m.cluster().sync_point, cluster_size() * m.threads);
 }
 inline float shuffle(float x, int lane) {
   Warp& w = warp();
   w.values[thread() % 32] = x;
-  machine().meet(w.before, 32);
+  emulator().synchronize(w.before, 32);
   const float other = w.values[lane];
-  machine().meet(w.after, 32);
+  emulator().synchronize(w.after, 32);
   return other;
 }
 inline float shuffle_xor(float x, int mask) { return shuffle(x, thread() % 32 ^ mask); }
@@ -203,14 +205,14 @@ struct Exp2 {
 };
 
 inline Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
-struct Bytes {
+struct SignBytes {
   const int8_t* first;
   template <int kWords>
-  void load(int q, uint32_t (&four)[kWords]) const {
-    std::memcpy(four, first + int64_t(q) * sizeof(four), sizeof(four));
+  void load(int q, uint32_t (&packed)[kWords]) const {
+    std::memcpy(packed, first + int64_t(q) * sizeof(packed), sizeof(packed));
   }
 };
-inline float sign_of(uint32_t four, int i) { return static_cast<int8_t>(four >> 8 * i); }
+inline float sign_of(uint32_t packed, int i) { return static_cast<int8_t>(packed >> 8 * i); }
 template <int kBytes>
 void store_bytes(void* global, const uint32_t* words) {
   if (reinterpret_cast<uintptr_t>(global) % kBytes) fail("a wide store is not aligned");
@@ -237,7 +239,7 @@ void unpack(Word w, float (&x)[kWidth], T) {
   for (int e = 0; e < kWidth; ++e) x[e] = to_float(values[e]);
 }
 template <int kWords, class T>
-float largest(const Word (&words)[kWords], T) {
+float max_logit(const Word (&words)[kWords], T) {
   float top = -INFINITY, x[sizeof(Word) / sizeof(T)];
   for (const Word& word : words) {
     unpack(word, x, T{});

@@ -55,18 +55,20 @@ GAC_DEVICE void write_zeros(const Arguments& a, const Slice& s, int64_t n) {
   for (int q = s.begin + thread(); q < s.end; q += kConsumers) to.store(s, q, a.vocab, zeros);
 }
 
-// The gradient of the logits in a word. kLinear: it has an entropy term; kAny: the logits may be
-// steep (see row_sums.h).
-template <bool kLinear, bool kAny, class In, int kWidth>
-GAC_DEVICE void pull_word(const char* word, const Pull& pull, float slope, float (&g)[kWidth]) {
+// The gradient of the logits in a word. kLinear: it has an entropy term; kMaybeSteep: the logits
+// may be steep (see row_sums.h).
+template <bool kLinear, bool kMaybeSteep, class In, int kWidth>
+GAC_DEVICE void word_gradient(const char* word, const GradientTerms& terms, float exp2_scale,
+                              float (&g)[kWidth]) {
   float x[kWidth];
   unpack(load_word(word), x, In{});
-  const float anchor = anchor_of(pull.top, slope);
+  const float anchor = anchor_of(terms.top, exp2_scale);
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) {
-    const float t = kAny ? exponent(x[e], pull.top, slope) : fmaf(x[e], slope, -anchor);
-    g[e] = Exp2{}(t) * (kLinear ? fmaf(pull.linear, fmaxf(t, kFloor), pull.constant)
-                                : pull.constant);
+    const float t = kMaybeSteep ? exponent(x[e], terms.top, exp2_scale)
+                                : fmaf(x[e], exp2_scale, -anchor);
+    g[e] = Exp2{}(t) * (kLinear ? fmaf(terms.linear, fmaxf(t, kFloor), terms.constant)
+                                : terms.constant);
   }
 }
 
@@ -76,27 +78,30 @@ template <bool kLinear, bool kSketch, class In, class Out>
 GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, const Slice& s,
                             Cursor at, int64_t n) {
   constexpr int kWidth = kWordBytes / sizeof(In);
-  const Pull pull = shared.pull;
+  const GradientTerms terms = shared.gradient;
   const Destination<Out, kWidth> to(a, s, n);
-  const bool plain = to.aligned && !is_steep(anchor_of(pull.top, a.slope));
+  const bool fast = to.aligned && !is_steep(anchor_of(terms.top, a.exp2_scale));
   const auto holds_target = [&] {
-    const int64_t q = (pull.word + s.shift) / kWidth;
-    return pull.word >= 0 && q >= s.begin && q < s.end && (q - s.begin) % kConsumers == thread();
+    const int64_t q = (terms.target_index + s.shift) / kWidth;
+    return terms.target_index >= 0 && q >= s.begin && q < s.end &&
+           (q - s.begin) % kConsumers == thread();
   };
   Sketch<In> sketch(a, s);
   if constexpr (kSketch) {
-    if (holds_target()) {  // mask the target: its gradient is added separately at the end, without cancellation
-      *held<In>(a, ring, s, at, pull.word + s.shift) = from_float<In>(-INFINITY);
+    // mask the target: its gradient is added separately at the end, without cancellation
+    if (holds_target()) {
+      *ring_element<In>(a, ring, s, at, terms.target_index + s.shift) = from_float<In>(-INFINITY);
       publish_to_copies();
     }
   }
   for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
-    const char* mine = ring + at.slot * kTileBytes + thread() * kWordBytes;
+    const char* thread_words = ring + at.slot * kTileBytes + thread() * kWordBytes;
     float g[kWidth];
-    if (plain && s.whole(first)) {
+    if (fast && s.covers(first)) {
 #pragma unroll
       for (int u = 0; u < kPerThread; ++u) {
-        pull_word<kLinear, false, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
+        const char* word = thread_words + u * kConsumers * kWordBytes;
+        word_gradient<kLinear, false, In>(word, terms, a.exp2_scale, g);
         to.store(first + thread() + u * kConsumers, g);
         if constexpr (kSketch) sketch.add(first + thread() + u * kConsumers, g);
       }
@@ -104,7 +109,8 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
       for (int u = 0; u < kPerThread; ++u) {
         const int q = first + thread() + u * kConsumers;
         if (q >= s.end) break;
-        pull_word<kLinear, true, In>(mine + u * kConsumers * kWordBytes, pull, a.slope, g);
+        const char* word = thread_words + u * kConsumers * kWordBytes;
+        word_gradient<kLinear, true, In>(word, terms, a.exp2_scale, g);
         to.store(s, q, a.vocab, g);
         if constexpr (kSketch) sketch.add(a, s, q, g);
       }
@@ -112,8 +118,8 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
     release(shared.empty[at.slot]);
   }
   if (holds_target()) {  // overwrites the value that the same thread has just stored
-    to.row[pull.word] = from_float<Out>(pull.target);
-    if constexpr (kSketch) sketch.add(a, s, pull.word, pull.target);
+    to.row[terms.target_index] = from_float<Out>(terms.target);
+    if constexpr (kSketch) sketch.add(a, s, terms.target_index, terms.target);
   }
   if constexpr (kSketch) sketch.store(a, s, n);
 }

@@ -22,10 +22,10 @@ using Word = uint4;
 GAC_DEVICE int thread() { return threadIdx.x; }
 
 template <int kId>
-GAC_DEVICE uint32_t special();
+GAC_DEVICE uint32_t special_register();
 #define GAC_SPECIAL(id, name)                                   \
   template <>                                                   \
-  GAC_DEVICE uint32_t special<id>() {                           \
+  GAC_DEVICE uint32_t special_register<id>() {                  \
     uint32_t value;                                             \
     asm volatile("mov.u32 %0, %%" name ";" : "=r"(value));      \
     return value;                                               \
@@ -35,10 +35,10 @@ GAC_SPECIAL(1, "cluster_nctarank")
 GAC_SPECIAL(2, "clusterid.x")
 GAC_SPECIAL(3, "nclusterid.x")
 #undef GAC_SPECIAL
-GAC_DEVICE int cluster_rank() { return special<0>(); }
-GAC_DEVICE int cluster_size() { return special<1>(); }
-GAC_DEVICE int64_t cluster_id() { return special<2>(); }
-GAC_DEVICE int64_t cluster_count() { return special<3>(); }
+GAC_DEVICE int cluster_rank() { return special_register<0>(); }
+GAC_DEVICE int cluster_size() { return special_register<1>(); }
+GAC_DEVICE int64_t cluster_id() { return special_register<2>(); }
+GAC_DEVICE int64_t cluster_count() { return special_register<3>(); }
 
 GAC_DEVICE uint32_t address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -46,9 +46,9 @@ GAC_DEVICE uint32_t address(const void* shared) {
 
 // The corresponding shared-memory address in block `rank` of the cluster.
 GAC_DEVICE uint32_t address_in(const void* shared, int rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
-  return there;
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address(shared)), "r"(rank));
+  return mapped;
 }
 
 GAC_DEVICE void init(Barrier& b, int arrivals) {
@@ -81,14 +81,14 @@ GAC_DEVICE void arrive_expect(Barrier& b, uint32_t bytes) {
 // afterwards.
 template <bool kCluster = false>
 GAC_DEVICE void wait(Barrier& b, uint32_t parity) {
-  uint32_t over = 0;
-  while (!over) {
+  uint32_t done = 0;
+  while (!done) {
     if constexpr (kCluster)
       asm volatile(
           "{\n.reg .pred p;\n"
           "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
           "selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(over)
+          : "=r"(done)
           : "r"(address(&b)), "r"(parity)
           : "memory");
     else
@@ -96,7 +96,7 @@ GAC_DEVICE void wait(Barrier& b, uint32_t parity) {
           "{\n.reg .pred p;\n"
           "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
           "selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(over)
+          : "=r"(done)
           : "r"(address(&b)), "r"(parity)
           : "memory");
   }
@@ -152,36 +152,36 @@ struct Exp2 {  // relative error below 2^-22; results below 2^-126 are 0
 
 GAC_DEVICE Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
 
-// Bytes in memory starting at any address, read with aligned loads. (Reading an aligned word is
-// safe if one of its bytes is valid.)
-struct Bytes {
+// The sketch's signs: bytes starting at any address, read with aligned loads. (Reading an aligned
+// word is safe if one of its bytes is valid.)
+struct SignBytes {
   const uint32_t* words;  // at or before the first byte
-  uint32_t bits;          // offset of the first byte in words[0], in bits
+  uint32_t shift;         // offset of the first byte in words[0], in bits
 
-  GAC_DEVICE explicit Bytes(const int8_t* first) {
-    const auto before = reinterpret_cast<uintptr_t>(first) % 4;
-    words = reinterpret_cast<const uint32_t*>(first - before);
-    bits = static_cast<uint32_t>(8 * before);
+  GAC_DEVICE explicit SignBytes(const int8_t* first) {
+    const auto misalignment = reinterpret_cast<uintptr_t>(first) % 4;
+    words = reinterpret_cast<const uint32_t*>(first - misalignment);
+    shift = static_cast<uint32_t>(8 * misalignment);
   }
 
-  // Loads group q of 4 kWords bytes into `four`, four bytes per word.
+  // Loads group q of 4 kWords bytes into `packed`, four bytes per word.
   template <int kWords>
-  GAC_DEVICE void load(int q, uint32_t (&four)[kWords]) const {
+  GAC_DEVICE void load(int q, uint32_t (&packed)[kWords]) const {
     const uint32_t* at = words + int64_t(q) * kWords;
     uint32_t low = __ldg(at);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t high = i + 1 < kWords || bits ? __ldg(at + i + 1) : 0;
-      four[i] = __funnelshift_r(low, high, bits);
+      const uint32_t high = i + 1 < kWords || shift ? __ldg(at + i + 1) : 0;
+      packed[i] = __funnelshift_r(low, high, shift);
       low = high;
     }
   }
 };
 
 // Byte i, 1 or -1, as a float: its sign bit on top of the bits of 1.0f.
-GAC_DEVICE float sign_of(uint32_t four, int i) {
+GAC_DEVICE float sign_of(uint32_t packed, int i) {
   return __uint_as_float(
-      __byte_perm((four & 0x80808080u) | 0x3f3f3f3fu, 0x00800000u, i << 12 | 0x0644));
+      __byte_perm((packed & 0x80808080u) | 0x3f3f3f3fu, 0x00800000u, i << 12 | 0x0644));
 }
 
 // Stores 8 or 16 aligned bytes with a streaming hint: they are not read soon.
@@ -237,7 +237,7 @@ struct PairOf<Float16> {
   using type = __half2;
 };
 template <int kWords, class T>
-GAC_DEVICE float largest(const Word (&words)[kWords], T) {
+GAC_DEVICE float max_logit(const Word (&words)[kWords], T) {
   if constexpr (sizeof(T) == 4) {
     float top = __uint_as_float(words[0].x);
 #pragma unroll

@@ -25,11 +25,11 @@ __global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_consta
   row_program<In, Out, true>(a, memory);
 }
 
-// tensor *= factor; returns at once when the factor is 1.
+// tensor *= factor; returns immediately if the factor is 1.
 template <class T>
 __global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, const float* factor) {
-  const float by = *factor;
-  if (by == 1) return;
+  const float multiplier = *factor;
+  if (multiplier == 1) return;
   constexpr int kWidth = kWordBytes / sizeof(T);
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, co
     Word packed = reinterpret_cast<const Word*>(tensor)[word];
     T* values = reinterpret_cast<T*>(&packed);
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) values[e] = from_float<T>(to_float(values[e]) * by);
+    for (int e = 0; e < kWidth; ++e) values[e] = from_float<T>(to_float(values[e]) * multiplier);
     reinterpret_cast<Word*>(tensor)[word] = packed;
   }
   for (int64_t i = count / kWidth * kWidth + first; i < count; i += step)
-    tensor[i] = from_float<T>(to_float(tensor[i]) * by);
+    tensor[i] = from_float<T>(to_float(tensor[i]) * multiplier);
 }
 
 using Kernel = void (*)(Arguments);
@@ -70,30 +70,31 @@ Kernel kernel_of(const Arguments& a) {
 
 // Requests the largest ring buffer per block and the maximum shared-memory carve-out.
 cudaError_t set_shared_memory(const void* kernel) {
-  const int most = kHeaderBytes + kMaxSlots * kTileBytes;
+  const int max_bytes = kHeaderBytes + kMaxSlots * kTileBytes;
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes);
   if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                               cudaSharedmemCarveoutMaxShared);
 }
 
 // Number of clusters that run at once; the driver is queried once per launch configuration.
-cudaError_t resident(Kernel kernel, const cudaLaunchConfig_t& config, int device, int& clusters) {
+cudaError_t max_resident_clusters(Kernel kernel, const cudaLaunchConfig_t& config, int device,
+                                  int& clusters) {
   static std::mutex mutex;
-  static std::map<std::tuple<Kernel, int, unsigned, size_t>, int> known;
+  static std::map<std::tuple<Kernel, int, unsigned, size_t>, int> cache;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::tuple key{kernel, device, config.attrs[0].val.clusterDim.x, config.dynamicSmemBytes};
-  const auto found = known.find(key);
-  if (found != known.end()) {
-    clusters = found->second;
+  const auto cached = cache.find(key);
+  if (cached != cache.end()) {
+    clusters = cached->second;
     return cudaSuccess;
   }
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = set_shared_memory(function);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, function, &config);
   if (error == cudaSuccess && clusters < 1) error = cudaErrorInvalidConfiguration;
-  if (error == cudaSuccess) known[key] = clusters;
+  if (error == cudaSuccess) cache[key] = clusters;
   return error;
 }
 
@@ -112,9 +113,9 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
   config.numAttrs = 1;
   const Kernel kernel = kernel_of(a);
   int clusters = 0;
-  error = resident(kernel, config, a.device, clusters);
+  error = max_resident_clusters(kernel, config, a.device, clusters);
   if (error != cudaSuccess) return error;
-  config.gridDim = dim3(static_cast<unsigned>(a.cluster * clusters_of(a, clusters)));
+  config.gridDim = dim3(static_cast<unsigned>(a.cluster * clusters_to_launch(a, clusters)));
   void* arguments[] = {const_cast<Arguments*>(&a)};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
@@ -122,11 +123,11 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
 cudaError_t scale(void* tensor, int64_t count, const float* factor, int32_t dtype, int32_t device,
                   cudaStream_t stream) {
   cudaError_t error = cudaSetDevice(device);
-  int processors = 0;
+  int multiprocessors = 0;
   if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int blocks = 8 * processors;
+  const int blocks = 8 * multiprocessors;
   switch (dtype) {
     case kBFloat16:
       scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<BFloat16*>(tensor), count, factor);
@@ -142,10 +143,10 @@ cudaError_t scale(void* tensor, int64_t count, const float* factor, int32_t dtyp
 }  // namespace
 }  // namespace gac::cuda
 
-// Both return null on success, else the reason why the launch failed.
+// These functions return null on success, and otherwise the reason why the launch failed.
 extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void* stream) {
   if (a->rows == 0) return nullptr;
-  if (const char* reason = gac::cuda::refusal(*a)) return reason;
+  if (const char* reason = gac::cuda::launch_error(*a)) return reason;
   const cudaError_t error = gac::cuda::launch(*a, static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -24,7 +24,7 @@ constexpr int kMaxSlots = 28, kMaxCluster = 8, kHeaderBytes = 1024;
 struct Shared {
   Sums inbox[2][kMaxCluster];  // indexed by row parity and sender rank
   Sums partial[kWarps];
-  Pull pull;
+  GradientTerms gradient;
   Barrier full[kMaxSlots], empty[kMaxSlots], exchange[2];
 };
 static_assert(sizeof(Shared) <= kHeaderBytes);
@@ -43,7 +43,8 @@ struct Cursor {
 struct Slice {
   const char* base;
   int shift, begin, end, inner, outer;
-  GAC_DEVICE bool whole(int first) const {  // whether the whole tile lies within the row
+  // Whether the tile that starts at word `first` lies within the row.
+  GAC_DEVICE bool covers(int first) const {
     return first >= inner && first + kTileWords <= outer;
   }
 };
@@ -58,12 +59,12 @@ GAC_DEVICE Slice slice_of(const Arguments& a, int64_t n) {
   s.shift = static_cast<int>(bytes / sizeof(In));
   constexpr int kWidth = kWordBytes / sizeof(In);
   const int words = static_cast<int>((s.shift + a.vocab + kWidth - 1) / kWidth);
-  const int whole = static_cast<int>((s.shift + a.vocab) / kWidth);
-  const int share = (words + cluster_size() - 1) / cluster_size();
-  s.begin = share * cluster_rank() < words ? share * cluster_rank() : words;
-  s.end = s.begin + share < words ? s.begin + share : words;
+  const int full_words = static_cast<int>((s.shift + a.vocab) / kWidth);
+  const int per_block = (words + cluster_size() - 1) / cluster_size();
+  s.begin = per_block * cluster_rank() < words ? per_block * cluster_rank() : words;
+  s.end = s.begin + per_block < words ? s.begin + per_block : words;
   s.inner = s.begin == 0 && s.shift > 0 ? 1 : s.begin;
-  s.outer = s.end < whole ? s.end : whole;
+  s.outer = s.end < full_words ? s.end : full_words;
   return s;
 }
 

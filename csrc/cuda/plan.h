@@ -8,21 +8,22 @@
 namespace gac::cuda {
 
 // The minimum number of tiles per block: its largest slice of a row, for any alignment.
-inline int64_t slots_needed(const Arguments& a, int64_t item) {
-  const int64_t width = kWordBytes / item, words = (a.vocab + 2 * width - 2) / width;
+inline int64_t slots_needed(const Arguments& a, int64_t item_size) {
+  const int64_t width = kWordBytes / item_size, words = (a.vocab + 2 * width - 2) / width;
   const int64_t slice = (words + a.cluster - 1) / a.cluster;
   return a.out ? (slice + kTileWords - 1) / kTileWords : 1;
 }
 
 // Why a launch is impossible, or null.
-inline const char* refusal(const Arguments& a) {
-  const int64_t item = a.dtype == kFloat32 ? 4 : 2;
+inline const char* launch_error(const Arguments& a) {
+  const int64_t item_size = a.dtype == kFloat32 ? 4 : 2;
   if (a.cluster != 1 && a.cluster != 2 && a.cluster != 4 && a.cluster != 8)
     return "cluster must be 1, 2, 4 or 8 blocks";
   if (a.slots < 1 || a.slots > kMaxSlots) return "slots must be between 1 and 28 tiles";
   if (a.signs && (a.sketch < 4 || a.sketch > kMaxSketch || (a.sketch & (a.sketch - 1))))
     return "sketch must have 4, 8, 16, 32 or 64 buckets";
-  if (slots_needed(a, item) > a.slots) return "the row does not fit in the cluster's shared memory";
+  if (slots_needed(a, item_size) > a.slots)
+    return "the row does not fit in the cluster's shared memory";
   return nullptr;
 }
 
@@ -34,7 +35,7 @@ inline const char* refusal(const Arguments& a) {
 constexpr int64_t kTurns = 8, kTurnTiles = 64;
 
 // The number of clusters to launch if `resident` of them run at once on an idle device.
-inline int64_t clusters_of(const Arguments& a, int64_t resident) {
+inline int64_t clusters_to_launch(const Arguments& a, int64_t resident) {
   const int64_t width = kWordBytes / (a.dtype == kFloat32 ? 4 : 2);
   const int64_t tiles = (a.vocab / width / a.cluster + kTileWords - 1) / kTileWords;
   const int64_t turns = a.rows / resident * tiles / kTurnTiles;

@@ -12,9 +12,9 @@
 
 namespace gac::cuda {
 
-// Whether row n, with target y, is read at all. Producer and consumers both call this, so that they
-// agree on the tiles.
-GAC_DEVICE bool reads(const Arguments& a, int64_t n, int64_t y) {
+// Whether row n, with target y, is read at all. The producer and the consumers all call this, so
+// that they agree on the tiles.
+GAC_DEVICE bool needs_read(const Arguments& a, int64_t n, int64_t y) {
   if (y == kIgnore) return false;
   return a.task != kGrads || a.d_logps[n] != 0 || a.d_entropy[n] != 0;
 }
@@ -23,7 +23,7 @@ template <class In>
 GAC_DEVICE void produce(const Arguments& a, Shared& shared, char* ring) {
   Cursor at;
   for (int64_t n = cluster_id(); n < a.rows; n += cluster_count()) {
-    if (!reads(a, n, a.targets[n])) continue;
+    if (!needs_read(a, n, a.targets[n])) continue;
     const Slice s = slice_of<In>(a, n);
     for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
       const int words = s.end - first < kTileWords ? s.end - first : kTileWords;
@@ -40,32 +40,32 @@ template <bool kHeld, class In>
 GAC_DEVICE Sums read_slice(const Arguments& a, Shared& shared, const char* ring, const Slice& s,
                            Cursor& at) {
   constexpr int kWidth = kWordBytes / sizeof(In);
-  Sums sums = no_sums();
+  Sums sums = empty_sums();
   for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
     wait(shared.full[at.slot], at.parity);
-    const char* mine = ring + at.slot * kTileBytes + thread() * kWordBytes;
-    if (s.whole(first)) {
+    const char* thread_words = ring + at.slot * kTileBytes + thread() * kWordBytes;
+    if (s.covers(first)) {
       Word words[kPerThread];
       float x[kPerThread][kWidth];
 #pragma unroll
       for (int u = 0; u < kPerThread; ++u) {
-        words[u] = load_word(mine + u * kConsumers * kWordBytes);
+        words[u] = load_word(thread_words + u * kConsumers * kWordBytes);
         unpack(words[u], x[u], In{});
       }
-      absorb(sums, x, largest(words, In{}), a.slope, Exp2{});
+      absorb(sums, x, max_logit(words, In{}), a.exp2_scale, Exp2{});
     } else {
       for (int u = 0; u < kPerThread; ++u) {
         const int q = first + thread() + u * kConsumers;
         if (q >= s.end) break;
         float x[1][kWidth], top = -INFINITY;
-        unpack(load_word(mine + u * kConsumers * kWordBytes), x[0], In{});
+        unpack(load_word(thread_words + u * kConsumers * kWordBytes), x[0], In{});
         const Valid valid(s, q, kWidth, a.vocab);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           if (!valid(e)) x[0][e] = -INFINITY;
           top = fmaxf(top, x[0][e]);
         }
-        absorb(sums, x, top, a.slope, Exp2{});
+        absorb(sums, x, top, a.exp2_scale, Exp2{});
       }
     }
     if (!kHeld) release(shared.empty[at.slot]);
@@ -74,34 +74,35 @@ GAC_DEVICE Sums read_slice(const Arguments& a, Shared& shared, const char* ring,
 }
 
 template <int kLanes>
-GAC_DEVICE Sums gather_lanes(Sums sums, float slope) {
+GAC_DEVICE Sums gather_lanes(Sums sums, float exp2_scale) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     const Sums other{shuffle_xor(sums.top, step), shuffle_xor(sums.mass, step),
                      shuffle_xor(sums.moment, step), shuffle_xor(sums.target, step)};
-    sums = merge(sums, other, slope, Exp2{});
+    sums = merge(sums, other, exp2_scale, Exp2{});
   }
   return sums;
 }
 
 // Sends the sums of this block's slice to every block of the cluster.
-GAC_DEVICE void share(Shared& shared, Sums mine, int parity, float slope) {
-  mine = gather_lanes<32>(mine, slope);
-  if (thread() % 32 == 0) shared.partial[thread() / 32] = mine;
+GAC_DEVICE void send_sums(Shared& shared, Sums partial, int parity, float exp2_scale) {
+  partial = gather_lanes<32>(partial, exp2_scale);
+  if (thread() % 32 == 0) shared.partial[thread() / 32] = partial;
   sync_threads<kConsumers>();
   if (thread() >= 32) return;
-  const Sums all = gather_lanes<kWarps>(shared.partial[thread() % kWarps], slope);
+  const Sums all = gather_lanes<kWarps>(shared.partial[thread() % kWarps], exp2_scale);
   if (thread() < cluster_size())
     send(all, shared.inbox[parity][cluster_rank()], shared.exchange[parity], thread());
 }
 
-// The sums of the whole row, computed by the first warp; in the same order in all blocks, hence
-// bitwise equal.
-GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float slope) {
+// Merges the sums of all blocks, in the first warp; in the same order in every block, hence bitwise
+// equal.
+GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float exp2_scale) {
   if (thread() == 0) arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
   wait<true>(shared.exchange[parity], phase);
-  const bool sent = thread() < cluster_size();
-  return gather_lanes<kMaxCluster>(sent ? shared.inbox[parity][thread()] : no_sums(), slope);
+  const bool valid = thread() < cluster_size();
+  const Sums sums = valid ? shared.inbox[parity][thread()] : empty_sums();
+  return gather_lanes<kMaxCluster>(sums, exp2_scale);
 }
 
 // A target outside [0, V) reads nothing and gives nan.
@@ -159,7 +160,7 @@ GAC_DEVICE void write_results(const Arguments& a, int64_t n, const float (&value
   for (int i = 0; i < kCount; ++i) a.results[i * a.rows + n] = values[i];
 }
 
-GAC_DEVICE void write_blank(const Arguments& a, int64_t n) {
+GAC_DEVICE void write_zero_results(const Arguments& a, int64_t n) {
   const float stats[3] = {}, terms[5] = {};
   if (a.task == kStats)
     write_results(a, n, stats);
@@ -168,11 +169,12 @@ GAC_DEVICE void write_blank(const Arguments& a, int64_t n) {
 }
 
 // Run by one thread: writes the row's results and returns the terms of its gradient.
-GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, const Columns& c, int64_t n,
-                         int64_t y) {
-  const Statistics s = statistics(sums, a.slope);
-  const int64_t word = y >= 0 && y < a.vocab ? y : -1;
-  if (a.task == kGrads) return pull_of(sums, s, word, c.d_logp, c.d_entropy, a.inverse_temperature);
+GAC_DEVICE GradientTerms finish_row(const Arguments& a, const Sums& sums, const Columns& c,
+                                    int64_t n, int64_t y) {
+  const Statistics s = statistics(sums, a.exp2_scale);
+  const int64_t target_index = y >= 0 && y < a.vocab ? y : -1;
+  if (a.task == kGrads)
+    return gradient_terms(sums, s, target_index, c.d_logp, c.d_entropy, a.inverse_temperature);
   if (a.task == kStats) {
     const float values[] = {s.logp, s.entropy, s.lse};
     write_results(a, n, values);
@@ -181,8 +183,8 @@ GAC_DEVICE Pull conclude(const Arguments& a, const Sums& sums, const Columns& c,
   const TokenLoss<float> token = token_loss(a, c, s);
   const float values[] = {s.logp, s.entropy, token.loss, token.kl, token.clipped ? 1.0f : 0.0f};
   write_results(a, n, values);
-  return pull_of(sums, s, word, c.scale * token.d_logp, c.scale * token.d_entropy,
-                 a.inverse_temperature);
+  return gradient_terms(sums, s, target_index, c.scale * token.d_logp, c.scale * token.d_entropy,
+                        a.inverse_temperature);
 }
 
 template <class In, class Out, bool kSketch>
@@ -193,28 +195,28 @@ GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
   for (int64_t n = cluster_id(); n < a.rows; n += cluster_count(), y = next) {
     if (n + cluster_count() < a.rows) next = a.targets[n + cluster_count()];
     const Slice s = slice_of<In>(a, n);
-    if (!reads(a, n, y)) {
+    if (!needs_read(a, n, y)) {
       if (a.out) write_zeros<In, Out>(a, s, n);
-      if (thread() == 0) write_blank(a, n);
+      if (thread() == 0) write_zero_results(a, n);
       continue;
     }
     const Cursor start = at;
     const float column = column_of<In>(a, s, n, y);
-    Sums mine = a.out ? read_slice<true, In>(a, shared, ring, s, at)
-                      : read_slice<false, In>(a, shared, ring, s, at);
-    if (thread() == kTargetLogit) mine.target = column;
-    share(shared, mine, round % 2, a.slope);
+    Sums partial = a.out ? read_slice<true, In>(a, shared, ring, s, at)
+                         : read_slice<false, In>(a, shared, ring, s, at);
+    if (thread() == kTargetLogit) partial.target = column;
+    send_sums(shared, partial, round % 2, a.exp2_scale);
     if (thread() < 32) {
-      const Sums sums = collect(shared, round % 2, round / 2 % 2, a.slope);
+      const Sums sums = collect(shared, round % 2, round / 2 % 2, a.exp2_scale);
       const Columns columns = gather_columns(column);
-      if (thread() == 0) shared.pull = conclude(a, sums, columns, n, y);
+      if (thread() == 0) shared.gradient = finish_row(a, sums, columns, n, y);
     }
     sync_threads<kConsumers>();
     ++round;
     if (!a.out) continue;
-    if (shared.pull.zero)
+    if (shared.gradient.zero)
       skip_slice<In, Out>(a, shared, s, start, n);
-    else if (shared.pull.linear != 0)
+    else if (shared.gradient.linear != 0)
       write_slice<true, kSketch, In, Out>(a, shared, ring, s, start, n);
     else
       write_slice<false, kSketch, In, Out>(a, shared, ring, s, start, n);

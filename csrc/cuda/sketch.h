@@ -18,17 +18,17 @@ template <class In>
 struct Sketch {
   static constexpr int kWidth = kWordBytes / sizeof(In);
   static_assert(kConsumers * kWidth % kMaxSketch == 0 && kTileWords % kConsumers == 0);
-  Bytes signs;  // signs from word 0 on, at or before the row's first
+  SignBytes signs;  // signs from word 0 on, at or before the row's first
   float sums[kWidth] = {};
 
   GAC_DEVICE Sketch(const Arguments& a, const Slice& s) : signs(a.signs - s.shift) {}
 
   // Adds 16-byte word q, which lies entirely in the row.
   GAC_DEVICE void add(int q, const float (&g)[kWidth]) {
-    uint32_t four[kWidth / 4];
-    signs.load(q, four);
+    uint32_t packed[kWidth / 4];
+    signs.load(q, packed);
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) sums[e] = fmaf(sign_of(four[e / 4], e % 4), g[e], sums[e]);
+    for (int e = 0; e < kWidth; ++e) sums[e] = fmaf(sign_of(packed[e / 4], e % 4), g[e], sums[e]);
   }
 
   // Adds the part of word q that belongs to the row.
@@ -39,13 +39,13 @@ struct Sketch {
       if (valid(e)) sums[e] = fmaf(a.signs[int64_t(q) * kWidth - s.shift + e], g[e], sums[e]);
   }
 
-  // Adds vocabulary entry v alone; called by the thread that holds it.
+  // Adds only vocabulary entry v; called by the thread that holds it.
   GAC_DEVICE void add(const Arguments& a, const Slice& s, int64_t v, float g) {
-    const int place = static_cast<int>((v + s.shift) % kWidth);
+    const int element = static_cast<int>((v + s.shift) % kWidth);
     const float signed_g = a.signs[v] * g;
     // select the value, not the sum: a dynamic index would spill all sums to local memory
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) sums[e] += e == place ? signed_g : 0.0f;
+    for (int e = 0; e < kWidth; ++e) sums[e] += e == element ? signed_g : 0.0f;
   }
 
   GAC_DEVICE void store(const Arguments& a, const Slice& s, int64_t n) {
@@ -67,11 +67,12 @@ struct Sketch {
   }
 };
 
-// Address in the ring buffer of element `place`, counted from word 0; `start` is the slice's first
-// tile.
+// Address in the ring buffer of an element, given by its position from word 0; `start` is the
+// slice's first tile.
 template <class In>
-GAC_DEVICE In* held(const Arguments& a, char* ring, const Slice& s, Cursor start, int64_t place) {
-  const int bytes = static_cast<int>(place * sizeof(In)) - s.begin * kWordBytes;
+GAC_DEVICE In* ring_element(const Arguments& a, char* ring, const Slice& s, Cursor start,
+                            int64_t position) {
+  const int bytes = static_cast<int>(position * sizeof(In)) - s.begin * kWordBytes;
   const int slot = (start.slot + bytes / kTileBytes) % a.slots;
   return reinterpret_cast<In*>(ring + slot * kTileBytes + bytes % kTileBytes);
 }
