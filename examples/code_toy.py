@@ -1,4 +1,4 @@
-"""The code reward on a laptop: `python examples/code_toy.py` (Linux; takes minutes on a CPU).
+"""The code reward on a tiny model: `python examples/code_toy.py` (Linux; takes minutes on a CPU).
 
 A randomly initialized model with 0.2 million parameters learns to write the body of `def f(a, b):`
 from a sentence such as "twice a minus b squared". Half of the demonstrations use a wrong operator;
@@ -47,33 +47,30 @@ HELD_OUT = 82  # number of held-out sentences, of 432
 
 
 def row(left: str, operator: str, right: str, rng: random.Random) -> dict[str, Any]:
-    """One data row: a sentence, its program with tests, and a demonstration that is correct half
-    the time.
-    """
+    """One data row: a sentence, its program and tests, and a demonstration (half are wrong)."""
     other = rng.choice([o for o in OPERATORS if o != operator])
-    shown = other if rng.random() < 0.5 else operator
+    demo_operator = other if rng.random() < 0.5 else operator
     expression = OPERANDS[left] + OPERATORS[operator] + OPERANDS[right]
-    results = [
-        eval(expression, {"a": a, "b": b}) for a, b in TESTED
-    ]  # safe: built from the constants above, not by a model
+    # safe: the expression is built from the constants above, not by a model
+    results = [eval(expression, {"a": a, "b": b}) for a, b in TESTED]
     sentence = f"{left} {operator} {right}"
     return {
         "id": sentence,
         "prompt": sentence,
         "operator": operator,
         "answer": RETURN + expression,
-        "solution": RETURN + OPERANDS[left] + OPERATORS[shown] + OPERANDS[right],
+        "solution": RETURN + OPERANDS[left] + OPERATORS[demo_operator] + OPERANDS[right],
         "code": HEAD.format(sentence),  # the prompt that the answer continues
         "entry_point": "f",
         "tests": [f"assert f({a}, {b}) == {r}" for (a, b), r in zip(TESTED, results, strict=True)],
     }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word, per sign, and for "    return "."""
     words = sorted({w for text in (*OPERANDS, *OPERATORS) for w in text.split()})
-    words = ["<pad>", "<eos>", "<unk>", *" =", *words, RETURN, *OPERATORS.values(), *"2357"]
-    model = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokens = ["<pad>", "<eos>", "<unk>", *" =", *words, RETURN, *OPERATORS.values(), *"2357"]
+    model = Tokenizer(WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(f"{RETURN}|[a-z]+|."), "isolated")
     model.decoder = Fuse()
     return PreTrainedTokenizerFast(
@@ -86,7 +83,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_task(folder: Path, seed: int = 0) -> None:
-    """train.jsonl, held_out.jsonl, and the model's configuration and tokenizer in init/."""
+    """Write train.jsonl, held_out.jsonl, and the model's configuration and tokenizer (init/)."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"code toy:{seed}")
     sentences = list(itertools.product(OPERANDS, OPERATORS, OPERANDS))
@@ -95,10 +92,10 @@ def write_task(folder: Path, seed: int = 0) -> None:
     for name, part in (("held_out", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
         text = "".join(json.dumps(fields) + "\n" for fields in part)
         (folder / f"{name}.jsonl").write_text(text)
-    words = tokenizer()
-    words.save_pretrained(folder / "init")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "init")
     LlamaConfig(
-        vocab_size=len(words),
+        vocab_size=len(tokenizer),
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=2,
@@ -106,8 +103,8 @@ def write_task(folder: Path, seed: int = 0) -> None:
         max_position_embeddings=32,
         tie_word_embeddings=True,
         initializer_range=0.1,
-        pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     ).save_pretrained(folder / "init")
 

@@ -20,9 +20,17 @@ from swift.template import TemplateMeta, register_template
 from examples import toy
 
 PLUGIN = str(Path(__file__).with_name("swift_plugin.py"))
+OPTIONS = """
+--rlhf_type grpo --model_type qwen2 --template toy --reward_funcs correct_fraction
+--tuner_type full --torch_dtype float32 --learning_rate 1e-3 --per_device_train_batch_size 32
+--num_generations 8 --gradient_accumulation_steps 2 --use_vllm false --use_cpu true
+--gradient_checkpointing false --add_version false --load_args false --check_model false
+--split_dataset_ratio 0 --dataset_num_proc 1 --dataloader_num_workers 0 --save_strategy no
+--logging_steps 1 --report_to none
+"""
 
 
-class ShareRight(ORM):
+class CorrectFraction(ORM):
     """Fraction of the answer's characters that are correct."""
 
     def __call__(self, completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -35,96 +43,44 @@ def write(folder: Path) -> None:
     demos = [json.loads(line) for line in (folder / "demos.jsonl").read_text().splitlines()]
     files = {
         "prompts": [
-            {"messages": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+            {"messages": [_message("user", row["prompt"])], "answer": row["answer"]}
             for row in toy.prompts(0, 512)
         ],
         "demos": [
-            {
-                "messages": [
-                    {"role": "user", "content": row["prompt"]},
-                    {"role": "assistant", "content": row["completion"]},
-                ]
-            }
-            for row in demos
+            {"messages": [_message("user", r["prompt"]), _message("assistant", r["completion"])]}
+            for r in demos
         ],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 def command(folder: Path, steps: int) -> list[str]:
     """The arguments of `swift rlhf`."""
-    return [
-        "--external_plugins",
-        PLUGIN,  # gac
-        "--chord_sft_dataset",
-        f"{folder}/demos.jsonl",  # gac
-        "--chord_sft_per_device_train_batch_size",
-        "8",  # gac: per process and micro-batch
-        "--beta",
-        "1e-30",  # gac: measures the KL for alpha without affecting training
-        "--rlhf_type",
-        "grpo",
-        "--model",
-        f"{folder}/model",
-        "--model_type",
-        "qwen2",
-        "--dataset",
-        f"{folder}/prompts.jsonl",
-        "--reward_funcs",
-        "share_right",
-        "--template",
-        "toy",
-        "--tuner_type",
-        "full",
-        "--torch_dtype",
-        "float32",
-        "--max_steps",
-        str(steps),
-        "--learning_rate",
-        "1e-3",
-        "--per_device_train_batch_size",
-        "32",
-        "--num_generations",
-        "8",
-        "--gradient_accumulation_steps",
-        "2",
-        "--max_completion_length",
-        str(toy.LENGTH + 1),
-        "--output_dir",
-        f"{folder}/out",
-        "--add_version",
-        "false",
-        "--load_args",
-        "false",
-        "--check_model",
-        "false",
-        "--split_dataset_ratio",
-        "0",
-        "--dataset_num_proc",
-        "1",
-        "--dataloader_num_workers",
-        "0",
-        "--save_strategy",
-        "no",
-        "--logging_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--use_vllm",
-        "false",
-        "--use_cpu",
-        "true",
-        "--gradient_checkpointing",
-        "false",
-    ]
+    options = {
+        "external_plugins": PLUGIN,  # gac
+        "chord_sft_dataset": folder / "demos.jsonl",  # gac
+        "chord_sft_per_device_train_batch_size": 8,  # gac: per process and micro-batch
+        "beta": 1e-30,  # gac: measures the KL for alpha without affecting training
+        "model": folder / "model",
+        "dataset": folder / "prompts.jsonl",
+        "output_dir": folder / "out",
+        "max_steps": steps,
+        "max_completion_length": toy.LENGTH + 1,
+    }
+    named = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*named, *OPTIONS.split()]
 
 
 def run(steps: int, folder: Path) -> list[dict[str, float]]:
     """Train for `steps` optimizer steps and return the logged metrics."""
-    orms["share_right"] = ShareRight
-    plain = TemplateMeta("toy", prefix=[], prompt=["{{QUERY}}"], chat_sep=[])
-    register_template(plain, exist_ok=True)
+    orms["correct_fraction"] = CorrectFraction
+    template = TemplateMeta("toy", prefix=[], prompt=["{{QUERY}}"], chat_sep=[])
+    register_template(template, exist_ok=True)
     write(folder)
     rlhf_main(command(folder, steps))
     lines = (folder / "out" / "logging.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A tiny model, its task and its sampling, shared by the examples for other trainers."""
+"""A tiny model, its task, and sampling from it; shared by the examples for other trainers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class Rollout(NamedTuple):
 
 
 def write(folder: Path) -> None:
-    """Write a random model and its tokenizer to model/, and 256 weak subtraction demos to
-    demos.jsonl.
+    """Write a random model with its tokenizer (model/) and 256 demonstrations (demos.jsonl).
+
+    The demonstrations are subtractions, some of which are wrong.
     """
-    words = task.tokenizer()
-    config = task.model_config(len(words), words.pad_token_id, words.eos_token_id)
+    tokenizer = task.tokenizer()
+    config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    words.save_pretrained(folder / "model")
-    experts = task.rows(random.Random(1), ["-"] * 256, {"-": 0.3})
-    pairs = [{"prompt": row["prompt"], "completion": row["solution"]} for row in experts]
+    tokenizer.save_pretrained(folder / "model")
+    problems = task.rows(random.Random(1), ["-"] * 256, {"-": 0.3})
+    pairs = [{"prompt": row["prompt"], "completion": row["solution"]} for row in problems]
     (folder / "demos.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
@@ -54,29 +55,36 @@ def reward(completion: str, answer: str) -> float:
 
 @torch.no_grad()
 def sample(
-    policy: Any, reference: Any, words: Any, rows: Sequence[dict[str, Any]], completions: int
+    policy: Any, reference: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], completions: int
 ) -> list[Rollout]:
     """Sample `completions` answers per prompt, as a rollout engine would."""
     text = [row["prompt"] for row in rows for _ in range(completions)]
-    ids = words(text, return_tensors="pt")["input_ids"]  # all prompts have the same length
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]  # all prompts have the same length
     start = ids.shape[1]
-    whole = policy.generate(
+    sequences = policy.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
         top_k=0,
         max_new_tokens=LENGTH + 1,
     )
-    scored = [_logprobs(model, whole)[:, start - 1 :] for model in (policy, reference)]
-    found = []
-    for i, tokens in enumerate(whole[:, start:]):
-        ends = (tokens == words.eos_token_id).nonzero()
+    logps, ref_logps = (_logprobs(m, sequences)[:, start - 1 :] for m in (policy, reference))
+    rollouts = []
+    for i, tokens in enumerate(sequences[:, start:]):
+        ends = (tokens == tokenizer.eos_token_id).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(tokens)
-        answer = words.decode(tokens[:length], skip_special_tokens=True)
-        logps, ref = (each[i, :length] for each in scored)
-        score = reward(answer, rows[i // completions]["answer"])
-        found.append(Rollout(i // completions, ids[i], tokens[:length], logps, ref, score))
-    return found
+        answer = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+        rollouts.append(
+            Rollout(
+                group=i // completions,
+                prompt=ids[i],
+                response=tokens[:length],
+                logps=logps[i, :length],
+                ref_logps=ref_logps[i, :length],
+                reward=reward(answer, rows[i // completions]["answer"]),
+            )
+        )
+    return rollouts
 
 
 @torch.no_grad()

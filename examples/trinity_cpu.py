@@ -1,4 +1,4 @@
-"""CPU replacement for the trainer of Trinity-RFT 0.6 on verl 0.8: worker and batches.
+"""A CPU replacement for the trainer of Trinity-RFT 0.6 on verl 0.8: worker and batches.
 
 Trinity's `VERLTrainer` requires a GPU, but the loss, the batches and verl's worker do not.
 """
@@ -33,14 +33,9 @@ from verl.workers.utils.padding import left_right_2_no_padding
 EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
     FSDPEngineWithLMHead
 )
-for name in (
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "empty_cache",
-    "memory_allocated",
-    "memory_reserved",
-    "reset_peak_memory_stats",
-):
+CUDA_FUNCTIONS = """max_memory_allocated max_memory_reserved memory_allocated memory_reserved
+reset_peak_memory_stats empty_cache"""  # functions of torch.cuda that verl calls
+for name in CUDA_FUNCTIONS.split():
     if not hasattr(torch.cpu, name):
         setattr(torch.cpu, name, lambda *args, **keywords: 0)
 torch.cpu.mem_get_info = lambda *args: (0, 1)  # type: ignore[attr-defined] - for verl's log
@@ -58,9 +53,9 @@ def _unpad(states: torch.Tensor, mask: torch.Tensor) -> tuple[Any, ...]:
 attention_utils._get_attention_functions = lambda: (None, None, None, _unpad)
 
 
-def start_alone() -> None:
+def init_single_process() -> None:
     """Start a single-process group; verl's workers read these environment variables."""
-    known = {
+    env = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
@@ -68,13 +63,13 @@ def start_alone() -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    os.environ.update(known)
+    os.environ.update(env)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
+def make_worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
     """verl's training worker with Trinity's loss from its `AlgorithmConfig`."""
-    single = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     config = TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -86,7 +81,7 @@ def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
             model_dtype="fp32",
-            mixed_precision=single,
+            mixed_precision=float32,
             use_torch_compile=False,
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=2,
@@ -94,17 +89,19 @@ def worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
         optimizer_config=FSDPOptimizerConfig(lr=lr, clip_grad=1e9, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    made = TrainingWorker(config=config)
-    made.reset()
-    made.set_loss_fn(build_trinity_loss(algorithm))
-    return made
+    worker = TrainingWorker(config=config)
+    worker.reset()
+    worker.set_loss_fn(build_trinity_loss(algorithm))
+    return worker
 
 
 def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro: int) -> TensorDict:
-    """This rank's share of a training step, in the format that Trinity passes to the actor.
+    """This rank's rows of a training step, in the format that Trinity passes to the actor.
 
-    references: for each row, the log-probs [R] of its completion under the reference policy.
-    micro: rows per micro-batch.
+    Args:
+        rows: all rows of the step.
+        references: for each row, the log-probs [R] of its completion under the reference policy.
+        micro: rows per micro-batch.
     """
     data = to_data_proto(list(rows), 0, None, logging.getLogger("trinity"))
     data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
@@ -113,9 +110,9 @@ def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro:
         ref[i, : len(logps)] = logps
     data.batch["ref_log_prob"] = ref
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = left_right_2_no_padding(data.to_tensordict()[rank::ranks].contiguous())
+    packed = left_right_2_no_padding(data.to_tensordict()[rank::ranks].contiguous())
     tu.assign_non_tensor(
-        found,
+        packed,
         global_batch_size=len(rows),
         mini_batch_size=len(rows),
         epochs=1,
@@ -124,9 +121,9 @@ def batch(rows: Sequence[Experience], references: Sequence[torch.Tensor], micro:
         micro_batch_size_per_gpu=micro,
         use_dynamic_bsz=False,
     )
-    return found
+    return packed
 
 
-def step(made: TrainingWorker, data: TensorDict) -> dict[str, Any]:
+def step(worker: TrainingWorker, data: TensorDict) -> dict[str, Any]:
     """Take one optimizer step on `data`; returns the actor's metrics, a list of values per name."""
-    return dict(tu.get(made.train_mini_batch(data), "metrics"))
+    return dict(tu.get(worker.train_mini_batch(data), "metrics"))

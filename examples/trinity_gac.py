@@ -56,7 +56,7 @@ class Rollouts(BufferReader):
 
     policy: Any = None  # `run` sets these three before the first read
     reference: Any = None
-    words: Any = None
+    tokenizer: Any = None
 
     def __init__(self, config: Any) -> None:
         self.reads = 0
@@ -64,7 +64,7 @@ class Rollouts(BufferReader):
 
     async def read(self, batch_size: int | None = None, **_: Any) -> list[Experience]:
         rows = toy.prompts(self.reads, PROMPTS)
-        found = toy.sample(self.policy, self.reference, self.words, rows, COMPLETIONS)
+        rollouts = toy.sample(self.policy, self.reference, self.tokenizer, rows, COMPLETIONS)
         self.reads += 1
         experiences = [
             Experience(
@@ -75,7 +75,7 @@ class Rollouts(BufferReader):
                 reward=row.reward,
                 info={"model_version": self.reads, "reference": row.ref_logps},
             )
-            for i, row in enumerate(found)
+            for i, row in enumerate(rollouts)
         ]
         return self.advantages.process(experiences)[0]
 
@@ -85,21 +85,20 @@ class Demonstrations(BufferReader):
 
     def __init__(self, config: Any) -> None:
         lines = Path(config.path).read_text().splitlines()
-        self.rows, self.batch_size, self.reads = list(map(json.loads, lines)), config.batch_size, 0
+        self.rows = [json.loads(line) for line in lines]
+        self.batch_size, self.reads = config.batch_size, 0
 
     async def read(self, batch_size: int | None = None, **_: Any) -> list[Experience]:
         first = self.reads * self.batch_size
         self.reads += 1
-        found = []
+        tokenizer, experiences = Rollouts.tokenizer, []
         for i in range(first, first + self.batch_size):
-            row, words = self.rows[i % len(self.rows)], Rollouts.words
-            prompt, answer = (
-                words(row["prompt"])["input_ids"],
-                words(row["completion"])["input_ids"],
-            )
-            tokens = torch.tensor([*prompt, *answer, words.eos_token_id])
-            found.append(Experience(tokens=tokens, prompt_length=len(prompt)))
-        return found
+            row = self.rows[i % len(self.rows)]
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            completion = tokenizer(row["completion"])["input_ids"]
+            tokens = torch.tensor([*prompt, *completion, tokenizer.eos_token_id])
+            experiences.append(Experience(tokens=tokens, prompt_length=len(prompt)))
+        return experiences
 
 
 def configuration(folder: Path) -> Config:
@@ -117,12 +116,12 @@ def run(steps: int, folder: Path) -> list[dict[str, float]]:
     toy.write(folder)
     Rollouts.policy = AutoModelForCausalLM.from_pretrained(folder / "model")
     Rollouts.reference = AutoModelForCausalLM.from_pretrained(folder / "model")
-    Rollouts.words = AutoTokenizer.from_pretrained(folder / "model")
+    Rollouts.tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = configuration(folder)
     algorithm = config.algorithm
-    choose = SAMPLE_STRATEGY.get(algorithm.sample_strategy)
-    strategy = choose(config.buffer, **algorithm.sample_strategy_args)
-    actor = trinity_cpu.worker(str(folder / "model"), algorithm, lr=1e-3)
+    strategy_class = SAMPLE_STRATEGY.get(algorithm.sample_strategy)
+    strategy = strategy_class(config.buffer, **algorithm.sample_strategy_args)
+    actor = trinity_cpu.make_worker(str(folder / "model"), algorithm, lr=1e-3)
     logged = []
     for step in range(1, steps + 1):
         rows, _, _ = asyncio.run(strategy.sample(step))
@@ -136,7 +135,7 @@ def run(steps: int, folder: Path) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    trinity_cpu.start_alone()
+    trinity_cpu.init_single_process()
     with tempfile.TemporaryDirectory() as folder:
         for row in run(int(sys.argv[1]) if len(sys.argv) > 1 else 100, Path(folder)):
             names = ("reward", "actor/gac/mu", "actor/gac/rollout_loss", "actor/gac/demo_loss")

@@ -1,4 +1,4 @@
-"""GAC in TRL, on a tiny model created on the fly; takes minutes on a laptop CPU.
+"""GAC in TRL, on a tiny model created on the fly; takes minutes on a CPU.
 
     python -m examples.trl_gac [STEPS]
 
@@ -30,13 +30,13 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 def run(steps: int, out: str) -> list[dict[str, float]]:
     """Train for `steps` optimizer steps and return the logged metrics."""
     tokenizer = task.tokenizer()
-    ends = tokenizer.pad_token_id, tokenizer.eos_token_id
-    model = AutoModelForCausalLM.from_config(task.model_config(len(tokenizer), *ends))
-    draw = random.Random(0)
-    prompts = Dataset.from_list(task.rows(draw, ["+", "-"] * 500))
-    experts = task.rows(draw, ["-"] * 256, {"-": 0.3})
+    config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    model = AutoModelForCausalLM.from_config(config)
+    rng = random.Random(0)
+    prompts = Dataset.from_list(task.rows(rng, ["+", "-"] * 500))
+    problems = task.rows(rng, ["-"] * 256, {"-": 0.3})
     demos = Dataset.from_list(
-        [{"prompt": row["prompt"], "completion": row["solution"]} for row in experts]
+        [{"prompt": row["prompt"], "completion": row["solution"]} for row in problems]
     )
     args = GRPOConfig(
         output_dir=out,

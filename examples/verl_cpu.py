@@ -118,9 +118,9 @@ OPTIONS = [
 ]
 
 
-def start_alone() -> None:
+def init_single_process() -> None:
     """Start a single-process group; verl's workers read these environment variables."""
-    known = {
+    env = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
@@ -128,7 +128,7 @@ def start_alone() -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    os.environ.update(known)
+    os.environ.update(env)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -144,23 +144,27 @@ def actor(*overrides: str) -> Any:
 def grpo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """verl's GRPO advantages, one per rollout; `groups` holds the prompt index of each."""
     scores = torch.tensor(rewards)[:, None]
-    found, _ = get_adv_estimator_fn("grpo")(scores, torch.ones_like(scores), index=groups)
-    return found.squeeze(1).tolist()
+    grpo = get_adv_estimator_fn("grpo")
+    advantages, _ = grpo(scores, torch.ones_like(scores), index=groups)
+    return advantages.squeeze(1).tolist()
 
 
 def batch(rows: Sequence[Mapping[str, Any]], temperature: float, **options: Any) -> TensorDict:
     """Pack rollouts in the format in which verl's trainer passes them to the actor.
 
-    rows: prompt [P] and response [R] token ids; mask, advantage, old and ref log-probs, all [R].
+    Args:
+        rows: prompt [P] and response [R] token ids; mask, advantage, old and ref log-probs [R].
+        temperature: at which the actor computes log-probs.
+        options: verl's other batch options.
     """
 
     def jagged(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
-    whole = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    sequences = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     tensors = {
-        "input_ids": jagged(whole),
-        "position_ids": jagged([torch.arange(len(ids)) for ids in whole]),
+        "input_ids": jagged(sequences),
+        "position_ids": jagged([torch.arange(len(ids)) for ids in sequences]),
         "prompts": jagged([row["prompt"] for row in rows]),
         "responses": jagged([row["response"] for row in rows]),
         "response_mask": jagged([row["mask"] for row in rows]),

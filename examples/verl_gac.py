@@ -1,4 +1,4 @@
-"""GAC in verl, on a tiny model created on the fly; takes minutes on a laptop CPU.
+"""GAC in verl, on a tiny model created on the fly; takes minutes on a CPU.
 
     python -m examples.verl_gac [STEPS]
 
@@ -37,9 +37,9 @@ def options(folder: Path) -> list[str]:
     ]
 
 
-def shown(rollouts: list[toy.Rollout]) -> list[dict[str, Any]]:
+def with_advantages(rollouts: list[toy.Rollout]) -> list[dict[str, Any]]:
     """The rollouts with verl's GRPO advantages, as rows for `verl_cpu.batch`."""
-    scored = verl_cpu.grpo_advantages(
+    advantages = verl_cpu.grpo_advantages(
         [row.reward for row in rollouts], [row.group for row in rollouts]
     )
     return [
@@ -49,9 +49,9 @@ def shown(rollouts: list[toy.Rollout]) -> list[dict[str, Any]]:
             "old": row.logps,
             "ref": row.ref_logps,
             "mask": torch.ones_like(row.response),
-            "advantage": torch.full_like(row.logps, score),
+            "advantage": torch.full_like(row.logps, advantage),
         }
-        for row, score in zip(rollouts, scored, strict=True)
+        for row, advantage in zip(rollouts, advantages, strict=True)
     ]
 
 
@@ -61,13 +61,18 @@ def run(steps: int, folder: Path) -> list[dict[str, float]]:
     actor = verl_cpu.actor(*options(folder))
     policy = AutoModelForCausalLM.from_pretrained(folder / "model")
     reference = AutoModelForCausalLM.from_pretrained(folder / "model")
-    words = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     size = PROMPTS * COMPLETIONS
     logged = []
     for step in range(steps):
-        rollouts = toy.sample(policy, reference, words, toy.prompts(step, PROMPTS), COMPLETIONS)
+        prompts = toy.prompts(step, PROMPTS)
+        rollouts = toy.sample(policy, reference, tokenizer, prompts, COMPLETIONS)
         data = verl_cpu.batch(
-            shown(rollouts), temperature=1.0, global_batch_size=size, mini_batch_size=size, epochs=1
+            with_advantages(rollouts),
+            temperature=1.0,
+            global_batch_size=size,
+            mini_batch_size=size,
+            epochs=1,
         )
         metrics = verl_cpu.step(actor, data)
         toy.copy_weights(policy, actor.engine.module)
@@ -77,7 +82,7 @@ def run(steps: int, folder: Path) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    verl_cpu.start_alone()
+    verl_cpu.init_single_process()
     with tempfile.TemporaryDirectory() as folder:
         for row in run(int(sys.argv[1]) if len(sys.argv) > 1 else 100, Path(folder)):
             names = ("reward", "gac/mu", "gac/rollout_loss", "gac/demo_loss")

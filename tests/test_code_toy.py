@@ -34,7 +34,7 @@ def test_train_and_held_out_are_disjoint_and_in_the_vocabulary(folder):
     train_rows, held_out = rows(folder, "train"), rows(folder, "held_out")
     assert len(train_rows) == 350 and len(held_out) == 82
     assert not {r["id"] for r in train_rows} & {r["id"] for r in held_out}
-    tokenizer = code_toy.tokenizer()
+    tokenizer = code_toy.make_tokenizer()
     for row in train_rows:
         for text in (row["prompt"] + " =", row["answer"], row["solution"]):
             ids = tokenizer(text)["input_ids"]

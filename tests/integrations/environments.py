@@ -1,4 +1,4 @@
-"""Runs each adapter's tests against the real package, in an environment of its own.
+"""Runs each adapter's tests against the real package, in a separate environment.
 
     python -m tests.integrations.environments [NAME ...]
 
@@ -21,7 +21,7 @@ FILES = {path.stem: path for path in sorted((ROOT / "requirements/integrations")
 
 
 def build(name: str) -> Path:
-    """Build the environment `name` if it is missing or out of date; return its Python interpreter."""
+    """Build the environment `name` unless it is up to date; return its Python interpreter."""
     folder = ROOT / ".venv/integrations" / name
     python, stamp = folder / "bin/python", folder / "requirements.sha256"
     digest = hashlib.sha256(FILES[name].read_bytes()).hexdigest()
@@ -31,12 +31,10 @@ def build(name: str) -> Path:
     venv.create(folder, clear=True, with_pip=True)
     pins = FILES[name].read_text().splitlines()
     torch = next(line for line in pins if line.startswith("torch=="))
-    # install the pinned torch first; version ranges of other packages would select builds with
-    # gigabytes of CUDA
-    for wanted in ([torch], ["-r", str(FILES[name])]):
-        # the file pins every package of a working environment; --no-deps because some of their
-        # version bounds conflict
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *wanted], check=True)
+    # torch first, with its exact version: a version range would pull in gigabytes of CUDA packages
+    for pip_args in ([torch], ["-r", str(FILES[name])]):
+        # --no-deps: the file pins every package, and some of their version bounds conflict
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *pip_args], check=True)
     stamp.write_text(digest)
     return python
 

@@ -1,4 +1,4 @@
-"""Real processes for the adapter tests: each starts a new interpreter, as a launcher would."""
+"""Starts processes for the adapter tests: each is a new interpreter, as under a launcher."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import tempfile
 import time
 from pathlib import Path
 
-STARTED = dict(
-    os.environ
-)  # trainers modify os.environ; child processes get the original environment
+# trainers modify os.environ; child processes get the original environment
+INITIAL_ENV = dict(os.environ)
 
 
 def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
-    """Run `python -m module args` on each of `ranks` ranks. Raises AssertionError with the output
-    of a failed rank, or TimeoutError after `timeout` seconds.
+    """Run `python -m module args` on each of `ranks` ranks.
+
+    Raises:
+        AssertionError: a rank failed; the message is its output.
+        TimeoutError: not finished after `timeout` seconds.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
     root = str(Path(__file__).parents[2])
-    shared = {
+    env = INITIAL_ENV | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
@@ -45,7 +47,7 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
                             stdout=out,
                             stderr=out,
                             cwd=root,
-                            env={**STARTED, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         )
                     )
             for process in processes:
@@ -65,20 +67,18 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
 
 
 def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float]]:
-    """Run `python -m examples.name steps` and return the rows it prints; raise AssertionError if it
-    fails.
-    """
+    """Run `python -m examples.name steps` and return the rows that it prints."""
     root = str(Path(__file__).parents[2])
-    known = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)],
         cwd=root,
-        env={**STARTED, **known},
+        env={**INITIAL_ENV, **env},
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("reward ")]
+    assert result.returncode == 0, result.stderr[-6000:]
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("reward ")]
     return [dict(zip(line[::2], map(float, line[1::2]), strict=True)) for line in lines]

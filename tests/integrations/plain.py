@@ -1,6 +1,4 @@
-"""Reference gradients of full optimizer steps in plain log-softmax code, for the tests of every
-adapter.
-"""
+"""Reference gradients of full optimizer steps, in plain log-softmax code."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def logprobs(model: Any, ids: Tensor, mask: Tensor, temperature: float = 1.0) ->
 
 
 def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
-    """- sum w log p / number of tokens of all demonstrations of a step."""
+    """The demonstration loss of a step: - sum w log p / number of tokens, w = p (1 - p) or 1."""
     total, tokens = torch.zeros(()), 0
     for row in rows:
         batch = collate([row], 0)
@@ -43,29 +41,29 @@ def rollout_term(
     for batch in batches:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        scored = batch["completion_mask"]
-        logps = logprobs(model, ids, mask, temperature)[:, -scored.shape[1] :]
-        term = -batch["advantages"][:, None] * logps * scored
+        completion_mask = batch["completion_mask"]
+        logps = logprobs(model, ids, mask, temperature)[:, -completion_mask.shape[1] :]
+        term = -batch["advantages"][:, None] * logps * completion_mask
         if reduction == "token":
-            total, count = total + term.sum(), count + int(scored.sum())
+            total, count = total + term.sum(), count + int(completion_mask.sum())
         else:
-            total, count = total + (term.sum(1) / scored.sum(1)).sum(), count + len(term)
+            total, count = total + (term.sum(1) / completion_mask.sum(1)).sum(), count + len(term)
     return total / count
 
 
 def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of `loss` for each trainable parameter."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
         n: torch.zeros_like(p) if g is None else g
-        for (n, p), g in zip(named.items(), found, strict=True)
+        for (n, p), g in zip(named.items(), grads, strict=True)
     }
 
 
-def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Largest absolute difference, divided by the largest expected entry."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     largest = max(float(g.abs().max()) for g in expected.values())
     assert largest > 0
-    return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
+    return max(float((actual[n] - expected[n]).abs().max()) for n in expected) / largest

@@ -15,52 +15,49 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers.trainer_factory import TrainerFactory
 from transformers import TrainerCallback
 
-from gac.integrations import swift as ours
+from gac.integrations import swift as gac_swift
 from tests.integrations import tiny
 
 PLUGIN = str(Path(__file__).with_name("swift_plugin.py"))
-made: list[Any] = []
+trainers: list[Any] = []  # every trainer that was created
 
 
-class Watch(TrainerCallback):
-    """Keeps the gradient of each optimiser step."""
+class GradientRecorder(TrainerCallback):
+    """Records the gradient of each optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        named = known["model"].named_parameters()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        named = kwargs["model"].named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
-class Recording:
-    """Mixin that records a trainer, its inputs and its gradients."""
+class RecordingMixin:
+    """Records a trainer, the inputs of its micro-batches and its gradients."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.watch, self.seen, self.shown = Watch(), [], []
-        self.add_callback(self.watch)
-        made.append(self)
+        self.recorder = GradientRecorder()
+        self.micro_batches: list[dict[str, torch.Tensor]] = []
+        self.recorded_demos: list[list[dict[str, Any]]] = []  # per micro-batch
+        self.add_callback(self.recorder)
+        trainers.append(self)
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
-        inputs = {k: model_inputs[k].clone() for k in ("input_ids", "attention_mask")}
-        self.seen.append(
-            {
-                **inputs,
-                "mask": grpo_batch.completion_mask.clone(),
-                "advantages": grpo_batch.advantages.clone(),
-            }
-        )
+        tensors = {name: model_inputs[name] for name in ("input_ids", "attention_mask")}
+        tensors |= {"mask": grpo_batch.completion_mask, "advantages": grpo_batch.advantages}
+        self.micro_batches.append({name: x.clone() for name, x in tensors.items()})
         return super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
 
 
-class Ours(Recording, ours.GACGRPOTrainer):
+class RecordingGACTrainer(RecordingMixin, gac_swift.GACGRPOTrainer):
     def _demo_loss(self, model: Any) -> torch.Tensor:
-        self.shown.append(self._drawn)
+        self.recorded_demos.append(self._step_demos)
         return super()._demo_loss(model)
 
 
-class Theirs(Recording, GRPOTrainer):
+class RecordingGRPOTrainer(RecordingMixin, GRPOTrainer):
     pass
 
 
@@ -78,82 +75,33 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def train(folder: str, out: str, kind: type, *options: str, demos: str = "demos.jsonl") -> Any:
-    """Run swift's command once and return the trainer. demos: name of the demonstration file; ""
-    for none.
+OPTIONS = """
+--rlhf_type grpo --model_type qwen2 --template digits --reward_funcs digits
+--add_version false --tuner_type full --torch_dtype float32 --per_device_train_batch_size 4
+--num_generations 4 --max_completion_length 6 --learning_rate 1e-3 --max_grad_norm 0
+--report_to none --use_cpu true --seed 3 --split_dataset_ratio 0 --logging_steps 1
+--use_vllm false --gradient_checkpointing false --dataloader_num_workers 0 --load_args false
+--check_model false --dataset_num_proc 1 --temperature 0.7 --save_strategy no
+"""
+SAVING = "--max_steps 4 --save_strategy steps --save_steps 2 --beta 1e-30"
+
+
+def train(
+    folder: str, out: str, trainer_class: type, *options: str, demos: str = "demos.jsonl"
+) -> Any:
+    """Run swift's command once and return the trainer.
+
+    demos: name of the demonstration file; "" for none.
     """
-    TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.{kind.__name__}"
-    ours_only = [
-        "--chord_sft_dataset",
-        f"{folder}/{demos}",
-        "--chord_sft_per_device_train_batch_size",
-        "2",
-    ]
-    rlhf_main(
-        [
-            "--rlhf_type",
-            "grpo",
-            "--model",
-            f"{folder}/model",
-            "--model_type",
-            "qwen2",
-            "--template",
-            "digits",
-            "--dataset",
-            f"{folder}/prompts.jsonl",
-            "--reward_funcs",
-            "digits",
-            "--external_plugins",
-            PLUGIN,
-            "--output_dir",
-            out,
-            "--add_version",
-            "false",
-            "--tuner_type",
-            "full",
-            "--torch_dtype",
-            "float32",
-            "--per_device_train_batch_size",
-            "4",
-            "--num_generations",
-            "4",
-            "--max_completion_length",
-            "6",
-            "--learning_rate",
-            "1e-3",
-            "--max_grad_norm",
-            "0",
-            "--report_to",
-            "none",
-            "--use_cpu",
-            "true",
-            "--seed",
-            "3",
-            "--split_dataset_ratio",
-            "0",
-            "--logging_steps",
-            "1",
-            "--use_vllm",
-            "false",
-            "--gradient_checkpointing",
-            "false",
-            "--dataloader_num_workers",
-            "0",
-            "--load_args",
-            "false",
-            "--check_model",
-            "false",
-            "--dataset_num_proc",
-            "1",
-            "--temperature",
-            "0.7",
-            "--save_strategy",
-            "no",
-            *(ours_only if demos else []),
-            *options,
-        ]
-    )
-    return made[-1]
+    TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.{trainer_class.__name__}"
+    paths = {"model": f"{folder}/model", "dataset": f"{folder}/prompts.jsonl", "output_dir": out}
+    paths["external_plugins"] = PLUGIN
+    if demos:
+        paths["chord_sft_dataset"] = f"{folder}/{demos}"
+        options = ("--chord_sft_per_device_train_batch_size", "2", *options)
+    named = [word for name, path in paths.items() for word in (f"--{name}", path)]
+    rlhf_main([*named, *OPTIONS.split(), *options])
+    return trainers[-1]
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -164,51 +112,43 @@ def column(trainer: Any, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
-def main(folder: str, out: str, parts: str, *options: str) -> None:
-    """One rank: swift's own trainer, ours with a constant mu, and ours with the controller,
+def main(folder: str, out: str, accumulation_steps: str, *options: str) -> None:
+    """Run one rank: swift's own trainer, ours with a constant mu, and ours with the controller,
     uninterrupted and resumed.
     """
-    accumulate = ["--gradient_accumulation_steps", parts, *options]
-    own = train(folder, f"{out}/own", Theirs, "--max_steps", "1", *accumulate, demos="")
-    os.environ[ours.OPTIONS] = '{"name": "constant", "mu": 0.3}'
-    constant = train(folder, f"{out}/constant", Ours, "--max_steps", "1", *accumulate)
-    os.environ[ours.OPTIONS] = '{"name": "gac", "update_every": 2}'
-    saving = [
-        "--max_steps",
-        "4",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "2",
-        "--beta",
-        "1e-30",
-        *accumulate,
-    ]
-    whole = train(folder, f"{out}/whole", Ours, *saving)
-    half = f"{out}/whole/checkpoint-2"
-    again = train(folder, f"{out}/again", Ours, *saving, "--resume_from_checkpoint", half)
+    options = ("--gradient_accumulation_steps", accumulation_steps, *options)
+    one_step = ("--max_steps", "1", *options)
+    grpo = train(folder, f"{out}/grpo", RecordingGRPOTrainer, *one_step, demos="")
+    os.environ[gac_swift.METHOD_ENV] = '{"name": "constant", "mu": 0.3}'
+    constant = train(folder, f"{out}/constant", RecordingGACTrainer, *one_step)
+    os.environ[gac_swift.METHOD_ENV] = '{"name": "gac", "update_every": 2}'
+    saving = [*SAVING.split(), *options]
+    uninterrupted = train(folder, f"{out}/uninterrupted", RecordingGACTrainer, *saving)
+    checkpoint = f"{out}/uninterrupted/checkpoint-2"
+    saving += ["--resume_from_checkpoint", checkpoint]
+    resumed = train(folder, f"{out}/resumed", RecordingGACTrainer, *saving)
     rank = int(os.environ["RANK"])
     dist.barrier()
-    (Path(half) / "gac.json").unlink(missing_ok=True)
+    (Path(checkpoint) / "gac.json").unlink(missing_ok=True)
     dist.barrier()
-    refusal = ""
+    error_message = ""
     try:
-        train(folder, f"{out}/lost", Ours, *saving, "--resume_from_checkpoint", half)
+        train(folder, f"{out}/without_state", RecordingGACTrainer, *saving)
     except FileNotFoundError as error:
-        refusal = str(error)
+        error_message = str(error)
     torch.save(
         {
-            "own": own.watch.gradients[0],
-            "constant": constant.watch.gradients[0],
-            "shown": constant.shown[0],
-            "seen": constant.seen,
-            "mu": column(whole, "gac/mu"),
-            "again_mu": column(again, "gac/mu"),
-            "next_mu": (whole.mixer.mu, again.mixer.mu),
-            "log": whole.state.log_history[0],
-            "weights": weights(whole),
-            "again": weights(again),
-            "refusal": refusal,
+            "grpo": grpo.recorder.gradients[0],
+            "constant": constant.recorder.gradients[0],
+            "demos": constant.recorded_demos[0],
+            "micro_batches": constant.micro_batches,
+            "mu": column(uninterrupted, "gac/mu"),
+            "resumed_mu": column(resumed, "gac/mu"),
+            "next_mu": (uninterrupted.mixer.mu, resumed.mixer.mu),
+            "log": uninterrupted.state.log_history[0],
+            "weights": weights(uninterrupted),
+            "resumed": weights(resumed),
+            "error_message": error_message,
         },
         Path(out) / f"rank{rank}.pt",
     )

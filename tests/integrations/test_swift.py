@@ -1,8 +1,9 @@
-"""ms-swift's own rlhf command with our plugin: gradients, ranks, resuming, refusals."""
+"""ms-swift's own rlhf command with our plugin: gradients, ranks, resuming, unsupported options."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 pytest.importorskip("swift")
 
 from gac.data.rows import Row
-from tests.integrations import plain, tiny
+from gac.demo import task
+from tests.integrations import plain
 from tests.integrations.launch import example, launch
 
 TOLERANCE = 3e-6
@@ -27,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shown(rows: list[dict[str, Any]]) -> list[Row]:
+def demo_rows(rows: list[dict[str, Any]]) -> list[Row]:
     starts = [next(i for i, label in enumerate(row["labels"]) if label != -100) for row in rows]
     return [
         Row(tuple(row["input_ids"]), start, True) for row, start in zip(rows, starts, strict=True)
@@ -47,71 +49,61 @@ def rollout_term(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.Te
     return total / count
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (1, 2), (2, 2)])
-def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, parts: int):
-    launch(
-        "tests.integrations.swift_task",
-        str(folder),
-        str(tmp_path),
-        str(parts),
-        ranks=ranks,
-        timeout=400,
-    )
-    found = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
+@pytest.mark.parametrize(("ranks", "accumulation_steps"), [(1, 1), (1, 2), (2, 2)])
+def test_step_gradient_matches_plain_torch(
+    folder: Path, tmp_path: Path, ranks: int, accumulation_steps: int
+):
+    arguments = (str(folder), str(tmp_path), str(accumulation_steps))
+    launch("tests.integrations.swift_task", *arguments, ranks=ranks, timeout=400)
+    results = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    rows = shown(found[0]["shown"])
-    assert len(rows) == 2 * ranks * parts
-    words = tiny.tokenizer()
-    assert all(row.ids[-1] == words.eos_token_id for row in rows)
-    demos = plain.gradient(model, plain.demo_term(model, rows, phi=False))
-    batches = [batch for rank in found for batch in rank["seen"]]
-    alone = plain.gradient(model, rollout_term(model, batches))
-    for rank in found:
-        mixed = {n: rank["constant"][n] for n in demos}
-        plainly = {n: 0.7 * alone[n] + 0.3 * demos[n] for n in demos}
-        theirs = {n: 0.7 * rank["own"][n] + 0.3 * demos[n] for n in demos}
-        assert plain.error(mixed, plainly) < TOLERANCE
-        assert plain.error(mixed, theirs) < TOLERANCE
-        assert rank["mu"] == found[0]["mu"]
-        assert rank["next_mu"][0] == rank["next_mu"][1] == found[0]["next_mu"][0]
-        assert "saved without a controller" in rank["refusal"]
+    rows = demo_rows(results[0]["demos"])
+    assert len(rows) == 2 * ranks * accumulation_steps
+    tokenizer = task.tokenizer()
+    assert all(row.ids[-1] == tokenizer.eos_token_id for row in rows)
+    demo_grads = plain.gradient(model, plain.demo_term(model, rows, phi=False))
+    batches = [batch for rank in results for batch in rank["micro_batches"]]
+    rollout_grads = plain.gradient(model, rollout_term(model, batches))
+    for rank in results:
+        mixed = {n: rank["constant"][n] for n in demo_grads}
+        expected = {n: 0.7 * rollout_grads[n] + 0.3 * g for n, g in demo_grads.items()}
+        expected_from_swift = {n: 0.7 * rank["grpo"][n] + 0.3 * g for n, g in demo_grads.items()}
+        assert plain.relative_error(mixed, expected) < TOLERANCE
+        assert plain.relative_error(mixed, expected_from_swift) < TOLERANCE
+        assert rank["mu"] == results[0]["mu"]
+        assert rank["next_mu"][0] == rank["next_mu"][1] == results[0]["next_mu"][0]
+        assert re.search(r"gac\.json.*saved without a controller", rank["error_message"])
         for name, weight in rank["weights"].items():
-            torch.testing.assert_close(rank["again"][name], weight, rtol=0, atol=1e-7)
-    assert len(found[0]["mu"]) == 4
-    assert found[0]["again_mu"] == found[0]["mu"]
-    log = found[0]["log"]
+            torch.testing.assert_close(rank["resumed"][name], weight, rtol=0, atol=1e-7)
+    assert len(results[0]["mu"]) == 4
+    assert results[0]["resumed_mu"] == results[0]["mu"]
+    log = results[0]["log"]
     assert {"gac/demo_loss", "gac/alpha", "gac/kl", "gac/sft_variance"} <= set(log)
     assert "gac/entropy" not in log  # swift did not compute it
 
 
-def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any):
-    from gac.integrations import swift as ours
+def test_unsupported_options_are_rejected(folder: Path, tmp_path: Path, monkeypatch: Any):
+    from gac.integrations import swift as gac_swift
     from tests.integrations import swift_task
 
-    def refused(message: str, *options: str, demos: str = "demos.jsonl") -> None:
+    def assert_rejected(message: str, *options: str, demos: str = "demos.jsonl") -> None:
         monkeypatch.setenv("RANK", "-1")
+        options = ("--max_steps", "1", *options)
+        trainer_class = swift_task.RecordingGACTrainer
         with pytest.raises(ValueError, match=message):
-            swift_task.train(
-                str(folder),
-                str(tmp_path),
-                swift_task.Ours,
-                "--max_steps",
-                "1",
-                *options,
-                demos=demos,
-            )
+            swift_task.train(str(folder), str(tmp_path), trainer_class, *options, demos=demos)
 
-    refused("chord_sft_dataset is empty", demos="")
-    missing = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
-    refused("chord_sft_per_device_train_batch_size is not set", *missing, demos="")
+    assert_rejected("chord_sft_dataset is empty", demos="")
+    without_batch = ["--chord_sft_dataset", f"{folder}/demos.jsonl"]
+    assert_rejected("train_batch_size is not set: set it to", *without_batch, demos="")
     unanswered = {"messages": [{"role": "user", "content": "1"}]}
     (folder / "unanswered.jsonl").write_text(json.dumps(unanswered) + "\n")
     message = r"chord_sft_dataset\[0\] has no completion tokens: remove the row"
-    refused(message, demos="unanswered.jsonl")
-    trainer = swift_task.made[-1]
-    ours.refuse("swift", ours._refused(trainer))
+    assert_rejected(message, demos="unanswered.jsonl")
+    trainer = swift_task.trainers[-1]
+    gac_swift.check_supported("swift", gac_swift._unsupported_options(trainer))
     for owner, name, value in (
         (trainer, "is_multimodal", True),
         (trainer.args, "use_liger_kernel", True),
@@ -121,12 +113,12 @@ def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             option = "model" if owner is trainer else name
-            with pytest.raises(ValueError, match=f"swift refuses {option}: "):
-                ours.refuse("swift", ours._refused(trainer))
-    refused("loss_scale weighs single tokens", "--loss_scale", "hermes")
+            with pytest.raises(ValueError, match=f"swift does not support {option}: "):
+                gac_swift.check_supported("swift", gac_swift._unsupported_options(trainer))
+    assert_rejected("loss_scale.*: use .*default", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')
-        refused(f"controller={name}: it needs .*: use gac, chord, constant, guarded or kl-ctrl")
+        assert_rejected(f"controller={name}.*use gac, chord, constant, guarded or kl-ctrl")
 
 
 def test_the_example_learns():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,79 +44,76 @@ def rollout_term(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 16), (1, 2), (2, 4)])
-def test_a_step_is_that_of_plain_code(folder: Path, tmp_path: Path, ranks: int, micro: int):
-    """The denominator must not depend on the number of micro-batches; Trinity's own mixed loss
-    grows with it.
-    """
+def test_step_gradient_matches_plain_torch(folder: Path, tmp_path: Path, ranks: int, micro: int):
+    """The gradient does not depend on the number of micro-batches, unlike Trinity's mixed loss."""
     from transformers import AutoModelForCausalLM
 
     from tests.integrations.trinity_task import experiences
 
     launch("tests.integrations.trinity_task", str(folder), str(tmp_path), str(micro), ranks=ranks)
-    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
     model = AutoModelForCausalLM.from_pretrained(folder)
     experts = experiences(True, 6)
     rows = [Row(tuple(row.tokens.tolist()), row.prompt_length, True) for row in experts]
     demos = plain.demo_term(model, rows, phi=True)
-    mu = found[0]["logs"][0]["actor/gac/mu"][0]
+    mu = results[0]["logs"][0]["actor/gac/mu"][0]
     expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
-    for rank in found:
+    for rank in results:
         gradient = {n: g for n, g in rank["gradient"].items() if n in expected}
-        assert plain.error(gradient, expected) < TOLERANCE
-        assert rank["logs"] == found[0]["logs"]
+        assert plain.relative_error(gradient, expected) < TOLERANCE
+        assert rank["logs"] == results[0]["logs"]
         assert rank["repeated"] == rank["logs"][2:]
         for name, weight in rank["weights"][0].items():
             assert torch.equal(rank["weights"][1][name], weight), name
-        assert "saved without a controller" in rank["refusal"]
-    first = found[0]["logs"][0]
+        assert re.search(r"gac\.json.*saved without a controller", rank["error_message"])
+    first = results[0]["logs"][0]
     assert first["actor/gac/demo_loss"][0] == pytest.approx(demos.item(), rel=1e-5)
     assert {f"actor/gac/{name}" for name in ("kl", "alpha", "rl_variance")} <= set(first)
-    assert len({log["actor/gac/mu"][0] for log in found[0]["logs"]}) == 4
+    assert len({log["actor/gac/mu"][0] for log in results[0]["logs"]}) == 4
 
 
-def test_the_paths_are_those_of_a_configuration(tmp_path: Path):
+def test_dotted_paths_resolve_to_our_classes(tmp_path: Path):
     from trinity.algorithm import ALGORITHM_TYPE, SAMPLE_STRATEGY
 
-    from gac.integrations import trinity as ours
+    from gac.integrations import trinity as gac_trinity
     from tests.integrations.trinity_task import algorithm
 
-    found = algorithm(str(tmp_path))
-    assert ALGORITHM_TYPE.get(found.algorithm_type) is ours.GACAlgorithm
-    assert SAMPLE_STRATEGY.get(found.sample_strategy) is ours.GACSampleStrategy
-    assert found.policy_loss_fn_args["state_dir"] == str(tmp_path)
-    assert (found.kl_loss_fn, found.entropy_loss_fn) == ("none", "none")
+    config = algorithm(str(tmp_path))
+    assert ALGORITHM_TYPE.get(config.algorithm_type) is gac_trinity.GACAlgorithm
+    assert SAMPLE_STRATEGY.get(config.sample_strategy) is gac_trinity.GACSampleStrategy
+    assert config.policy_loss_fn_args["state_dir"] == str(tmp_path)
+    assert (config.kl_loss_fn, config.entropy_loss_fn) == ("none", "none")
+
+
+def actor_config(**options: Any) -> dict[str, Any]:
+    return {"actor_rollout_ref": {"actor": options}}
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "value", "message"),
+    ("section", "name", "value", "message"),
     [
-        ("algorithm", "kl_loss_fn", "k3", "refuses algorithm.kl_loss_fn='k3': use 'none'"),
-        ("algorithm", "entropy_loss_fn", "default", "refuses algorithm.entropy_loss_fn='default'"),
-        (
-            "trainer",
-            "trainer_config",
-            {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}},
-            "refuses actor.ppo_mini_batch_size=8: use 16",
-        ),
+        ("algorithm", "kl_loss_fn", "k3", "algorithm.kl_loss_fn='k3': use 'none'"),
+        ("algorithm", "entropy_loss_fn", "default", "algorithm.entropy_loss_fn='default'"),
         ("trainer", "ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size=2: use 1"),
-        ("model", "temperature", 0.7, "refuses model.temperature=0.7: use 1.0"),
+        ("trainer", "trainer_config", actor_config(ppo_epochs=2), "actor.ppo_epochs=2: use 1"),
         (
             "trainer",
             "trainer_config",
-            {"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}},
-            "refuses actor.ppo_epochs=2: use 1",
+            actor_config(ppo_mini_batch_size=8),
+            "actor.ppo_mini_batch_size=8: use 16",
         ),
+        ("model", "temperature", 0.7, "model.temperature=0.7: use 1.0"),
     ],
 )
-def test_what_would_be_weighted_wrongly_is_refused(
-    tmp_path: Path, place: str, name: str, value: Any, message: str
+def test_options_that_change_the_weighting_are_rejected(
+    tmp_path: Path, section: str, name: str, value: Any, message: str
 ):
     from trinity.common.config_validator import AlgorithmConfigValidator
 
     from tests.integrations.trinity_task import configuration
 
     config = configuration(str(tmp_path))
-    setattr(getattr(config, place), name, value)
+    setattr(getattr(config, section), name, value)
     with pytest.raises(ValueError, match=message):
         AlgorithmConfigValidator().validate(config)
 
@@ -128,11 +126,11 @@ def test_arguments_of_the_loss_are_checked(tmp_path: Path):
     with pytest.raises(ValueError, match="loss_agg_mode='seq-mean-token-sum': use one of"):
         GACPolicyLoss(state_dir=str(tmp_path), loss_agg_mode="seq-mean-token-sum")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
-        with pytest.raises(ValueError, match=f"controller={name}: it needs .*: use gac, chord"):
+        with pytest.raises(ValueError, match=f"controller={name}.*use gac, chord"):
             GACPolicyLoss(state_dir=str(tmp_path), method=name)
 
 
-def test_a_batch_carries_its_counts():
+def test_rows_carry_the_counts_of_their_batch():
     from gac.integrations.trinity import GACSampleStrategy
     from tests.integrations.trinity_task import Buffer, experiences, sample
 

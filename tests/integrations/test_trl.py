@@ -1,10 +1,9 @@
-"""GACTrainer with the real TRL: gradients of optimizer steps, ranks, resuming, adapters, and
-rejected options.
-"""
+"""GACTrainer with the real TRL: gradients, ranks, resuming, LoRA, unsupported options."""
 
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
+from gac.demo import task  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
@@ -27,10 +27,8 @@ TOLERANCE = 3e-6  # float32 rounding; the largest error observed is 1.4e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """accelerate runs the garbage collector whenever training starts; exclude the imported modules
-    to save time.
-    """
+def skip_imports_in_garbage_collection() -> Iterator[None]:
+    """Save time: accelerate runs the garbage collector whenever training starts."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -43,15 +41,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fresh(model: Path) -> Any:
+def load_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model)
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(("loss", "reduction"), [("dapo", "token"), ("grpo", "sequence")])
 @pytest.mark.parametrize(("micro_batches", "demo_batch"), [(1, 5), (4, 6), (4, 2)])
-def test_the_gradient_of_a_step_is_that_of_plain_code(
+def test_step_gradient_matches_plain_torch(
     model: Path, tmp_path: Path, loss: str, reduction: str, micro_batches: int, demo_batch: int
 ):
     options = {
@@ -60,18 +58,22 @@ def test_the_gradient_of_a_step_is_that_of_plain_code(
         "gradient_accumulation_steps": micro_batches,
         "demo_batch": demo_batch,
     }
-    made, watch = trl_task.trainer(model, tmp_path, controller=GAC(mu_init=MU), **options)
-    made.train()
-    reference = fresh(model)
-    assert len(made.seen) == micro_batches
-    assert len(made.shown[0]) == demo_batch
-    rollouts = plain.rollout_term(reference, made.seen, trl_task.TEMPERATURE, reduction)
-    mu = trl_task.column(made, "gac/mu")[0]
+    trainer, recorder = trl_task.make_trainer(
+        model, tmp_path, controller=GAC(mu_init=MU), **options
+    )
+    trainer.train()
+    reference = load_model(model)
+    assert len(trainer.micro_batches) == micro_batches
+    assert len(trainer.demos_per_step[0]) == demo_batch
+    rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
+    mu = trl_task.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)
-    demos = plain.demo_term(reference, made.shown[0], phi=True)
+    demos = plain.demo_term(reference, trainer.demos_per_step[0], phi=True)
     expected = (1 - mu) * rollouts + mu * demos
-    assert plain.error(watch.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
-    assert trl_task.column(made, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
+    assert (
+        plain.relative_error(recorder.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
+    )
+    assert trl_task.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,77 +92,81 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_loss_of_trl_is_mixed_as_it_is(model: Path, tmp_path: Path, name: str):
-    """The gradient is (1 - mu) times GRPOTrainer's gradient plus mu times that of the
-    demonstrations.
-    """
+def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: str):
+    """The gradient is (1 - mu) times GRPOTrainer's plus mu times that of the demonstrations."""
     from trl import GRPOTrainer
 
-    own, alone = trl_task.trainer(model, tmp_path, GRPOTrainer, **OPTIONS[name])
-    own.train()
-    made, mixed = trl_task.trainer(model, tmp_path, controller=Constant(mu=MU), **OPTIONS[name])
-    made.train()
-    reference = fresh(model)
-    term = plain.demo_term(reference, made.shown[0], phi=False)
-    theirs, ours = alone.gradients[0], plain.gradient(reference, term)
-    expected = {n: (1 - MU) * theirs[n] + MU * ours[n] for n in ours}
-    assert plain.error(mixed.gradients[0], expected) < TOLERANCE
-    assert trl_task.column(made, "gac/mu") == [MU] * len(mixed.gradients)
+    grpo_trainer, grpo_recorder = trl_task.make_trainer(
+        model, tmp_path, GRPOTrainer, **OPTIONS[name]
+    )
+    grpo_trainer.train()
+    trainer, recorder = trl_task.make_trainer(
+        model, tmp_path, controller=Constant(mu=MU), **OPTIONS[name]
+    )
+    trainer.train()
+    reference = load_model(model)
+    term = plain.demo_term(reference, trainer.demos_per_step[0], phi=False)
+    rollout_grads, demo_grads = grpo_recorder.gradients[0], plain.gradient(reference, term)
+    expected = {n: (1 - MU) * rollout_grads[n] + MU * g for n, g in demo_grads.items()}
+    assert plain.relative_error(recorder.gradients[0], expected) < TOLERANCE
+    assert trl_task.column(trainer, "gac/mu") == [MU] * len(recorder.gradients)
 
 
-def test_a_rate_of_zero_trains_as_trl_does(model: Path, tmp_path: Path):
+def test_mu_zero_trains_like_trl(model: Path, tmp_path: Path):
     from trl import GRPOTrainer
 
-    own, _ = trl_task.trainer(model, tmp_path, GRPOTrainer, max_steps=3)
-    own.train()
-    made, _ = trl_task.trainer(model, tmp_path, controller=Constant(mu=0.0), max_steps=3)
-    made.train()
-    for name, weight in trl_task.weights(own).items():
-        torch.testing.assert_close(trl_task.weights(made)[name], weight, rtol=0, atol=1e-6)
+    grpo_trainer, _ = trl_task.make_trainer(model, tmp_path, GRPOTrainer, max_steps=3)
+    grpo_trainer.train()
+    trainer, _ = trl_task.make_trainer(model, tmp_path, controller=Constant(mu=0.0), max_steps=3)
+    trainer.train()
+    for name, weight in trl_task.weights(grpo_trainer).items():
+        torch.testing.assert_close(trl_task.weights(trainer)[name], weight, rtol=0, atol=1e-6)
 
 
-def test_adapters_learn_and_the_base_does_not(model: Path, tmp_path: Path):
+def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    made, watch = trl_task.trainer(model, tmp_path, peft_config=adapters, beta=1e-30)
-    start = {n: p.detach().clone() for n, p in made.model.named_parameters()}
-    made.train()
-    reference = get_peft_model(fresh(model), adapters)
+    trainer, recorder = trl_task.make_trainer(model, tmp_path, peft_config=adapters, beta=1e-30)
+    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    reference = get_peft_model(load_model(model), adapters)
     reference.load_state_dict(start, strict=False)
-    rollouts = plain.rollout_term(reference, made.seen, trl_task.TEMPERATURE, "token")
-    expected = (1 - MU) * rollouts + MU * plain.demo_term(reference, made.shown[0], phi=False)
-    found = {n: g for n, g in watch.gradients[0].items() if ".ref." not in n}
-    assert plain.error(found, plain.gradient(reference, expected)) < TOLERANCE
+    rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, "token")
+    expected = (1 - MU) * rollouts + MU * plain.demo_term(
+        reference, trainer.demos_per_step[0], phi=False
+    )
+    gradient = {n: g for n, g in recorder.gradients[0].items() if ".ref." not in n}
+    assert plain.relative_error(gradient, plain.gradient(reference, expected)) < TOLERANCE
 
 
-def test_options_of_the_trainer_run_with_it(model: Path, tmp_path: Path):
-    """bfloat16 autocast, gradient checkpointing and a float32 head together give finite losses and
-    gradients.
-    """
+def test_trainer_options_are_compatible(model: Path, tmp_path: Path):
+    """bfloat16 autocast, gradient checkpointing and a float32 head together."""
     options = {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}
-    made, _ = trl_task.trainer(model, tmp_path, max_steps=2, **options)
-    made.train()
-    values = trl_task.column(made, "gac/demo_loss") + trl_task.column(made, "grad_norm")
+    trainer, _ = trl_task.make_trainer(model, tmp_path, max_steps=2, **options)
+    trainer.train()
+    values = trl_task.column(trainer, "gac/demo_loss") + trl_task.column(trainer, "grad_norm")
     assert len(values) == 4
     assert all(0 < value < 100 for value in values)
 
 
-def test_the_controller_sees_the_step(model: Path, tmp_path: Path):
+def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     """The logged signals match plain torch code over the whole step."""
-    made, _ = trl_task.trainer(model, tmp_path, controller=GAC(), beta=1e-30)
-    made.train()
-    advantages = torch.cat([batch["advantages"] for batch in made.seen])
-    assert trl_task.column(made, "gac/rl_variance")[0] == pytest.approx(
+    trainer, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), beta=1e-30)
+    trainer.train()
+    advantages = torch.cat([batch["advantages"] for batch in trainer.micro_batches])
+    assert trl_task.column(trainer, "gac/rl_variance")[0] == pytest.approx(
         advantages.var(correction=0).item(), rel=1e-5
     )
-    reference = fresh(model)
-    losses = [plain.demo_term(reference, [row], phi=False).item() for row in made.shown[0]]
-    assert trl_task.column(made, "gac/sft_variance")[0] == pytest.approx(
+    reference = load_model(model)
+    losses = [
+        plain.demo_term(reference, [row], phi=False).item() for row in trainer.demos_per_step[0]
+    ]
+    assert trl_task.column(trainer, "gac/sft_variance")[0] == pytest.approx(
         torch.tensor(losses).var(correction=0).item(), rel=1e-4
     )
-    assert trl_task.column(made, "gac/kl") == [0.0]
-    assert set(made.state.log_history[0]) >= {
+    assert trl_task.column(trainer, "gac/kl") == [0.0]
+    assert set(trainer.state.log_history[0]) >= {
         "gac/mu_star",
         "gac/alpha",
         "gac/prior",
@@ -170,136 +176,127 @@ def test_the_controller_sees_the_step(model: Path, tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_two_processes_and_resuming(model: Path, tmp_path: Path):
-    """The averaged gradient is that of the step, mu is the same on both ranks, and a resumed run
-    matches an uninterrupted one.
+def test_two_ranks_match_and_resume_exactly(model: Path, tmp_path: Path):
+    """The averaged gradient is that of the full step, and resuming is exact.
 
-    A run whose ranks have different values of mu fails before its first step."""
-    ranks = processes.run(trl_task.resumed, model, tmp_path, ranks=2)
-    reference = fresh(model)
-    seen = [batch for rank in ranks for batch in rank["seen"]]
-    assert len(seen) == 4
+    A run whose ranks have different values of mu fails in its first step.
+    """
+    ranks = processes.run(trl_task.train_and_resume, model, tmp_path, ranks=2)
+    reference = load_model(model)
+    micro_batches = [batch for rank in ranks for batch in rank["micro_batches"]]
+    assert len(micro_batches) == 4
     mu = ranks[0]["logged"][0]
-    rollouts = plain.rollout_term(reference, seen, trl_task.TEMPERATURE, "token")
-    demos = plain.demo_term(reference, ranks[0]["shown"], phi=True)
+    rollouts = plain.rollout_term(reference, micro_batches, trl_task.TEMPERATURE, "token")
+    demos = plain.demo_term(reference, ranks[0]["demos"], phi=True)
     expected = plain.gradient(reference, (1 - mu) * rollouts + mu * demos)
-    assert ranks[0]["shown"] == ranks[1]["shown"]
+    assert ranks[0]["demos"] == ranks[1]["demos"]
     for rank in ranks:
-        assert plain.error(rank["gradient"], expected) < TOLERANCE
-        assert rank["mu"] == ranks[0]["mu"] == rank["again_mu"]
+        assert plain.relative_error(rank["gradient"], expected) < TOLERANCE
+        assert rank["mu"] == ranks[0]["mu"] == rank["resumed_mu"]
         for name, weight in rank["weights"].items():
-            assert torch.equal(rank["again"][name], weight), name
-        assert rank["refusal"].startswith("mu differs over the ranks, [0.1, 0.2]: load the same")
+            assert torch.equal(rank["resumed"][name], weight), name
+        assert re.search(r"\[0\.1, 0\.2\].*same controller", rank["error_message"])
     assert len(ranks[0]["logged"]) == 4
     assert len(set(ranks[0]["logged"])) > 1
 
 
 def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: Path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    made, _ = trl_task.trainer(model, tmp_path, **options)
-    made.train()
+    trainer, _ = trl_task.make_trainer(model, tmp_path, **options)
+    trainer.train()
     saved = tmp_path / "checkpoint-1"
-    again, _ = trl_task.trainer(model, tmp_path, controller=GAC(), **options)
-    with pytest.raises(ValueError, match="the saved controller is 'constant' and this run's 'gac'"):
-        again.train(resume_from_checkpoint=str(saved))
+    resumed, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), **options)
+    with pytest.raises(ValueError, match="'constant'.*'gac'.*same controller"):
+        resumed.train(resume_from_checkpoint=str(saved))
     (saved / "gac.json").unlink()
-    again, _ = trl_task.trainer(model, tmp_path, **options)
-    with pytest.raises(FileNotFoundError, match="saved without a controller"):
-        again.train(resume_from_checkpoint=str(saved))
+    resumed, _ = trl_task.make_trainer(model, tmp_path, **options)
+    with pytest.raises(FileNotFoundError, match=r"gac\.json.*saved without a controller"):
+        resumed.train(resume_from_checkpoint=str(saved))
     shutil.rmtree(saved)
 
 
-def test_messages_become_the_prompts_that_the_trainer_writes(model: Path, tmp_path: Path):
+def test_messages_give_the_same_tokens_as_prompt_and_completion(model: Path, tmp_path: Path):
     """The last message, up to EOS, is the target; all earlier messages form the prompt."""
     from gac.integrations.demonstrations import encode
 
-    words = trl_task.tokenizer()
-    words.chat_template = (
+    tokenizer = task.tokenizer()
+    tokenizer.chat_template = (
         "{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}"
         "{% if m.role == 'assistant' %}<eos>-{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}={% endif %}"
     )
     turns = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
-    found = encode({"messages": turns}, "row", words)
-    assert words.decode(found["ids"]) == "+12=3<eos>"
-    assert words.decode(found["ids"][: found["start"]]) == "+12="
-    split = encode({"prompt": turns[:1], "completion": turns[1:]}, "row", words)
-    assert split == found
-    text = encode({"prompt": "+12=", "completion": "3"}, "row", words)
-    assert text == found
+    encoded = encode({"messages": turns}, "row", tokenizer)
+    assert tokenizer.decode(encoded["ids"]) == "+12=3<eos>"
+    assert tokenizer.decode(encoded["ids"][: encoded["start"]]) == "+12="
+    split = {"prompt": turns[:1], "completion": turns[1:]}
+    assert encode(split, "row", tokenizer) == encoded
+    assert encode({"prompt": "+12=", "completion": "3"}, "row", tokenizer) == encoded
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "1"}], r"columns \['text'\]: give prompt and completion, or messages"),
+        ([{"text": "1"}], r"demo_dataset.*\['text'\].*prompt and completion, or messages"),
         (
             [{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": ""}],
-            r"demo_dataset\[1\] has the completion '': remove the row",
+            r"demo_dataset\[1\].*''.*remove the row",
         ),
-        ([{"prompt": "", "completion": "2"}], r"demo_dataset\[0\] has the prompt ''"),
-        (
-            [
-                {
-                    "messages": [
-                        {"role": "assistant", "content": "1"},
-                        {"role": "user", "content": "2"},
-                    ]
-                }
-            ],
-            "ends with a message by 'user'",
-        ),
+        ([{"prompt": "", "completion": "2"}], r"demo_dataset\[0\].*''.*use a non-empty prompt"),
+        ([{"messages": [{"role": "user", "content": "1"}]}], "role 'user', expected 'assistant'"),
     ],
 )
 def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, message: str):
     with pytest.raises(ValueError, match=message):
-        trl_task.trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
+        trl_task.make_trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
 
 
-def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path):
+def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
     from peft import PromptTuningConfig
 
-    def refused(message: str, kind: type[Exception] = ValueError, **changes: Any) -> None:
-        with pytest.raises(kind, match=message):
-            trl_task.trainer(model, tmp_path, **changes)
+    def assert_rejected(message: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+        with pytest.raises(error, match=message):
+            trl_task.make_trainer(model, tmp_path, **changes)
 
-    refused("refuses torch_compile", torch_compile=True)
+    assert_rejected("does not support torch_compile: set it to False", torch_compile=True)
     virtual = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    refused("refuses peft_config: virtual tokens", peft_config=virtual)
+    assert_rejected("does not support peft_config: .*LoRA", peft_config=virtual)
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    refused("set use_reentrant to False", gradient_checkpointing=True, **reentrant)
-    refused("batch=0: use a number of demonstrations", demo_batch=0)
-    refused("use a Dataset", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}])
+    assert_rejected("set use_reentrant to False", gradient_checkpointing=True, **reentrant)
+    assert_rejected("batch=0: use a number of demonstrations", demo_batch=0)
+    assert_rejected(
+        "demo_dataset is a list: use", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}]
+    )
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
-        refused(f"controller={name}: it needs .*: use gac, chord", controller=METHODS[name]())
-    refused("for estimator='biased'", controller=ControllerConfig(estimator="biased"))
+        assert_rejected(f"controller={name}.*use gac, chord", controller=METHODS[name]())
+    assert_rejected("estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 
-def test_what_needs_other_models_or_packages_is_refused(
+def test_unsupported_models_and_parallelism_are_rejected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from accelerate import ParallelismConfig
 
-    from gac.integrations.hf_trainer import refuse
-    from gac.integrations.trl import _refused
+    from gac.integrations.hf_trainer import check_supported
+    from gac.integrations.trl import _unsupported_options
 
-    made, _ = trl_task.trainer(model, tmp_path)
+    trainer, _ = trl_task.make_trainer(model, tmp_path)
     with pytest.raises(ValueError, match="images"):
-        made._compute_loss(made.model, {"pixel_values": torch.zeros(1)})
-    refuse("GACTrainer", _refused(made))
-    state = type(made.accelerator.state)
+        trainer._compute_loss(trainer.model, {"pixel_values": torch.zeros(1)})
+    check_supported("GACTrainer", _unsupported_options(trainer))
+    state = type(trainer.accelerator.state)
     zero3 = property(lambda _: SimpleNamespace(zero_stage=3))
     tensor = property(lambda _: ParallelismConfig(tp_size=2))
     for owner, name, value, option in (
-        (made, "aux_loss_enabled", True, "router_aux_loss_coef"),
-        (made, "use_liger_kernel", True, "use_liger_kernel"),
+        (trainer, "aux_loss_enabled", True, "router_aux_loss_coef"),
+        (trainer, "use_liger_kernel", True, "use_liger_kernel"),
         (state, "deepspeed_plugin", zero3, "deepspeed: ZeRO-3"),
-        (type(made.accelerator), "parallelism_config", tensor, "parallelism_config"),
+        (type(trainer.accelerator), "parallelism_config", tensor, "parallelism_config"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
-            with pytest.raises(ValueError, match=f"GACTrainer refuses {option}"):
-                refuse("GACTrainer", _refused(made))
+            with pytest.raises(ValueError, match=f"GACTrainer does not support {option}"):
+                check_supported("GACTrainer", _unsupported_options(trainer))
 
 
 def test_the_example_learns(tmp_path: Path):

@@ -16,7 +16,7 @@ from trinity.common.config_validator import AlgorithmConfigValidator
 from trinity.common.experience import EID, Experience
 
 from examples import trinity_cpu
-from gac.integrations import trinity as ours
+from gac.integrations import trinity as gac_trinity
 
 
 class Buffer:
@@ -31,24 +31,24 @@ class Buffer:
 
 def experiences(expert: bool, count: int) -> list[Experience]:
     """Random prompts and completions of different lengths."""
-    draw = torch.Generator().manual_seed(5 + expert)
+    generator = torch.Generator().manual_seed(5 + expert)
     out = []
     for i in range(count):
-        prompt, length = (int(n) for n in torch.randint(2, 7, (2,), generator=draw))
-        known: dict[str, Any] = {}
+        prompt, length = (int(n) for n in torch.randint(2, 7, (2,), generator=generator))
+        rollout_fields: dict[str, Any] = {}
         if not expert:
-            known = {
-                "logprobs": -torch.rand(length, generator=draw) * 0.1 - 2.8,
+            rollout_fields = {
+                "logprobs": -torch.rand(length, generator=generator) * 0.1 - 2.8,
                 "reward": 1.0,
-                "advantages": torch.randn((), generator=draw).expand(length).clone(),
+                "advantages": torch.randn((), generator=generator).expand(length).clone(),
             }
         out.append(
             Experience(
                 eid=EID(task=i),
-                tokens=torch.randint(3, 18, (prompt + length,), generator=draw),
+                tokens=torch.randint(3, 18, (prompt + length,), generator=generator),
                 prompt_length=prompt,
                 info={"model_version": 0},
-                **known,
+                **rollout_fields,
             )
         )
     return out
@@ -56,14 +56,13 @@ def experiences(expert: bool, count: int) -> list[Experience]:
 
 def sample(step: int) -> list[Experience]:
     """The rows of one training step, sampled by the real strategy from in-memory buffers."""
-    strategy = ours.GACSampleStrategy.__new__(ours.GACSampleStrategy)
+    strategy = gac_trinity.GACSampleStrategy.__new__(gac_trinity.GACSampleStrategy)
     strategy.usual_exp_buffer = Buffer(experiences(False, 10))
     strategy.expert_exp_buffer = Buffer(experiences(True, 6))
     rows, _, _ = asyncio.run(strategy.sample(step))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
-    return [
-        rows[i] for i in order
-    ]  # shuffled, because Trinity balances tokens over ranks and so mixes rollouts and demonstrations
+    # shuffled: Trinity balances tokens over ranks, which mixes rollouts and demonstrations
+    return [rows[i] for i in order]
 
 
 def reference(row: Experience) -> torch.Tensor:
@@ -72,7 +71,7 @@ def reference(row: Experience) -> torch.Tensor:
 
 
 def batch(step: int, micro: int) -> TensorDict:
-    """This rank's part of a training step."""
+    """This rank's rows of a training step."""
     rows = sample(step)
     return trinity_cpu.batch(rows, [reference(row) for row in rows], micro)
 
@@ -89,67 +88,65 @@ def configuration(state: str) -> Config:
 def algorithm(state: str, **options: Any) -> AlgorithmConfig:
     """The algorithm section of `configuration`, completed by Trinity's own validator."""
     config = configuration(state)
-    config.algorithm.policy_loss_fn_args = {**ours.GACPolicyLoss.default_args(), **options}
+    config.algorithm.policy_loss_fn_args = {**gac_trinity.GACPolicyLoss.default_args(), **options}
     AlgorithmConfigValidator().validate(config)
     return config.algorithm
 
 
 def worker(model: str, state: str, **options: Any) -> Any:
     """verl's worker with Trinity's loss from Trinity's algorithm configuration."""
-    return trinity_cpu.worker(model, algorithm(state, **options), lr=1e-2)
+    return trinity_cpu.make_worker(model, algorithm(state, **options), lr=1e-2)
 
 
 def main(model: str, out: str, micro: str) -> None:
-    """One rank: four steps, then the last two repeated by a worker that resumes from the second."""
+    """Run one rank: four steps, then the last two again with a worker that resumes."""
     dist.init_process_group("gloo")
     method = {"name": "gac", "update_every": 2}
-    made = worker(model, f"{out}/state", method=method, kl_coef=0.05)
+    trainer = worker(model, f"{out}/state", method=method, kl_coef=0.05)
     gradients: list[dict[str, torch.Tensor]] = []
-    move = made.engine.optimizer_step
+    optimizer_step = trainer.engine.optimizer_step
 
-    def watched() -> Any:
-        named = made.engine.module.named_parameters()
+    def recording_step() -> Any:
+        named = trainer.engine.module.named_parameters()
         gradients.append({n: p.grad.full_tensor().clone() for n, p in named})
-        return move()
+        return optimizer_step()
 
-    made.engine.optimizer_step = watched
+    trainer.engine.optimizer_step = recording_step
 
-    def run(trainer: Any, steps: range) -> list[dict[str, Any]]:
+    def run(actor: Any, steps: range) -> list[dict[str, Any]]:
         logs = []
         for step in steps:
-            metrics = trinity_cpu.step(trainer, batch(step, int(micro)))
+            metrics = trinity_cpu.step(actor, batch(step, int(micro)))
             logs.append({k: v for k, v in metrics.items() if "gac/" in k})
         return logs
 
-    logs = run(made, range(1, 3))
-    made.save_checkpoint(f"{out}/checkpoint")
-    logs += run(made, range(3, 5))
-    again = worker(model, f"{out}/state", method=method, kl_coef=0.05)
-    again.load_checkpoint(f"{out}/checkpoint")
-    repeated = run(again, range(3, 5))
-    lost = worker(model, f"{out}/nowhere", method=method)
-    refusal = ""
+    logs = run(trainer, range(1, 3))
+    trainer.save_checkpoint(f"{out}/checkpoint")
+    logs += run(trainer, range(3, 5))
+    resumed = worker(model, f"{out}/state", method=method, kl_coef=0.05)
+    resumed.load_checkpoint(f"{out}/checkpoint")
+    repeated = run(resumed, range(3, 5))
+    without_state = worker(model, f"{out}/nowhere", method=method)
+    error_message = ""
     try:
-        run(lost, range(3, 4))
+        run(without_state, range(3, 4))
     except FileNotFoundError as error:
-        refusal = str(error)
-    whole = [
-        {n: p.detach().full_tensor() for n, p in each.engine.module.named_parameters()}
-        for each in (made, again)
+        error_message = str(error)
+    weights = [
+        {n: p.detach().full_tensor() for n, p in actor.engine.module.named_parameters()}
+        for actor in (trainer, resumed)
     ]
     torch.save(
         {
             "gradient": gradients[0],
             "logs": logs,
             "repeated": repeated,
-            "weights": whole,
-            "refusal": refusal,
+            "weights": weights,
+            "error_message": error_message,
         },
         Path(out) / f"rank{dist.get_rank()}.pt",
     )
-    os._exit(
-        0
-    )  # skip the normal shutdown: an engine that failed mid-step leaves collectives pending
+    os._exit(0)  # a normal shutdown would hang: the failed step leaves collectives pending
 
 
 if __name__ == "__main__":

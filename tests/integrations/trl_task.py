@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from gac.data.rows import Row
-from gac.demo.task import rows, tokenizer
+from gac.demo import task
 from gac.integrations.trl import GACTrainer
 from gac.methods import GAC, Constant
 from tests.integrations.tiny import demonstrations
@@ -22,61 +22,62 @@ TEMPERATURE = 0.7
 
 
 def prompts() -> Dataset:
-    drawn = rows(random.Random(0), ["+", "-"] * 16)
-    return Dataset.from_list([{"prompt": row["prompt"]} for row in drawn])
+    problems = task.rows(random.Random(0), ["+", "-"] * 16)
+    return Dataset.from_list([{"prompt": row["prompt"]} for row in problems])
 
 
 def demos() -> Dataset:
     return Dataset.from_list(demonstrations())
 
 
-def share_of_digits(completions: list[str], **_: Any) -> list[float]:
+def digit_fraction(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-class Watch(TrainerCallback):
-    """Keeps the gradient of each optimiser step."""
+class GradientRecorder(TrainerCallback):
+    """Records the gradient of each optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        named = known["model"].named_parameters()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        named = kwargs["model"].named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
-class Recorded(GACTrainer):
-    """Keeps the inputs of each micro-batch and the demonstrations of each step."""
+class RecordingTrainer(GACTrainer):
+    """Records the inputs of each micro-batch and the demonstrations of each step."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.seen: list[dict[str, Any]] = []
-        self.shown: list[list[Row]] = []
+        self.micro_batches: list[dict[str, Any]] = []
+        self.demos_per_step: list[list[Row]] = []
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self.seen.append(dict(inputs))
+        self.micro_batches.append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
     def _demo_loss(self, model: Any) -> Tensor:
-        self.shown.append(list(self._drawn))
+        self.demos_per_step.append(list(self._step_demos))
         return super()._demo_loss(model)
 
 
-def trainer(
+def make_trainer(
     model: Path,
     out: Path,
-    kind: type[GRPOTrainer] = Recorded,
+    trainer_class: type[GRPOTrainer] = RecordingTrainer,
     *,
     controller: Any = None,
     peft_config: Any = None,
     demo_dataset: Any = None,
     demo_batch: int = 5,
     **changes: Any,
-) -> tuple[Any, Watch]:
-    """Build a trainer (one step by default) and its gradient recorder; `changes` are passed to
-    GRPOConfig.
+) -> tuple[Any, GradientRecorder]:
+    """Build a trainer (one step by default) and its gradient recorder.
+
+    `changes` are passed to GRPOConfig.
     """
-    watch = Watch()
+    recorder = GradientRecorder()
     options: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": 8,
@@ -96,39 +97,37 @@ def trainer(
         "disable_tqdm": True,
         **changes,
     }
-    ours: dict[str, Any] = {}
-    if issubclass(kind, GACTrainer):
-        ours = {
+    gac_options: dict[str, Any] = {}
+    if issubclass(trainer_class, GACTrainer):
+        gac_options = {
             "demo_dataset": demos() if demo_dataset is None else demo_dataset,
             "demo_batch": demo_batch,
             "controller": Constant(mu=0.3) if controller is None else controller,
         }
-    made = kind(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),
-        reward_funcs=share_of_digits,
+        reward_funcs=digit_fraction,
         args=GRPOConfig(**options),
         train_dataset=prompts(),
-        processing_class=tokenizer(),
-        callbacks=[watch],
+        processing_class=task.tokenizer(),
+        callbacks=[recorder],
         peft_config=peft_config,
-        **ours,
+        **gac_options,
     )
-    return made, watch
+    return trainer, recorder
 
 
-def column(made: Any, name: str) -> list[float]:
+def column(trainer: Any, name: str) -> list[float]:
     """The logged values of `name`, one per step."""
-    return [row[name] for row in made.state.log_history if name in row]
+    return [row[name] for row in trainer.state.log_history if name in row]
 
 
-def weights(made: Any) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in made.model.named_parameters()}
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
 
-def resumed(model: Path, out: Path) -> dict[str, Any]:
-    """One rank of a job: four steps with a checkpoint after two, then the last two again from that
-    checkpoint.
-    """
+def train_and_resume(model: Path, out: Path) -> dict[str, Any]:
+    """Run one rank: four steps with a checkpoint after two, then the last two again from it."""
     gc.freeze()
     options = {
         "controller": GAC(update_every=2),
@@ -138,25 +137,25 @@ def resumed(model: Path, out: Path) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    made, watch = trainer(model, out, **options)
-    made.train()
-    again, _ = trainer(model, out, **options)
-    again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-    rank = made.accelerator.process_index
-    stray, _ = trainer(model, out, controller=Constant(mu=0.1 + 0.1 * rank))
+    trainer, recorder = make_trainer(model, out, **options)
+    trainer.train()
+    resumed, _ = make_trainer(model, out, **options)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    rank = trainer.accelerator.process_index
+    mismatched, _ = make_trainer(model, out, controller=Constant(mu=0.1 + 0.1 * rank))
+    error_message = ""
     try:
-        stray.train()
-        refusal = ""
+        mismatched.train()
     except RuntimeError as error:
-        refusal = str(error)
+        error_message = str(error)
     return {
-        "gradient": watch.gradients[0],
-        "seen": made.seen[:2],
-        "shown": made.shown[0],
-        "mu": made.mixer.mu,
-        "logged": column(made, "gac/mu"),
-        "weights": weights(made),
-        "again": weights(again),
-        "again_mu": again.mixer.mu,
-        "refusal": refusal,
+        "gradient": recorder.gradients[0],
+        "micro_batches": trainer.micro_batches[:2],
+        "demos": trainer.demos_per_step[0],
+        "mu": trainer.mixer.mu,
+        "logged": column(trainer, "gac/mu"),
+        "weights": weights(trainer),
+        "resumed": weights(resumed),
+        "resumed_mu": resumed.mixer.mu,
+        "error_message": error_message,
     }

@@ -1,6 +1,4 @@
-"""Run one rank of a real verl actor on a CPU: FSDP2, with verl's own engine, worker and
-configuration.
-"""
+"""Run one rank of a verl actor on a CPU: FSDP2, with verl's own engine and configuration."""
 
 from __future__ import annotations
 
@@ -18,26 +16,26 @@ TEMPERATURE = 0.7
 
 def rollouts(size: int = 8, vocabulary: int = 18) -> list[dict[str, Any]]:
     """Random prompts and responses of different lengths, with advantages."""
-    draw = torch.Generator().manual_seed(11)
-    out = []
+    generator = torch.Generator().manual_seed(11)
+    rows = []
     for i in range(size):
         prompt, response = (
-            torch.randint(3, vocabulary, (int(n),), generator=draw)
-            for n in torch.randint(2, 7, (2,), generator=draw)
+            torch.randint(3, vocabulary, (int(n),), generator=generator)
+            for n in torch.randint(2, 7, (2,), generator=generator)
         )
         mask = torch.ones(len(response), dtype=torch.int64)
         mask[1] = i % 3 != 0  # a token written by a tool
-        out.append(
+        rows.append(
             {
                 "prompt": prompt,
                 "response": response,
                 "mask": mask,
-                "advantage": torch.randn((), generator=draw).expand(len(response)).clone(),
-                "old": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
-                "ref": -torch.rand(len(response), generator=draw) * 0.1 - 2.8,
+                "advantage": torch.randn((), generator=generator).expand(len(response)).clone(),
+                "old": -torch.rand(len(response), generator=generator) * 0.1 - 2.8,
+                "ref": -torch.rand(len(response), generator=generator) * 0.1 - 2.8,
             }
         )
-    return out
+    return rows
 
 
 def actor(model: str, *overrides: str) -> Any:
@@ -52,25 +50,21 @@ def actor(model: str, *overrides: str) -> Any:
     )
 
 
-def gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
+def record_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
     """Return a list to which each optimizer step appends its full gradient."""
-    found: list[dict[str, torch.Tensor]] = []
-    step = trainer.engine.optimizer_step
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer_step = trainer.engine.optimizer_step
 
-    def watched() -> Any:
-        found.append(
-            {
-                name: p.grad.full_tensor().clone()
-                for name, p in trainer.engine.module.named_parameters()
-            }
-        )
-        return step()
+    def recording_step() -> Any:
+        named = trainer.engine.module.named_parameters()
+        gradients.append({name: p.grad.full_tensor().clone() for name, p in named})
+        return optimizer_step()
 
-    trainer.engine.optimizer_step = watched
-    return found
+    trainer.engine.optimizer_step = recording_step
+    return gradients
 
 
-def ours(demos: str, *overrides: str) -> list[str]:
+def gac_overrides(demos: str, *overrides: str) -> list[str]:
     """The configuration overrides that a user adds to a verl command."""
     loss = "actor_rollout_ref.actor.policy_loss"
     return [
@@ -91,45 +85,45 @@ def run(worker: Any, rows: list[dict[str, Any]], steps: int) -> list[dict[str, A
     return logs
 
 
-def whole(worker: Any) -> dict[str, torch.Tensor]:
+def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach().full_tensor() for n, p in worker.engine.module.named_parameters()}
 
 
 def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]:
     """Four steps with a checkpoint after two, then the last two again from that checkpoint."""
-    options = ours(demos, *overrides)
+    options = gac_overrides(demos, *overrides)
     trainer = actor(model, *options)
-    found, mixer = gradients(trainer), trainer.mixture.mixer
-    draw, drawn = mixer.draw, []
-    mixer.draw = lambda: drawn.append(draw()) or drawn[-1]
+    gradients, mixer = record_gradients(trainer), trainer.mixture.mixer
+    draw, drawn_demos = mixer.draw, []
+    mixer.draw = lambda: drawn_demos.append(draw()) or drawn_demos[-1]
     rows = rollouts()[dist.get_rank() :: dist.get_world_size()]
     saved = str(Path(out) / "checkpoint")
     logs = run(trainer, rows, 2)
     trainer.save_checkpoint(saved)
     logs += run(trainer, rows, 2)
-    again = actor(model, *options)
-    again.load_checkpoint(saved)
-    repeated = run(again, rows, 2)
+    resumed_actor = actor(model, *options)
+    resumed_actor.load_checkpoint(saved)
+    repeated = run(resumed_actor, rows, 2)
     dist.barrier()
     (Path(saved) / "gac.json").unlink(missing_ok=True)
     dist.barrier()
-    refusal = ""
+    error_message = ""
     try:
-        again.load_checkpoint(saved)
+        resumed_actor.load_checkpoint(saved)
     except FileNotFoundError as error:
-        refusal = str(error)
+        error_message = str(error)
     return {
-        "gradient": found[0],
-        "drawn": drawn,
+        "gradient": gradients[0],
+        "drawn_demos": drawn_demos,
         "logs": logs,
         "repeated": repeated,
-        "weights": whole(trainer),
-        "again": whole(again),
-        "refusal": refusal,
+        "weights": full_weights(trainer),
+        "resumed": full_weights(resumed_actor),
+        "error_message": error_message,
     }
 
 
-def modes(model: str, demos: str, out: str, *names: str) -> dict[str, Any]:
+def gradients_per_loss_mode(model: str, demos: str, out: str, *names: str) -> dict[str, Any]:
     """The gradient of one step for each of verl's losses, unmixed and mixed at mu = 0.3."""
     result = {}
     for name in names:
@@ -137,17 +131,18 @@ def modes(model: str, demos: str, out: str, *names: str) -> dict[str, Any]:
         micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
         constant = "+actor_rollout_ref.actor.policy_loss.method={name:constant,mu:0.3}"
         pair = []
-        for options in ([mode, micro], ours(demos, mode, micro, constant)):
+        for options in ([mode, micro], gac_overrides(demos, mode, micro, constant)):
             trainer = actor(model, *options)
-            found = gradients(trainer)
+            gradients = record_gradients(trainer)
             run(trainer, rollouts(), 1)
-            pair.append(found[0])
+            pair.append(gradients[0])
         result[name] = tuple(pair)
     return result
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    job = {"resumed": resumed, "modes": modes}[sys.argv[1]]
+    jobs = {"resumed": resumed, "modes": gradients_per_loss_mode}
+    job = jobs[sys.argv[1]]
     torch.save(job(*sys.argv[2:]), Path(sys.argv[4]) / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
