@@ -59,9 +59,9 @@ def test_traffic_of_a_real_run(tmp_path, defer):
     elements, layers, root = ranks.run(traffic, made, ranks=2)[0]
     assert (layers, root) == ([TINY.layer] * 2, TINY.root)
     large = sum(n for n in elements["allgather"] if n > 100)
-    assert large == pytest.approx(scaling.gathered(TINY, 2), rel=0.02)
+    assert large == pytest.approx(scaling.gathered_elements(TINY, 2), rel=0.02)
     assert sum(elements["reduce_scatter"]) == pytest.approx(
-        scaling.reduced(TINY, 2, defer), rel=0.02
+        scaling.reduced_elements(TINY, 2, defer), rel=0.02
     )
 
 
@@ -84,10 +84,10 @@ def test_bytes_that_a_real_rank_holds(tmp_path):
     (tmp_path / "task").mkdir()
     made = config(write_tiny(tmp_path / "task"), tmp_path / "run", parallel=FSDP)
     held = ranks.run(held_bytes, made, ranks=2)
-    assert sum(held) == 2 * scaling.states(
+    assert sum(held) == 2 * scaling.state_bytes(
         TINY, 2
     )  # exact when summed over ranks; a single rank may hold an extra row
-    assert max(held) == pytest.approx(scaling.states(TINY, 2), rel=0.1)
+    assert max(held) == pytest.approx(scaling.state_bytes(TINY, 2), rel=0.1)
 
 
 def signal_bytes(count):

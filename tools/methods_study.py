@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3, help="seeds per method")
-    parser.add_argument("--steps", type=int, default=160, help="optimiser steps per run")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps per run")
     parser.add_argument(
         "--jobs",
         type=int,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="output file for the table")
     parser.add_argument(
-        "--busy", action="store_true", help="the machine is busy with other work: omit the timings"
+        "--busy", action="store_true", help="omit the timings, because other work is running"
     )
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -73,24 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
     """Merge the new rows with the rows of `path` that they do not replace, in method order.
 
-    Raises ValueError if the file's rows were measured with different settings.
+    Raises:
+        ValueError: the file's rows were measured with different settings.
     """
     old: dict[str, Any] = {"setting": setting, "rows": []}
     if path.exists():
         old = json.loads(path.read_text())
-    names = {_kind(row) for row in new}
-    kept = [row for row in old["rows"] if _kind(row) not in names]
+    replaced = {_method(row) for row in new}
+    kept = [row for row in old["rows"] if _method(row) not in replaced]
     if kept and old["setting"] != setting:
         raise ValueError(
-            f"{path}: {len(kept)} rows were measured under {old['setting']}, these under "
-            f"{setting}: give the same steps and seeds, all methods, or another --results"
+            f"{path}: {len(kept)} rows were measured with {old['setting']}, the new ones with "
+            f"{setting}: use the same steps and seeds, run all methods, or choose another --results"
         )
     order = [*METHODS, HINDSIGHT]
-    return sorted([*new, *kept], key=lambda row: order.index(_kind(row)))
+    return sorted([*new, *kept], key=lambda row: order.index(_method(row)))
 
 
-def _kind(row: dict[str, Any]) -> str:
-    """A row's method. The best constant counts as one method, whatever its value."""
+def _method(row: dict[str, Any]) -> str:
+    """The method of a row; the best constant counts as one method, whatever its value."""
     return HINDSIGHT if row["name"].startswith(HINDSIGHT) else row["name"]
 
 
@@ -123,15 +124,15 @@ def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:
 
 
 def _statistics(configs: Sequence[TrainConfig]) -> dict[str, Any]:
-    found = [run for config in configs if (run := result(config)) is not None]
+    runs = [run for config in configs if (run := result(config)) is not None]
     columns = {"accuracy": "accuracy", "+": "accuracy/+", "-": "accuracy/-"}
     means = {
-        key: _mean_deviation([run["final"][name] for run in found]) for key, name in columns.items()
+        key: _mean_deviation([run["final"][name] for run in runs]) for key, name in columns.items()
     }
-    seconds = _mean_deviation([run["seconds"] for run in found])
+    seconds = _mean_deviation([run["seconds"] for run in runs])
     method, completions = configs[0].method, configs[0].rollouts.completions
-    reads = any(method.needs(step).demos for step in range(configs[0].steps))
-    demos = method.sampling(completions).demos if reads else "none"
+    uses_demos = any(method.needs(step).demos for step in range(configs[0].steps))
+    demos = method.sampling(completions).demos if uses_demos else "none"
     return {"demos": demos, **means, "seconds": seconds}
 
 

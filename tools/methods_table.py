@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,23 @@ e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NA
 All methods share the trainer, the data, the loss kernels and the evaluation. Each is a small class
 in `gac/methods/`, whose docstring lists the choices that the publication leaves open.
 
-**Needs** lists what the trainer must provide: `demonstrations` are a separate data set; `demonstrations of the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra** is the work per step beyond one forward pass over all rows and one backward pass over the rows that are trained on.
+**Needs** lists what the trainer must provide: `demonstrations` are a separate data set;
+`demonstrations of the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra**
+is the work per step beyond one forward pass over all rows and one backward pass over the rows that
+are trained on.
 """
+STUDY = """\
+Greedy accuracy in percent on the demo task's 200 held-out problems after {steps} steps, mean and
+standard deviation over {seeds} seeds, written by `python -m tools.methods_study`. `+` can be
+learned from rewards only, `-` needs demonstrations; the demonstrations are weak (a borrow is
+forgotten with probability 0.3). Methods marked *same* had such a demonstration for every
+subtraction among the prompts, the others 256 separate ones, so the two groups saw different data.
+All methods use one learning rate, and nothing was tuned. With 100 problems of each kind and a
+single base model, differences of a few points are not meaningful. Schedules are scaled to the
+length of the run (`gac/demo/settings.py`).
+"""
+# "apart" is the older name of "separate" in methods_study.json
+DEMOS = {"prompt": "same", "separate": "separate", "apart": "separate", "none": "none"}
 
 
 def main() -> int:
@@ -50,24 +64,17 @@ def page(study: dict[str, Any] | None) -> str:
 
 def _study(study: dict[str, Any]) -> str:
     setting = study["setting"]
-    words = (
-        f"Greedy accuracy in percent on the demo task's 200 held-out problems after "
-        f"{setting['steps']} steps, mean and standard deviation over {setting['seeds']} seeds, "
-        "written by `python -m tools.methods_study`. `+` can be learned from rewards alone, `-` needs demonstrations; the demonstrations are weak (a borrow is forgotten with probability 0.3). Methods marked "
-        "*same* got such a demonstration on every subtraction among the prompts, the others 256"
-        " apart from them, so the two groups saw different data. All methods use one learning rate, and nothing was tuned. With 100 problems of each kind and a single base model, differences of a few points are not meaningful. Schedules are scaled to the length of the run "
-        "(`gac/demo/settings.py`)."
-    )
+    text = STUDY.format(steps=setting["steps"], seeds=setting["seeds"])
     rows = []
     for row in study["rows"]:
         cells = [
             f"{100 * row[key][0]:.1f} ± {100 * row[key][1]:.1f}" for key in ("accuracy", *"+-")
         ]
-        data = {"prompt": "same", "apart": "separate", "none": "none"}[row["demos"]]
+        data = DEMOS[row["demos"]]
         seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
         rows.append((f"`{row['name']}`", data, *cells, seconds))
     head = ("method", "demonstrations", "all", "+", "-", "training time (s)")
-    return f"## On the demo task\n\n{textwrap.fill(words, 100)}\n\n{_markdown(head, rows)}\n"
+    return f"## On the demo task\n\n{text}\n\n{_markdown(head, rows)}\n"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -59,7 +59,8 @@ def batch(rows=16, length=12):
     (
         "markdown",
         """\
-One call returns the mixed loss with its gradients, and the statistics from which the controller chooses the next mu. The full logits are never materialized.""",
+One call returns the mixed loss with its gradients, and the statistics from which the controller
+chooses the next mu. The full logits are never materialized.""",
     ),
     (
         "code",
@@ -98,7 +99,8 @@ plt.show()""",
     (
         "markdown",
         """\
-Next: `gac train` runs the whole loop from a file (docs/start.md), and docs/choose_mu.md shows how much adapting mu helped in our study.""",
+Next: `gac train` runs the full loop from a file (docs/start.md), and docs/choose_mu.md shows how
+much adapting mu helped in our studies.""",
     ),
 )
 

@@ -36,13 +36,12 @@ def cli_page() -> str:
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = [
         "# Command line\n",
-        "The output of `gac COMMAND --help`. Configuration keys have [their own page](configuration.md).\n",
+        "The output of `gac COMMAND --help`. Configuration keys have "
+        "[their own page](configuration.md).\n",
         _block(parser.format_help()),
     ]
     for name, command in commands.choices.items():
-        text = argparse.ArgumentParser.format_help(
-            command
-        )  # without the keys, which have their own page
+        text = argparse.ArgumentParser.format_help(command)  # the base class omits the keys
         parts.append(f"## gac {name}\n\n{_block(text)}")
     return "\n".join(parts)
 
@@ -51,27 +50,29 @@ def configuration_page() -> str:
     """Every key of `gac train` and `gac eval`, and the hyperparameters of each method."""
     parts = [
         "# Configuration\n",
-        "Set a key in a YAML file, or on the command line with `--set key=value`. A dot means nesting: `optim.lr` is `lr` under `optim:`. Each key is followed by its type and default; `null` means no value.\n",
+        "Set a key in a YAML file, or on the command line with `--set key=value`. A dot means "
+        "nesting: `optim.lr` is `lr` under `optim:`. Each key is followed by its type and default; "
+        "`null` means no value.\n",
         f"## gac train\n\n{_sections(keys(TrainConfig), 'train')}",
         f"## gac eval\n\n{_sections(keys(EvalConfig), 'eval')}",
-        "## Methods\n\nGiven as `method: {name: NAME, key: value}`, or as `--set method=NAME "
-        "method.key=1`.\n",
+        "## Methods\n\nSet with `method: {name: NAME, key: value}`, or with "
+        "`--set method=NAME method.key=1`.\n",
     ]
     parts += [_method(method) for method in METHODS.values()]
     return "\n".join(parts)
 
 
 def _method(method: type[Method]) -> str:
-    """Section for one method. For a variant of another method, only the changed defaults are shown."""
-    mine, base = keys(method, "method"), _base(method)
+    """The section of one method; for a variant of another method, only the changed defaults."""
+    own_keys, base = keys(method, "method"), _base(method)
     title = f"### {method.name}\n\n{_prose(summary(method))}\n"
     if base is None:
-        return f"{title}\n{_list(mine, method.name) or 'No keys of its own.'}\n"
-    theirs = {key.name: key for key in keys(base, "method")}
-    changed = [key for key in mine if theirs.get(key.name) != key]
+        return f"{title}\n{_list(own_keys, method.name) or 'No keys of its own.'}\n"
+    base_keys = {key.name: key for key in keys(base, "method")}
+    changed = [key for key in own_keys if base_keys.get(key.name) != key]
     same = f"Its keys are those of [{base.name}](#{base.name})"
-    words = f"{same}, except for:\n\n{_list(changed, method.name)}" if changed else f"{same}."
-    return f"{title}\n{words}\n"
+    text = f"{same}, except for:\n\n{_list(changed, method.name)}" if changed else f"{same}."
+    return f"{title}\n{text}\n"
 
 
 def _base(method: type[Method]) -> type[Method] | None:
@@ -79,24 +80,24 @@ def _base(method: type[Method]) -> type[Method] | None:
     return next((b for b in method.__mro__[1:] if METHODS.get(getattr(b, "name", "")) is b), None)
 
 
-def _sections(found: Iterable[Key], where: str) -> str:
+def _sections(keys: Iterable[Key], prefix: str) -> str:
     """Render plain keys as a list, then a section for each mapping."""
     parts: list[tuple[str, list[Key]]] = [("", [])]
-    for key in found:
+    for key in keys:
         if key.section:
-            parts.append((f"### {key.name}\n\n{_prose(key.words)}\n\n", []))
+            parts.append((f"### {key.name}\n\n{_prose(key.doc)}\n\n", []))
         else:
             parts[-1][1].append(key)
-    return "\n".join(f"{title}{_list(of, where)}" for title, of in parts)
+    return "\n".join(f"{title}{_list(members, prefix)}" for title, members in parts)
 
 
-def _list(found: Iterable[Key], where: str) -> str:
-    """A definition list, each key with an anchor."""
+def _list(keys: Iterable[Key], prefix: str) -> str:
+    """Render keys as a definition list; each has an anchor."""
     entries = []
-    for key in found:
-        anchor = re.sub(r"\W+", "-", f"{where}-{key.name}")
-        words = "\n  ".join([_prose(key.words) or "&nbsp;", *(f"\n  - {c}" for c in key.choices)])
-        entries.append(f"`{key.name}`{{#{anchor}}} `{key.kind}`{{.kind}}\n: {words}\n")
+    for key in keys:
+        anchor = re.sub(r"\W+", "-", f"{prefix}-{key.name}")
+        text = "\n  ".join([_prose(key.doc) or "&nbsp;", *(f"\n  - {c}" for c in key.choices)])
+        entries.append(f"`{key.name}`{{#{anchor}}} `{key.kind}`{{.kind}}\n: {text}\n")
     return "\n".join(entries)
 
 

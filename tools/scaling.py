@@ -1,5 +1,4 @@
-"""Estimates memory and communication per rank of a training step from formulas: `python -m
-tools.scaling`.
+"""Estimates a training step's memory and communication per rank: `python -m tools.scaling`.
 
 The formulas count what FSDP2 and AdamW must store and send; tests compare them with the byte counts
 of real runs on CPU processes. Activations are excluded because they depend on the micro-batch, not
@@ -31,7 +30,7 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, which equals that of the values."""
+        """Width of the keys and of the values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
@@ -60,59 +59,62 @@ MODELS = {  # the published configurations of Qwen2.5
 }
 
 
-def states(shape: Shape, shards: int, reference: bool = True) -> float:
+def state_bytes(shape: Shape, shards: int, reference: bool = True) -> float:
     """Bytes that a rank always holds: float32 weights, AdamW's moments and the reference model."""
     return MASTER * shape.total / shards * (3 + reference)
 
 
-def peak(shape: Shape, shards: int, reference: bool = True) -> float:
+def backward_peak_bytes(shape: Shape, shards: int, reference: bool = True) -> float:
     """Peak bytes in the backward pass: states, sharded gradients and temporarily unsharded tensors.
 
     Unsharded are the root and two layers in bfloat16 (one in use, one being prefetched), the root's
     gradient in bfloat16, and the head's float32 gradient while the fused loss accumulates it.
     """
     head = shape.vocabulary * shape.hidden
-    whole = COMPUTE * (2 * shape.root + 2 * shape.layer) + MASTER * head
-    return states(shape, shards, reference) + MASTER * shape.total / shards + whole
+    unsharded = COMPUTE * (2 * shape.root + 2 * shape.layer) + MASTER * head
+    return state_bytes(shape, shards, reference) + MASTER * shape.total / shards + unsharded
 
 
-def rollout_peak(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
+def rollout_peak_bytes(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
     """Bytes while a rank samples with all weights gathered; tokens: total tokens of its rows."""
     cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
-    return states(shape, shards, reference) + COMPUTE * shape.total + cache
+    return state_bytes(shape, shards, reference) + COMPUTE * shape.total + cache
 
 
-def gathered(shape: Shape, micro_batches: int) -> int:
-    """Elements that a rank all-gathers to compute gradients: the root once per micro-batch, each
-    layer once for its forward and once for its backward.
+def gathered_elements(shape: Shape, micro_batches: int) -> int:
+    """Elements that a rank all-gathers to compute gradients.
+
+    The root once per micro-batch, each layer once for its forward and once for its backward.
     """
     return micro_batches * (shape.root + 2 * shape.layers * shape.layer)
 
 
-def reduced(shape: Shape, micro_batches: int, deferred: bool = False) -> int:
+def reduced_elements(shape: Shape, micro_batches: int, deferred: bool = False) -> int:
     """Elements that a rank reduce-scatters."""
     return (1 if deferred else micro_batches) * shape.total
 
 
-def traffic(
+def bytes_sent(
     shape: Shape, shards: int, replicas: int, micro_batches: int, reference: bool = True
 ) -> float:
-    """Bytes that a rank sends per optimiser step: ring collectives send (S - 1) / S of the tensor.
+    """Bytes that a rank sends per optimizer step: ring collectives send (S - 1) / S of the tensor.
 
     Covers gradients, one gathered reference forward per micro-batch, one gather for the rollouts
     and, with replicas, an all-reduce of the float32 gradient shards.
     """
-    share = (shards - 1) / shards
+    ring = (shards - 1) / shards
     forward_only = (1 + micro_batches * reference) * shape.total
-    inside = COMPUTE * (gathered(shape, micro_batches) + forward_only)
-    inside += MASTER * reduced(shape, micro_batches)
+    inside = COMPUTE * (gathered_elements(shape, micro_batches) + forward_only)
+    inside += MASTER * reduced_elements(shape, micro_batches)
     across = 2 * (replicas - 1) / replicas * MASTER * shape.total / shards
-    return share * inside + across
+    return ring * inside + across
 
 
 def controller_bytes(demonstrations: int) -> int:
-    """Bytes that a rank sends for the signals of a step: 13 sums and one number for each of its
-    demonstrations, in float64 (`TokenMoments`)."""
+    """Bytes that a rank sends for the signals of a step (`TokenMoments`).
+
+    13 sums and one number for each of its demonstrations, in float64.
+    """
     return 8 * (13 + demonstrations)
 
 
@@ -125,10 +127,10 @@ def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node
             shards = min(count, 8 * node)
             replicas = count // shards
             numbers = (
-                states(shape, shards),
-                peak(shape, shards),
-                rollout_peak(shape, shards, 32 * 2048),
-                traffic(shape, shards, replicas, micro_batches),
+                state_bytes(shape, shards),
+                backward_peak_bytes(shape, shards),
+                rollout_peak_bytes(shape, shards, 32 * 2048),
+                bytes_sent(shape, shards, replicas, micro_batches),
             )
             mesh = f"{replicas} x {shards}"
             lines.append([name, f"{count}", mesh, *(f"{n / 1e9:.3g}" for n in numbers)])
