@@ -22,8 +22,8 @@ from .tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-WRITTEN = {DOCS / "reference" / name for name in ("cli.md", "configuration.md")}
-PAGES = [p for p in sorted(DOCS.rglob("*.md")) if p not in WRITTEN and "_build" not in p.parts]
+GENERATED = {DOCS / "reference" / name for name in ("cli.md", "configuration.md")}
+PAGES = [p for p in sorted(DOCS.rglob("*.md")) if p not in GENERATED and "_build" not in p.parts]
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```",
     re.MULTILINE | re.DOTALL,
@@ -37,11 +37,11 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path, *kinds: str) -> list[Block]:
-    found = [Block(m["kind"], m["text"], m["reason"]) for m in FENCE.finditer(page.read_text())]
-    return [b for b in found if b.kind in kinds]
+    matches = FENCE.finditer(page.read_text())
+    return [Block(m["kind"], m["text"], m["reason"]) for m in matches if m["kind"] in kinds]
 
 
-def with_code(*kinds: str) -> list[Path]:
+def pages_with_code(*kinds: str) -> list[Path]:
     return [page for page in PAGES if any(not b.reason for b in blocks(page, *kinds))]
 
 
@@ -49,23 +49,23 @@ def name(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-@pytest.mark.parametrize("page", with_code("python"), ids=name)
+@pytest.mark.parametrize("page", pages_with_code("python"), ids=name)
 def test_python_runs_as_written(page):
     """The blocks of a page run in order, in one session."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         if block.reason:
             continue
         if block.text.startswith(">>>"):
-            test = doctest.DocTestParser().get_doctest(block.text, names, name(page), None, 0)
+            test = doctest.DocTestParser().get_doctest(block.text, namespace, name(page), None, 0)
             result = doctest.DocTestRunner().run(test, clear_globs=False)
             assert result.failed == 0, page
-            names |= test.globs
+            namespace |= test.globs
         else:
-            exec(compile(block.text, name(page), "exec"), names)
+            exec(compile(block.text, name(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", with_code("sh"), ids=name)
+@pytest.mark.parametrize("page", pages_with_code("sh"), ids=name)
 def test_commands_run_as_written(page, tmp_path, monkeypatch):
     """Run in a folder with a tiny model and data, under the file names used in the pages."""
     monkeypatch.chdir(write_tiny(tmp_path))
@@ -83,7 +83,7 @@ def test_commands_run_as_written(page, tmp_path, monkeypatch):
             assert cli.main(words[1:]) == cli.OK, line
 
 
-@pytest.mark.parametrize("page", with_code("yaml"), ids=name)
+@pytest.mark.parametrize("page", pages_with_code("yaml"), ids=name)
 def test_configurations_can_be_read(page):
     """Load each block as a training or an evaluation configuration; their keys differ."""
     for block in blocks(page, "yaml"):
@@ -92,7 +92,7 @@ def test_configurations_can_be_read(page):
             load(EvalConfig if {"tasks", "settings"} & set(keys) else TrainConfig, keys)
 
 
-@pytest.mark.parametrize("page", with_code("json"), ids=name)
+@pytest.mark.parametrize("page", pages_with_code("json"), ids=name)
 def test_rows_can_be_read(page):
     for block in blocks(page, "json"):
         for line in block.text.splitlines():
@@ -106,47 +106,47 @@ def save_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_resolve(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
         path = (page.parent / target).resolve()
-        assert path.exists() or path in WRITTEN, f"{name(page)} links to {target}"
+        assert path.exists() or path in GENERATED, f"{name(page)} links to {target}"
 
 
-def shown() -> list[str]:
+def documented_objects() -> list[str]:
     """Objects whose docstrings appear in the reference pages."""
     text = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     return re.findall(r"^\.\. auto(?:function|class):: (\S+)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("place", shown())
-def test_docstrings_have_one_style(place):
-    """Google style: a one-line summary, then sections; documented arguments exist in the signature."""
-    thing = pkgutil.resolve_name(place)
-    members = [m for n, m in vars(thing).items() if inspect.isfunction(m) and n[0] != "_"] * (
-        inspect.isclass(thing)
-    )
-    assert thing.__doc__, place
-    for function in [thing, *members]:
+@pytest.mark.parametrize("location", documented_objects())
+def test_docstrings_have_one_style(location):
+    """Google style: a one-line summary, then sections whose arguments are in the signature."""
+    obj = pkgutil.resolve_name(location)
+    assert obj.__doc__, location
+    members = []
+    if inspect.isclass(obj):
+        members = [m for n, m in vars(obj).items() if inspect.isfunction(m) and n[0] != "_"]
+    for function in [obj, *members]:
         text = inspect.getdoc(function) or ""
-        assert text.splitlines()[:1] == [] or text.splitlines()[0].endswith((".", "::")), text
+        assert not text or text.splitlines()[0].endswith((".", "::")), text
         assert not re.search(r"^(Returns|Raises) |[.] (Returns|Raises) ", text, re.MULTILINE), text
         if arguments := re.search(r"^Args:\n((?:[ ]{4}.*\n|\n)+)", text + "\n", re.MULTILINE):
             named = re.findall(r"^ {4}(\w+): ", arguments[1], re.MULTILINE)
             assert set(named) <= set(inspect.signature(function).parameters), text
 
 
-def test_the_quickstart_notebook_runs(monkeypatch):
+def test_the_quickstart_notebook_runs():
     """Its cells match tools.quickstart, which generates it, and run in one session."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     cells = tuple((c["cell_type"], "".join(c["source"])) for c in notebook["cells"])
     assert cells == quickstart.CELLS, "run python -m tools.quickstart"
-    names: dict[str, object] = {}
+    namespace: dict[str, object] = {}
     for kind, text in cells:
         if kind == "code":
-            exec(compile(text, "quickstart.ipynb", "exec"), names)
-    history = names["history"]
+            exec(compile(text, "quickstart.ipynb", "exec"), namespace)
+    history = namespace["history"]
     assert history["demo loss"][-1] < 0.5 * history["demo loss"][0]  # it learns
     assert max(history["mu"]) - min(history["mu"]) > 0.05  # and mu moves
     assert any(
