@@ -1,10 +1,11 @@
-"""Collects and reports the results of a gate study: `python -m tools.scenario_results gate --out
-runs/study`.
+"""Collects and reports the results of a gate study.
 
-Collects the finished runs of `python -m tools.scenario_study` into the study's file in docs/,
-keeping the results collected earlier, so that a study can continue elsewhere without the run
-folders. Then writes the part of the study's page below its marker and the page's figure; for the
-study `gate`, also that part of docs/choose_mu.md.
+Usage: `python -m tools.scenario_results gate --out runs/study`.
+
+Adds the finished runs of `python -m tools.scenario_study` to the study's file in docs/. Results
+collected earlier are kept, so a study can continue on another machine without the run folders.
+Then writes the figure of the study's page and the part of the page below its marker; for the study
+`gate`, also the part of docs/choose_mu.md below its marker.
 """
 
 from __future__ import annotations
@@ -20,27 +21,19 @@ from typing import Any
 import numpy as np
 
 from gac.config import ConfigError
-from gac.evaluation.cells import percent, percent_interval
-from gac.evaluation.estimates import DRAWS, bootstrap_interval
+from gac.evaluation.cells import markdown_table, percent, percent_interval
+from gac.evaluation.estimates import BOOTSTRAP_RESAMPLES, bootstrap_interval
 from gac.study.runs import result
-from tools.scenario_study import (
-    CONSTANTS,
-    DOCS,
-    MAIN,
-    STUDIES,
-    Study,
-    cells,
-    known_finals,
-)
+from tools.scenario_study import CONSTANTS, DOCS, MAIN, STUDIES, Study, cells, known_finals
 
-CHOICE = "choose_mu.md"
+SUMMARY_PAGE = "choose_mu.md"
 MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
-NEAR, COLLAPSE = 0.01, 0.5
+NEAR, COLLAPSE = 0.01, 0.5  # one point; fraction of the best constant's mean
 _NUMBERS = {4: "four", 7: "seven"}
-ROUNDING = 1e-9  # a distance of exactly one point does not exceed it
+ROUNDING = 1e-9  # tolerance, so that a distance of exactly one point does not exceed it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
-"""Scenario -> arm -> final accuracy of each seed; None where the run is missing."""
+"""Scenario -> arm -> final accuracy of each seed; None if the run is missing."""
 
 
 def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dict[str, Any]:
@@ -48,14 +41,12 @@ def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dic
     path, finals = docs / study.file, known_finals(study, docs)
     old = json.loads(path.read_text()) if path.exists() else {}
     if (out / "scenarios").is_dir():
-        for scenario, arm, place, config in cells(study, out):
-            found = result(config)
-            if found is not None:
-                finals[scenario][arm][place] = round(found["final"]["accuracy"], 6)
-    bases = {
-        p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(out.glob("scenarios/*/model/model.safetensors"))
-    }
+        for scenario, arm, seed_index, config in cells(study, out):
+            outcome = result(config)
+            if outcome is not None:
+                finals[scenario][arm][seed_index] = round(outcome["final"]["accuracy"], 6)
+    models = sorted(out.glob("scenarios/*/model/model.safetensors"))
+    bases = {p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in models}
     return {
         "code": code or old.get("code"),
         "setting": study.setting,
@@ -67,51 +58,52 @@ def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dic
 # ---- the protocol's three questions
 
 
-def common(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str]) -> list[int]:
-    """Indices of the seeds that all `arms` have run."""
+def common_seeds(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str]) -> list[int]:
+    """Indices of the seeds for which all `arms` have results."""
     return [s for s in range(len(rows[FIXED[0]])) if all(rows[arm][s] is not None for arm in arms)]
 
 
-def table(rows: Mapping[str, Sequence[float | None]], arms: Sequence[str], seeds: Sequence[int]):
-    """Final accuracies, [arms, seeds]."""
+def accuracies(
+    rows: Mapping[str, Sequence[float | None]], arms: Sequence[str], seeds: Sequence[int]
+) -> np.ndarray:
+    """[arms, seeds] final accuracies."""
     return np.array([[rows[arm][s] for s in seeds] for arm in arms], dtype=float)
 
 
 def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any] | None:
-    """The gap of `arm` to the best constant, and its number of runs below half of that constant's
-    mean.
+    """Compare `arm` with the best constant of `scenario` in hindsight.
 
-    Each bootstrap resample of the seeds selects its own best constant.
+    Returns the gap, its interval and the number of runs that collapsed. Each bootstrap resample of
+    the seeds selects its own best constant.
     """
     rows = finals[scenario]
-    seeds = common(rows, (*FIXED, arm))
+    seeds = common_seeds(rows, (*FIXED, arm))
     if not seeds:
         return None
-    fixed, mine = table(rows, FIXED, seeds), table(rows, (arm,), seeds)[0]
+    fixed, values = accuracies(rows, FIXED, seeds), accuracies(rows, (arm,), seeds)[0]
     best = int(fixed.mean(1).argmax())
     ends = None
     if len(seeds) > 1:
-        index = np.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
-        gaps = mine[index].mean(1) - fixed[:, index].mean(2).max(0)
+        size = (BOOTSTRAP_RESAMPLES, len(seeds))
+        index = np.random.default_rng(0).integers(len(seeds), size=size)
+        gaps = values[index].mean(1) - fixed[:, index].mean(2).max(0)
         ends = np.quantile(gaps, (0.025, 0.975)).tolist()
     return {
         "seeds": len(seeds),
         "best": FIXED[best],
-        "gap": float(mine.mean() - fixed[best].mean()),
+        "gap": float(values.mean() - fixed[best].mean()),
         "ci95": ends,
-        "collapsed": int((mine < COLLAPSE * fixed[best].mean()).sum()),
+        "collapsed": int((values < COLLAPSE * fixed[best].mean()).sum()),
     }
 
 
 def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[str, Any] | None:
-    """Compare the average of `arm` over `scenarios` with that of the constant with the highest
-    average.
-    """
+    """Compare the averages over `scenarios` of `arm` and of the best single constant."""
     arms = (*FIXED, arm)
-    seeds = _whole(finals, scenarios, arms)
+    seeds = _complete_seeds(finals, scenarios, arms)
     if not seeds or arm in FIXED:
         return None
-    mean = np.mean([table(finals[c], arms, seeds) for c in scenarios], 0)  # [arms, seeds]
+    mean = np.mean([accuracies(finals[c], arms, seeds) for c in scenarios], 0)  # [arms, seeds]
     best = int(mean[:-1].mean(1).argmax())
     gaps = mean[-1] - mean[best]
     ends = list(bootstrap_interval(gaps.tolist())) if len(seeds) > 1 else None
@@ -126,85 +118,93 @@ def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[s
 
 
 def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
-    """Sets of scenarios to average over: the deciding ones, and all complete ones."""
+    """Description -> scenarios to average over: the deciding ones, and all complete ones."""
     deciding, arms = study.phases[0]
-    whole = [c for c in study.scenarios if len(common(finals[c], list(arms))) == len(study.seeds)]
-    found = {f"the first {_NUMBERS[len(deciding)]} scenarios": tuple(deciding)}
-    if len(whole) > len(deciding):
-        found[f"all {len(whole)} complete scenarios"] = tuple(whole)
-    return found
+    count = len(study.seeds)
+    complete = [c for c in study.scenarios if len(common_seeds(finals[c], list(arms))) == count]
+    by_text = {f"the first {_NUMBERS[len(deciding)]} scenarios": tuple(deciding)}
+    if len(complete) > len(deciding):
+        by_text[f"all {len(complete)} complete scenarios"] = tuple(complete)
+    return by_text
 
 
-def _whole(finals: Finals, scenarios: Sequence[str], arms: Sequence[str]) -> list[int]:
-    """Indices of the seeds that all `arms` have run in all `scenarios`."""
-    return sorted(set.intersection(*(set(common(finals[c], arms)) for c in scenarios)))
+def _complete_seeds(finals: Finals, scenarios: Sequence[str], arms: Sequence[str]) -> list[int]:
+    """Indices of the seeds for which all `arms` have results in all `scenarios`."""
+    return sorted(set.intersection(*(set(common_seeds(finals[c], arms)) for c in scenarios)))
 
 
 # ---- the page
 
 
-def page(name: str, found: Mapping[str, Any]) -> str:
+def page(name: str, results: Mapping[str, Any]) -> str:
     """The part of the study's page below its marker."""
-    study, finals = STUDIES[name], found["finals"]
+    study, finals = STUDIES[name], results["finals"]
     counts = {c: {a: sum(v is not None for v in finals[c][a]) for a in finals[c]} for c in finals}
     done = sum(sum(row.values()) for row in counts.values())
-    whole = len(study.seeds) * sum(map(len, counts.values()))
+    total = len(study.seeds) * sum(map(len, counts.values()))
+    sections = {
+        "Success of the gate": _verdicts(study, finals),
+        "Final accuracy": _means(finals),
+        "Distance to the best constant in hindsight": _hindsight(finals),
+        "Average over scenarios against the best single constant": _single(study, finals),
+        "The primary arm against each other arm": _pairwise(study, finals),
+        "Missing runs": _missing(study, counts),
+        "Continuing the study": _continuing(name, study),
+    }
     parts = [
-        f"{done} of {whole} runs are in `docs/{study.file}`, made by the code of commit "
-        f"`{found['code']}`. Values are percent; brackets are 95 % intervals. Cells are compared on the seeds that both sides have; a dash means that there are none.",
+        f"`docs/{study.file}` contains {done} of {total} runs, made with the code of commit "
+        f"`{results['code']}`. Values are percentages; brackets are 95 % intervals. Cells are "
+        "compared on the seeds that both sides have; a dash means that there are none.",
         f"![Final accuracy by scenario]({study.page}.png)",
-        "### Success of the gate",
-        _verdicts(study, finals),
-        "### Final accuracy",
-        _means(finals),
-        "### Distance to the best constant in hindsight",
-        _hindsight(finals),
-        "### Average over scenarios against the best single constant",
-        _single(study, finals),
-        "### The primary arm against each other arm",
-        _duels(study, finals),
-        "### Missing runs",
-        _missing(study, counts),
-        "### Continuing the study",
-        f"`python -m tools.scenario_study {name} --out FOLDER` runs the missing "
-        f"cells only, also where there are no run folders: it reads `docs/{study.file}`. Then "
-        f"collect with `python -m tools.scenario_results {name} --out FOLDER --code COMMIT`. On another machine, base models are trained again and may differ by rounding; the file records the SHA-256 of each so that you can check.",
+        *(f"### {title}\n\n{text}" for title, text in sections.items()),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _continuing(name: str, study: Study) -> str:
+    return (
+        f"`python -m tools.scenario_study {name} --out FOLDER` runs only the missing cells, even "
+        f"without run folders, because it reads `docs/{study.file}`. Then collect the results with "
+        f"`python -m tools.scenario_results {name} --out FOLDER --code COMMIT`. On another "
+        "machine, base models are trained again and may differ by rounding; the file records the "
+        "SHA-256 of each so that you can check."
+    )
+
+
 def _verdicts(study: Study, finals: Finals) -> str:
     """Answers to the three questions about the primary arm, based on the runs so far."""
-    judged, near, fallen = study.judged, [], 0
+    arm, answers, num_collapsed = study.primary_arm, [], 0
     for scenario in study.scenarios:
-        found = against_hindsight(finals, scenario, judged)
-        if found is None:
+        gap = against_hindsight(finals, scenario, arm)
+        if gap is None:
             continue
-        verdict = "yes" if found["gap"] >= -NEAR - ROUNDING else "no"
-        near.append(
-            f"{scenario} {verdict} ({percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}"
-            f" against {found['best']}, {found['seeds']} seeds)"
+        answer = "yes" if gap["gap"] >= -NEAR - ROUNDING else "no"
+        answers.append(
+            f"{scenario} {answer} ({_gap(gap)} against {gap['best']}, {gap['seeds']} seeds)"
         )
-        fallen += found["collapsed"]
+        num_collapsed += gap["collapsed"]
     lines = [
-        f"1. `{judged}` at most 1 point below the best constant in hindsight: "
-        + ("; ".join(near) or "no run yet")
-        + ".",
-        f"2. Runs of `{judged}` that end below half of the best constant's mean: {fallen}.",
+        f"1. `{arm}` at most 1 point below the best constant in hindsight: "
+        f"{'; '.join(answers) or 'no run yet'}.",
+        f"2. Runs of `{arm}` that end below half of the best constant's mean: {num_collapsed}.",
     ]
-    for words, scenarios in groups(study, finals).items():
-        found = against_single(finals, scenarios, judged)
-        if found is None:
-            lines.append(f"3. Over {words}: no seed is complete yet.")
+    for text, scenarios in groups(study, finals).items():
+        gap = against_single(finals, scenarios, arm)
+        if gap is None:
+            lines.append(f"3. Over {text}: no seed is complete yet.")
             continue
-        excludes = found["ci95"] is not None and found["ci95"][0] > 0
+        excludes = gap["ci95"] is not None and gap["ci95"][0] > 0
         lines.append(
-            f"3. Over {words}: {percent(found['mean'])} against {percent(found['best_mean'])} of "
-            f"{found['best']}, difference {percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}, "
-            f"{found['seeds']} seeds: ahead with an interval that excludes 0: "
-            f"{'yes' if excludes else 'no'}."
+            f"3. Over {text}: {percent(gap['mean'])} against {percent(gap['best_mean'])} of "
+            f"{gap['best']}, difference {_gap(gap)}, {gap['seeds']} seeds; ahead, with an interval "
+            f"that excludes 0: {'yes' if excludes else 'no'}."
         )
     return "\n".join(lines)
+
+
+def _gap(gap: Mapping[str, Any]) -> str:
+    """A gap and its interval."""
+    return f"{percent(gap['gap'], '+')} {percent_interval(gap['ci95'], '+')}"
 
 
 def _arms(finals: Finals) -> list[str]:
@@ -214,122 +214,118 @@ def _arms(finals: Finals) -> list[str]:
 
 
 def _means(finals: Finals) -> str:
-    rows = []
-    for arm in _arms(finals):
-        row = [f"`{arm}`"]
-        for scenario in finals:
-            known = [v for v in finals[scenario][arm] if v is not None]
-            ends = bootstrap_interval(known) if len(known) > 1 else None
-            text = f"{percent(float(np.mean(known)))} {percent_interval(ends)}" if known else "-"
-            row.append(
-                text + (f" ({len(known)})" if 0 < len(known) < len(finals[scenario][arm]) else "")
-            )
-        rows.append(row)
-    return "The number of seeds is given in parentheses unless it is 10.\n\n" + _markdown(
-        ("arm", *finals), rows
-    )
+    rows = [[f"`{arm}`", *(_mean(finals[c][arm]) for c in finals)] for arm in _arms(finals)]
+    text = "The number of seeds is given in parentheses unless it is 10."
+    return f"{text}\n\n{markdown_table(('arm', *finals), rows)}"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """A cell: mean and interval, and the number of seeds unless all have results."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return "-"
+    ends = bootstrap_interval(known) if len(known) > 1 else None
+    number = f" ({len(known)})" if len(known) < len(values) else ""
+    return f"{percent(float(np.mean(known)))} {percent_interval(ends)}{number}"
 
 
 def _hindsight(finals: Finals) -> str:
     rows = []
     for arm in _arms(finals):
-        cells = [against_hindsight(finals, c, arm) for c in finals]
-        rows.append([f"`{arm}`", *map(_distance, cells)])
-    words = "`n fell`: n runs ended below half of the best constant's mean. A constant is compared with the best of all five, including itself."
-    return f"{words}\n\n{_markdown(('arm', *finals), rows)}"
+        gaps = [against_hindsight(finals, c, arm) for c in finals]
+        rows.append([f"`{arm}`", *map(_distance, gaps)])
+    text = (
+        "`n fell`: n runs ended below half of the best constant's mean. Each constant is compared "
+        "with the best of all five, including itself."
+    )
+    return f"{text}\n\n{markdown_table(('arm', *finals), rows)}"
 
 
-def _distance(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _distance(gap: dict[str, Any] | None) -> str:
+    if gap is None:
         return "-"
-    fallen = f"; {found['collapsed']} fell" if found["collapsed"] else ""
-    return f"{percent(found['gap'], '+')} {percent_interval(found['ci95'], '+')}{fallen}"
+    return _gap(gap) + (f"; {gap['collapsed']} fell" if gap["collapsed"] else "")
 
 
 def _single(study: Study, finals: Finals) -> str:
     parts = []
-    for words, scenarios in groups(study, finals).items():
+    head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
+    for text, scenarios in groups(study, finals).items():
         rows = []
         for arm in _arms(finals):
-            x = against_single(finals, scenarios, arm)
-            if x is not None:
-                rows.append(
-                    (
-                        f"`{arm}`",
-                        str(x["seeds"]),
-                        percent(x["mean"]),
-                        x["best"],
-                        percent(x["gap"], "+"),
-                        percent_interval(x["ci95"], "+"),
-                    )
-                )
-        head = ("arm", "seeds", "mean", "best constant", "difference", "95 % interval")
-        parts.append(f"Over {words}:\n\n{_markdown(head, rows)}")
+            gap = against_single(finals, scenarios, arm)
+            if gap is not None:
+                mean, difference = percent(gap["mean"]), percent(gap["gap"], "+")
+                ends = percent_interval(gap["ci95"], "+")
+                rows.append((f"`{arm}`", str(gap["seeds"]), mean, gap["best"], difference, ends))
+        parts.append(f"Over {text}:\n\n{markdown_table(head, rows)}")
     return "\n\n".join(parts)
 
 
-def _duels(study: Study, finals: Finals) -> str:
-    """Paired differences of averages, with and without the scenario in which the primary arm leads
-    most, so that no single scenario decides the result.
+def _pairwise(study: Study, finals: Finals) -> str:
+    """Paired differences of averages between the primary arm and each other arm.
+
+    The second column leaves out the scenario in which the primary arm leads most, so that no single
+    scenario decides the result.
     """
-    deciding, judged = study.phases[0][0], study.judged
-    gaps = {c: found["gap"] for c in deciding if (found := against_hindsight(finals, c, judged))}
+    deciding, arm = study.phases[0][0], study.primary_arm
+    by_scenario = {c: against_hindsight(finals, c, arm) for c in deciding}
+    gaps = {c: gap["gap"] for c, gap in by_scenario.items() if gap is not None}
     if not gaps:
         return "No seed is complete yet."
-    most = max(gaps, key=lambda scenario: gaps[scenario])
-    kinds = (tuple(deciding), tuple(c for c in deciding if c != most))
+    largest = max(gaps, key=lambda scenario: gaps[scenario])
+    columns = (tuple(deciding), tuple(c for c in deciding if c != largest))
     rows = []
     for other in _arms(finals):
-        cells = [_duel(finals, scenarios, judged, other) for scenarios in kinds]
-        if other != judged and all(cells):
-            rows.append([f"`{other}`", *cells])
-    words = f"Mean of `{judged}` minus that of the other arm, on the seeds that both have."
-    head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{most}`")
-    return f"{words}\n\n{_markdown(head, rows)}"
+        texts = [_paired_difference(finals, scenarios, arm, other) for scenarios in columns]
+        if other != arm and all(texts):
+            rows.append([f"`{other}`", *texts])
+    text = f"Mean of `{arm}` minus that of the other arm, on the seeds that both have."
+    head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{largest}`")
+    return f"{text}\n\n{markdown_table(head, rows)}"
 
 
-def _duel(finals: Finals, scenarios: Sequence[str], one: str, other: str) -> str:
-    seeds = sorted(
-        set.intersection(
-            *(
-                {
-                    s
-                    for s, pair in enumerate(zip(finals[c][one], finals[c][other], strict=True))
-                    if None not in pair
-                }
-                for c in scenarios
-            )
-        )
-    )
+def _paired_difference(finals: Finals, scenarios: Sequence[str], arm: str, other: str) -> str:
+    """Mean of `arm` minus that of `other`, with its interval; empty for fewer than two seeds."""
+    common = []
+    for scenario in scenarios:
+        pairs = zip(finals[scenario][arm], finals[scenario][other], strict=True)
+        common.append({s for s, pair in enumerate(pairs) if None not in pair})
+    seeds = sorted(set.intersection(*common))
     if len(seeds) < 2:
         return ""
-    first, second = np.mean([table(finals[c], (one, other), seeds) for c in scenarios], 0)
+    first, second = np.mean([accuracies(finals[c], (arm, other), seeds) for c in scenarios], 0)
     gaps = first - second
-    return f"{percent(float(gaps.mean()), '+')} {percent_interval(bootstrap_interval(gaps.tolist()), '+')}"
+    ends = bootstrap_interval(gaps.tolist())
+    return f"{percent(float(gaps.mean()), '+')} {percent_interval(ends, '+')}"
 
 
-def brief(study: Study, finals: Finals) -> str:
-    """The part of docs/choose_mu.md below its marker: the first arms on the seeds that all of them
-    have run.
+def summary_section(study: Study, finals: Finals) -> str:
+    """The part of docs/choose_mu.md below its marker.
+
+    It compares the arms of the first phase, on the seeds for which all of them have results.
     """
     arms = list(study.phases[0][1])
-    seeds = _whole(finals, MAIN, arms)
+    seeds = _complete_seeds(finals, MAIN, arms)
     if not seeds:
         return "No seed is complete yet.\n"
-    values = np.array([table(finals[c], arms, seeds) for c in MAIN])  # [scenarios, arms, n]
+    values = np.array([accuracies(finals[c], arms, seeds) for c in MAIN])  # [scenarios, arms, n]
     rows = []
     for arm, name in enumerate(arms):
         means = [percent(float(x)) for x in values[:, arm].mean(1)]
-        all_of_it = values[:, arm].mean(0)
-        ends = bootstrap_interval(all_of_it.tolist()) if len(seeds) > 1 else None
-        rows.append((f"`{name}`", *means, percent(float(all_of_it.mean())), percent_interval(ends)))
-    words = f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (those for which all arms have run in all four scenarios); the interval is for the average."
-    return f"{words}\n\n{_markdown(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
+        average = values[:, arm].mean(0)
+        ends = bootstrap_interval(average.tolist()) if len(seeds) > 1 else None
+        rows.append((f"`{name}`", *means, percent(float(average.mean())), percent_interval(ends)))
+    text = (
+        f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (those for which "
+        "all arms have run in all four scenarios); the interval is for the average."
+    )
+    return f"{text}\n\n{markdown_table(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
 
 
 def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Missing runs, one line per group of scenarios that lack the same ones."""
-    lack: dict[str, list[str]] = {}
+    """Missing runs, one line per group of scenarios that lack the same runs."""
+    by_missing: dict[str, list[str]] = {}
     for scenarios, arms in study.phases:
         for scenario in scenarios:
             missing = {a: len(study.seeds) - counts[scenario][a] for a in arms}
@@ -337,14 +333,9 @@ def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
                 f"{a} ({n} seeds)" if counts[scenario][a] else a for a, n in missing.items() if n
             ]
             if texts:
-                lack.setdefault(", ".join(texts), []).append(f"`{scenario}`")
-    lines = [f"- {', '.join(scenarios)}: {text}" for text, scenarios in lack.items()]
-    return "\n".join(lines) or "Nothing: the grid is complete."
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                by_missing.setdefault(", ".join(texts), []).append(f"`{scenario}`")
+    lines = [f"- {', '.join(scenarios)}: {text}" for text, scenarios in by_missing.items()]
+    return "\n".join(lines) or "None: the grid is complete."
 
 
 def draw(study: Study, finals: Finals, path: Path) -> None:
@@ -363,14 +354,14 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
         panels = np.atleast_1d(figure.subplots(1, len(shown), sharey=True))
         for axes, scenario in zip(panels, shown, strict=True):
-            for place, arm in enumerate(arms):
+            for row, arm in enumerate(arms):
                 known = [100 * v for v in finals[scenario][arm] if v is not None]
-                colour = COLORS[1] if arm == study.judged else COLORS[0]
-                axes.plot(known, [-place] * len(known), ".", color=colour, alpha=0.3)
+                color = COLORS[1] if arm == study.primary_arm else COLORS[0]
+                axes.plot(known, [-row] * len(known), ".", color=color, alpha=0.3)
                 if known:
-                    axes.plot([np.mean(known)], [-place], "o", color=colour, markersize=5)
+                    axes.plot([np.mean(known)], [-row], "o", color=color, markersize=5)
                 if len(known) > 1:
-                    axes.plot(bootstrap_interval(known), [-place] * 2, color=colour, linewidth=2)
+                    axes.plot(bootstrap_interval(known), [-row] * 2, color=color, linewidth=2)
             axes.set_title(scenario)
             axes.grid(visible=True, axis="x")
         panels[0].set_yticks([-i for i in range(len(arms))], arms)
@@ -383,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_results", description=__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
-    parser.add_argument("--code", help="commit that the runs were made with")
+    parser.add_argument("--code", help="commit of the code that made the runs")
     args = parser.parse_args(argv)
     write(args.study, args.out, args.code)
     return 0
@@ -392,12 +383,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(name: str, out: Path, code: str | None, docs: Path = DOCS) -> None:
     """Collect the study `name` from the run folders in `out` and write its results to `docs`."""
     study = STUDIES[name]
-    found = collect(study, out, code, docs)
-    (docs / study.file).write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    _write(docs / f"{study.page}.md", page(name, found))
-    draw(study, found["finals"], docs / f"{study.page}.png")
+    results = collect(study, out, code, docs)
+    (docs / study.file).write_text(json.dumps(results, separators=(",", ":")) + "\n")
+    _write(docs / f"{study.page}.md", page(name, results))
+    draw(study, results["finals"], docs / f"{study.page}.png")
     if name == "gate":
-        _write(docs / CHOICE, brief(study, found["finals"]))
+        _write(docs / SUMMARY_PAGE, summary_section(study, results["finals"]))
     print(f"wrote {study.file}, {study.page}.md and {study.page}.png in {docs}")
 
 

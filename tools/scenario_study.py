@@ -1,9 +1,9 @@
 """Runs the gate studies: `python -m tools.scenario_study [gate|confirmation|alarm]`.
 
 Their protocols are in docs/study.md, docs/confirmation.md and docs/alarm.md. Runs the cells of a
-grid in order of importance, seed by seed, one at a time by default. Finished runs are kept, so the
-command can be interrupted and rerun. Cells already in the study's file in docs/ (`python -m
-tools.scenario_results`) are skipped.
+grid in order of importance, seed by seed, one at a time by default. Finished runs are kept: rerun
+an interrupted command to resume. Cells whose results `python -m tools.scenario_results` has already
+written to docs/ are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gac.config import ConfigError, dump
 from gac.demo.scenarios import SCENARIOS, write_scenarios
-from gac.demo.settings import short
+from gac.demo.settings import demo_fields
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
@@ -31,7 +31,7 @@ CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 def _arm(name: str, **changes: Any) -> dict[str, Any]:
     """A method with schedules scaled to the demo, unweighted demonstration tokens and `changes`."""
-    return {"name": name, **short(name, STEPS), "weight": "one", **changes}
+    return {"name": name, **demo_fields(name, STEPS), "weight": "one", **changes}
 
 
 def _gated(gate: dict[str, Any], name: str = "gac-gated", **changes: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _gated(gate: dict[str, Any], name: str = "gac-gated", **changes: Any) -> dic
 _Z = {"form": "z"}
 _FREE = {"ema": "none", "prior_blend": 1.0, "max_step": 1.0}
 _MU_STAR = {"ema": "none", "prior_blend": 1.0, "signals": "gradients"}
-_PRIOR = {"prior": short("gac", STEPS)["prior"]}
+_PRIOR = {"prior": demo_fields("gac", STEPS)["prior"]}
 
 FIRST: dict[str, dict[str, Any]] = {
     **{f"mu-{mu}": {"name": "constant", "mu": mu} for mu in CONSTANTS},
@@ -97,9 +97,9 @@ HARDER = ("half", "turn")
 
 
 class Study(NamedTuple):
-    """A grid that was fixed before any of its results were seen."""
+    """A grid of runs, fixed before any of its results were seen."""
 
-    judged: str
+    primary_arm: str
     """The arm for which the protocol defines success."""
     seeds: range
     phases: tuple[tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]], ...]
@@ -156,19 +156,19 @@ STUDIES = {
 
 
 def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]]:
-    """Yield (scenario, arm, seed index, run) for the whole grid, in the order of execution."""
+    """Yield (scenario, arm, seed index, run) of each cell, in the order of execution."""
     plain = {name: dump(config) for name, config in scenarios(out).items()}
     for names, arms in study.phases:
-        for place, seed in enumerate(study.seeds):
+        for seed_index, seed in enumerate(study.seeds):
             for name in names:
                 changes = [*SMALLER, f"out={out / 'runs' / name}"]
                 for label, method in arms.items():
                     config = arm_config(plain[name], Arm(label, dict(method)), seed, changes)
-                    yield name, label, place, config
+                    yield name, label, seed_index, config
 
 
 def scenarios(out: Path) -> dict[str, TrainConfig]:
-    """The scenarios' configurations; trains their base models if they do not exist yet."""
+    """The scenarios' configurations; trains their base models unless they exist."""
     return write_scenarios(out / "scenarios", steps=STEPS)
 
 
@@ -182,10 +182,10 @@ def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[fl
     finals = {c: {arm: [None] * len(study.seeds) for arm in study.arms} for c in study.scenarios}
     if not path.exists():
         return finals
-    found = json.loads(path.read_text())
-    if found["setting"] != study.setting:
-        raise ConfigError(f"{path}: holds results of a different grid; move it away")
-    for name, row in found["finals"].items():
+    saved = json.loads(path.read_text())
+    if saved["setting"] != study.setting:
+        raise ConfigError(f"{path}: contains results of a different grid; move it away")
+    for name, row in saved["finals"].items():
         finals[name] |= row
     return finals
 
@@ -204,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = known_finals(study)
     configs = [
         config
-        for scenario, arm, place, config in cells(study, args.out)
-        if known[scenario][arm][place] is None
+        for scenario, arm, seed_index, config in cells(study, args.out)
+        if known[scenario][arm][seed_index] is None
     ]
     failed = run_all(configs, args.jobs, discard=True)
     return 1 if failed else 0

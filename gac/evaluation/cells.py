@@ -1,4 +1,4 @@
-"""Number formatting for table cells."""
+"""Formatting of numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def align_columns(lines: Sequence[Sequence[str]]) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     )
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
