@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('broken install')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool(timeout=3.0, workers=1)
-    with pytest.raises(RuntimeError, match=r"did not start \(cannot start: broken install\)"):
+    with pytest.raises(RuntimeError, match=r"failed to start \(cannot start: broken install\)"):
         pool.grade([("7", "7")])
     pool.close()
 

@@ -39,15 +39,15 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert report.rows == 4
     assert [failing.row for failing in report.failing] == ["wrong", "broken", "case"]
     wrong, broken, case = (failing.reason for failing in report.failing)
-    assert wrong.startswith("earns 0; test 1 (assert add(1, 2) == 3): AssertionError")
-    assert broken.startswith("its test 1 is not Python")
+    assert wrong.startswith("scores 0; test 1 (assert add(1, 2) == 3): AssertionError")
+    assert "test 1 is not valid Python" in broken
     assert "wrote b'1\\n', expected b'2'" in case
 
 
 def test_check_on_the_command_line(config, capsys):
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("wrong: earns 0") and printed[-1] == "1 of 4 rows pass"
+    assert printed[0].startswith("wrong: scores 0") and printed[-1] == "1 of 4 rows pass"
     assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
     assert capsys.readouterr().out == "1 of 1 rows pass\n"
 
@@ -63,4 +63,4 @@ def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
     config.write_text("reward: code")
     assert main(["rewards", "check", str(config)]) == 2
-    assert "has no data: give data.prompts" in capsys.readouterr().err
+    assert "has no data: set data.prompts" in capsys.readouterr().err
