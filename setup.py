@@ -30,7 +30,9 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"
 
 
 class BuildNative(build_ext):
-    """One shared library of operators, with the row kernels compiled once per instruction set."""
+    """Builds one shared library of operators; the row kernels are compiled once per instruction
+    set.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # torch loads it, Python never imports it
@@ -42,7 +44,8 @@ class BuildNative(build_ext):
             if MODE == "1":
                 raise
             print(
-                f"gac: the native CPU kernels were not built ({error}); set GAC_EXT=1 to make this an error"
+                f"gac: the native CPU kernels were not built ({error}); "
+                "set GAC_EXT=1 to make this an error"
             )
 
     def build_extension(self, ext: Extension) -> None:
@@ -60,7 +63,7 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """The modules and a copy of csrc, from which the CUDA kernels are built on first use if nvcc is
+    """Copies the modules and csrc; the CUDA kernels are built from it on first use, if nvcc is
     found.
     """
 
@@ -72,8 +75,8 @@ class BuildPython(build_py):
 
 
 class Wheel(bdist_wheel):
-    """One wheel per platform for every Python 3 version: the library is not a Python extension
-    module.
+    """Builds one wheel per platform for every Python 3 version: the library is not a Python
+    extension module.
     """
 
     def get_tag(self) -> tuple[str, str, str]:

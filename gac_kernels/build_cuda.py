@@ -19,18 +19,16 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 # next to the package in a checkout, inside it when installed from a wheel
 SOURCES = next((p for p in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if p.is_dir()), PACKAGE)
-ARCHITECTURES = (
-    "90a",
-    "100",
-)  # Hopper and Blackwell: clusters and bulk copies need compute capability 9.0
+# Hopper and Blackwell: clusters and bulk copies need compute capability 9.0
+ARCHITECTURES = ("90a", "100")
 FLAGS = ("-std=c++20", "-O3", "--compiler-options", "-fPIC")
 
 
 def find_nvcc() -> str | None:
     """Find nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    beside = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    return shutil.which(beside[0]) or shutil.which("nvcc") or shutil.which(beside[-1])
+    candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    return shutil.which(candidates[0]) or shutil.which("nvcc") or shutil.which(candidates[-1])
 
 
 @functools.cache
@@ -49,7 +47,7 @@ def library_path() -> Path:
 
 
 def compile_source(*options: str) -> str:
-    """Run nvcc on launch.cu and return its output. Raises RuntimeError with the output if it fails."""
+    """Run nvcc on launch.cu and return its output. Raises RuntimeError if it fails."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("nvcc was not found: put it on the PATH or set CUDA_HOME")
@@ -57,10 +55,10 @@ def compile_source(*options: str) -> str:
     if not source.exists():
         raise RuntimeError(f"{source} does not exist: reinstall gac")
     command = [nvcc, *FLAGS, *options, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
+    return result.stdout + result.stderr
 
 
 def build() -> Path:
@@ -70,10 +68,10 @@ def build() -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
+        built = Path(folder) / path.name
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-        compile_source(*targets, "-shared", "-o", str(fresh))
-        fresh.replace(path)  # atomic: another process may be building it too
+        compile_source(*targets, "-shared", "-o", str(built))
+        built.replace(path)  # atomic: another process may be building it too
     return path
 
 

@@ -184,17 +184,17 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
     from triton.compiler import ASTSource
 
     launch = configuration.launch
-    signature, constants, attributes = _specialise(launch)
+    signature, constants, attributes = _specialize(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "enable_fp_fusion": True}
     triton.knobs.compilation.always_compile = True  # a cached kernel leaves no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True
-    began = time.perf_counter()
+    start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     sass = _disassemble(compiled.asm["cubin"])
-    counted = passes(sass)
+    pass_counts = passes(sass)
     return Report(
         kernel=launch.kernel.__name__,
         config=configuration.name,
@@ -206,8 +206,8 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
         shared=compiled.metadata.shared,
         instructions=len(INSTRUCTION.findall(sass)),
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
-        sums=counted.sums,
-        gradient=counted.gradient,
+        sums=pass_counts.sums,
+        gradient=pass_counts.gradient,
         seconds=seconds,
     )
 
@@ -222,7 +222,7 @@ def _disassemble(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
-def _specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+def _specialize(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Triton's view of the arguments: types, constants, and which are divisible by 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -258,10 +258,10 @@ _POINTEES = {
 
 
 def _number(pattern: str, log: str) -> int:
-    found = re.search(pattern, log)
-    if found is None:
+    match = re.search(pattern, log)
+    if match is None:
         raise RuntimeError(f"no match for {pattern!r} in the compiler log:\n{log}")
-    return int(found[1])
+    return int(match[1])
 
 
 def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
@@ -338,8 +338,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capability times 10"
     )
     parser.add_argument("--source", nargs="+", choices=sorted(SOURCES), default=sorted(SOURCES))
-    chosen = parser.parse_args(arguments)
-    reports = [r for source in chosen.source for r in SOURCES[source](tuple(chosen.arch))]
+    options = parser.parse_args(arguments)
+    reports = [r for source in options.source for r in SOURCES[source](tuple(options.arch))]
     print(table(reports))
     spilled = sum(r.spill_stores + r.spill_loads > 0 for r in reports)
     print(f"\n{len(reports)} kernels compiled, {spilled} with spills")

@@ -50,7 +50,7 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
     suffix = "90a" if arch == 90 else str(arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernels.cubin"
-        began = time.perf_counter()
+        start = time.perf_counter()
         log = build_cuda.compile_source(
             f"-gencode=arch=compute_{suffix},code=sm_{suffix}",
             "-cubin",
@@ -59,13 +59,13 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
             "-o",
             str(cubin),
         )
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         sass = _functions(cubin)
-    found = list(_PTXAS.finditer(log))
-    for match in found:
+    matches = list(_PTXAS.finditer(log))
+    for match in matches:
         name, dtypes = _signature(match["symbol"])
         text = sass[match["symbol"]]
-        slots = cuda.split(VOCAB, dtypes[0], holds=True).slots
+        slots = cuda.split(VOCAB, dtypes[0], keep_row=True).slots
         yield Compiled(
             name,
             dtypes,
@@ -76,12 +76,12 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
             cuda.shared_bytes(slots) if name != "scale_kernel" else 0,
             text,
             passes(text),
-            seconds / len(found),
+            seconds / len(matches),
         )
 
 
 def title(kernel: Compiled) -> str:
-    """Title of a kernel, such as "row_kernel float32 to bfloat16"."""
+    """Name and dtypes of a kernel, such as "row_kernel float32 to bfloat16"."""
     return f"{kernel.kernel} {' to '.join(str(t).removeprefix('torch.') for t in kernel.dtypes)}"
 
 
@@ -89,13 +89,13 @@ def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
     """Kernel name and dtypes from a mangled name such as
     _ZN...10row_kernelIf13__nv_bfloat16EEvT_...
     """
-    found = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
-    if found is None:
+    match = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
+    if match is None:
         raise RuntimeError(f"unknown kernel in the output of nvcc: {symbol}")
     dtypes: list[torch.dtype] = []
-    for letters in re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", found[2]):
+    for letters in re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", match[2]):
         dtypes.append(_TYPES.get(letters) or dtypes[0])  # S_ repeats the first type
-    return found[1], tuple(dtypes)
+    return match[1], tuple(dtypes)
 
 
 def _functions(cubin: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Counts a kernel's instructions per logit, from the loops over a row in its machine code.
+"""Counts a kernel's instructions per logit in the loops over a row of its machine code.
 
 The input is the output of `nvdisasm -c`. A pass is the control-flow cycle through a block of
 exponentials with the fewest instructions per logit; rare paths (a new maximum, the edge of a row, a
@@ -16,8 +16,9 @@ from typing import NamedTuple
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-_FEWEST = 4  # a loop handles a multiple of this many logits per iteration; other exponentials rescale sums
-_MOST = 64  # most logits per loop iteration
+# a loop handles a multiple of this many logits per iteration; other exponentials rescale sums
+_GROUP = 4
+_MAX_LOGITS = 64  # per loop iteration
 
 
 class Block(NamedTuple):
@@ -42,7 +43,7 @@ class Passes(NamedTuple):
 def passes(sass: str) -> Passes:
     """Count a row kernel's two passes: the one that only reads and the one that stores.
 
-    If a loop exists with and without an entropy bonus, the cheaper version counts.
+    If a loop exists with and without an entropy bonus, the cheaper version is counted.
     """
     blocks = control_flow(sass)
     starts = [i for i, block in enumerate(blocks) if block.powers]
@@ -63,7 +64,7 @@ def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[float]:
     seen: set[tuple[int, int, bool]] = set()
     while heap:
         cost, at, powers, stored = heapq.heappop(heap)
-        if (at, powers, stored) in seen or powers > _MOST:
+        if (at, powers, stored) in seen or powers > _MAX_LOGITS:
             continue
         seen.add((at, powers, stored))
         for following in blocks[at].next:
@@ -84,9 +85,9 @@ def control_flow(sass: str) -> list[Block]:
             if runs[-1]:
                 runs.append([])
             labels[label[1]] = len(runs) - 1
-        elif found := _INSTRUCTION.match(line):
-            runs[-1].append((found[1] or "", found[2], found[3]))
-            if found[2].split(".")[0] in ("BRA", "EXIT", "RET", "BRX"):
+        elif match := _INSTRUCTION.match(line):
+            runs[-1].append((match[1] or "", match[2], match[3]))
+            if match[2].split(".")[0] in ("BRA", "EXIT", "RET", "BRX"):
                 runs.append([])
     return [_block(run, i, labels, len(runs)) for i, run in enumerate(runs)]
 
@@ -100,8 +101,8 @@ def _block(
         kind = name.split(".")[0]
         target = _TARGET.search(operands)
         # "BRA P1, `(.L)" has its condition among the operands
-        sure = not predicate and "P" not in operands.split("`")[0] and ".DIV" not in name
-        if kind in ("BRA", "EXIT", "RET") and sure:
+        unconditional = not predicate and "P" not in operands.split("`")[0] and ".DIV" not in name
+        if kind in ("BRA", "EXIT", "RET") and unconditional:
             following = []
         if kind == "BRA" and target and target[1] in labels:
             following.append(labels[target[1]])
@@ -109,7 +110,7 @@ def _block(
     powers = sum(name == "MUFU.EX2" and not predicate for predicate, name, _ in run)
     return Block(
         instructions=sum(name != "NOP" for name in names),
-        powers=powers - powers % _FEWEST,
+        powers=powers - powers % _GROUP,
         stores=sum(name.startswith("STG") for name in names),
         next=tuple(following),
     )

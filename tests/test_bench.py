@@ -93,7 +93,7 @@ def test_splits_that_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
 
     def run() -> None:
-        chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, holds=True))
+        chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, keep_row=True))
 
     halves = bench_gpu_logits.splits(run, 152064, torch.bfloat16)
     assert "8 blocks x 9 tiles" in halves and "2 blocks x 28 tiles" in halves

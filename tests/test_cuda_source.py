@@ -277,13 +277,13 @@ def test_a_row_that_does_not_fit_is_refused(kernels: ctypes.CDLL, clusters) -> N
 
 def test_split_of_the_common_vocabularies() -> None:
     bf16, f32 = torch.bfloat16, torch.float32
-    assert cuda.split(152064, bf16, holds=True) == (4, 14)
-    assert cuda.split(32000, bf16, holds=True) == (1, 14)
-    assert cuda.split(152064, f32, holds=True) == (8, 14)
-    assert cuda.split(262144, f32, holds=True) == (8, 28)
-    assert cuda.split(10**9, f32, holds=False).cluster == 1
+    assert cuda.split(152064, bf16, keep_row=True) == (4, 14)
+    assert cuda.split(32000, bf16, keep_row=True) == (1, 14)
+    assert cuda.split(152064, f32, keep_row=True) == (8, 14)
+    assert cuda.split(262144, f32, keep_row=True) == (8, 28)
+    assert cuda.split(10**9, f32, keep_row=False).cluster == 1
     with pytest.raises(ValueError, match="V=1000000 in torch.float32"):
-        cuda.split(1_000_000, f32, holds=True)
+        cuda.split(1_000_000, f32, keep_row=True)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Row kernels in CUDA C++ for clusters of thread blocks, in `csrc/cuda`: backend "native" on a GPU.
+"""Row kernels in CUDA C++ for thread-block clusters, in `csrc/cuda`: backend "native" on a GPU.
 
 A row is read once and its gradient written once; in between, the row is kept in the shared memory
 of a cluster's blocks. The library is loaded with ctypes; see `gac_kernels.build_cuda`.
@@ -23,91 +23,62 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 from . import reference, triton
 
-_CAPABILITIES = ((9, 0), (10, 0))
+_CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
 _WARPS = 8  # consumer warps of a block
 _HEADER_BYTES = 1024  # barriers and sums, before the tiles
-_AHEAD = 4  # tiles to prefetch while a row is held
+_AHEAD = 4  # tiles to prefetch while a row is kept
 _RINGS = (14, 28)  # ring-buffer tiles per block with two blocks per multiprocessor, and with one
 
-_POINTERS = (
-    "logits",
-    "out",
-    "targets",
-    "demo",
-    "advantages",
-    "old",
-    "ref",
-    "scale",
-    "d_logps",
-    "d_entropy",
-    "results",
-    "signs",
-    "parts",
-)
-_SIZES = (
-    "rows",
-    "per_batch",
-    "vocab",
-    "batch_stride",
-    "row_stride",
-    "out_batch_stride",
-    "out_row_stride",
-)
-_FLOATS = (
-    "slope",
-    "inverse_temperature",
-    "ratio_low",
-    "ratio_high",
-    "dual_clip",
-    "kl_coef",
-    "entropy_coef",
-    "demo_shape",
-)
-_INTS = (
-    "kl_estimator",
-    "demo_weight",
-    "task",
-    "dtype",
-    "out_dtype",
-    "cluster",
-    "slots",
-    "sketch",
-    "device",
-)
-
-
 Columns = dict[str, Tensor | None]
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    """Consecutive fields of the same C type, from their names separated by spaces."""
+    return [(name, kind) for name in names.split()]
 
 
 class Arguments(ctypes.Structure):
     """`gac::cuda::Arguments` of csrc/cuda/arguments.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_float) for name in _FLOATS),
-        *((name, ctypes.c_int32) for name in _INTS),
+        *_fields(
+            "logits out targets demo advantages old ref"
+            " scale d_logps d_entropy results signs parts",
+            ctypes.c_void_p,
+        ),
+        *_fields(
+            "rows per_batch vocab batch_stride row_stride out_batch_stride out_row_stride",
+            ctypes.c_int64,
+        ),
+        *_fields(
+            "exp2_scale inverse_temperature ratio_low ratio_high dual_clip"
+            " kl_coef entropy_coef demo_shape",
+            ctypes.c_float,
+        ),
+        *_fields(
+            "kl_estimator demo_weight task dtype out_dtype cluster slots sketch device",
+            ctypes.c_int32,
+        ),
     )
 
 
 class Split(NamedTuple):
-    """How a row is split: over `cluster` blocks, each with a ring buffer of `slots` tiles of 8 KiB."""
+    """A row is split over `cluster` blocks, each with a ring buffer of `slots` tiles of 8 KiB."""
 
     cluster: int
     slots: int
 
 
-def split(vocab: int, dtype: torch.dtype, holds: bool) -> Split:
-    """Choose the split for rows of `vocab` logits that are kept for their gradient (`holds`) or
-    only read.
+def split(vocab: int, dtype: torch.dtype, keep_row: bool) -> Split:
+    """Choose the split for rows of `vocab` logits; keep_row: they are kept for their gradient.
 
-    Raises ValueError if the row does not fit any cluster. Uses the fewest blocks that leave room to
+    Raises ValueError if no cluster can hold the row. Uses the fewest blocks that leave space to
     prefetch, with two blocks per multiprocessor if possible; not yet tuned on a device.
     """
-    if not holds:
+    if not keep_row:
         return Split(1, _RINGS[0])
     word = 16 // dtype.itemsize
     words = (vocab + 2 * word - 2) // word  # for a row with any alignment
@@ -116,8 +87,8 @@ def split(vocab: int, dtype: torch.dtype, holds: bool) -> Split:
             if math.ceil(math.ceil(words / cluster) * 16 / _TILE_BYTES) + ahead <= slots:
                 return Split(cluster, slots)
     raise ValueError(
-        f"logits have V={vocab} in {dtype}: a row of at most {8 * 27 * _TILE_BYTES} bytes fits the "
-        "shared memory of a cluster; use backend='triton'"
+        f"logits have V={vocab} in {dtype}: a row must have at most {8 * 27 * _TILE_BYTES} bytes "
+        "to fit in a cluster's shared memory; use backend='triton'"
     )
 
 
@@ -128,8 +99,9 @@ def shared_bytes(slots: int) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the library, building it on first use. Raises RuntimeError or OSError with the reason if
-    that fails.
+    """Load the library, building it on first use.
+
+    Raises RuntimeError or OSError with the reason if that fails.
     """
     loaded = ctypes.CDLL(str(build_cuda.build()))
     loaded.gac_cuda_rows.restype = ctypes.c_char_p
@@ -144,12 +116,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return "there is no CUDA device"
     if torch.cuda.get_device_capability(device) not in _CAPABILITIES:
         return f"{torch.cuda.get_device_name(device)} does not have compute capability 9.0 or 10.0"
-    return _problem()
+    return _library_error()
 
 
 @functools.cache
-def _problem() -> str | None:
-    """Why the library is not available, or None; cached, because a failing build is slow."""
+def _library_error() -> str | None:
+    """Why the library is not available, or None; cached, because a failed build is slow."""
     try:
         library()
     except (RuntimeError, OSError) as error:
@@ -158,14 +130,14 @@ def _problem() -> str | None:
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    return _beside(inputs.targets.device).plan(inputs, spec, dtype)
+    return _batch_backend(inputs.targets.device).plan(inputs, spec, dtype)
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    return _beside(tokens.live.device).reduce(tokens, terms, moments)
+    return _batch_backend(tokens.live.device).reduce(tokens, terms, moments)
 
 
-def _beside(device: torch.device) -> ModuleType:
+def _batch_backend(device: torch.device) -> ModuleType:
     """The backend that runs `plan` and `reduce` on `device`."""
     return reference if triton.unavailable(device, torch.float32) else triton
 
@@ -186,8 +158,8 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
-    # the row is in shared memory, so its sums are recomputed: more accurate than `lse` rounded to
-    # float32
+    # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
+    # rounded to float32
     columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
     _launch(_GRADS, logits, out, temperature, None, columns)
 
@@ -204,14 +176,14 @@ def row_loss(
         name: getattr(tokens, name)
         for name in ("targets", "demo", "advantages", "old", "ref", "scale")
     }
-    wanted = None if out is None else sketch
-    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, wanted)
+    row_sketch = None if out is None else sketch
+    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    plain = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in DTYPES
-    if not plain:
+    supported = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in DTYPES
+    if not supported:
         tensor.mul_(factor)
         return
     factor = factor.to(device=tensor.device, dtype=torch.float32)
@@ -238,19 +210,19 @@ def _launch(
 ) -> None:
     # the copies must live until the launch, not until the kernel ends: memory is reused in stream
     # order
-    held = {name: None if x is None else x.contiguous() for name, x in columns.items()}
-    held |= {"logits": logits, "out": out, "results": results}
+    tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
+    tensors |= {"logits": logits, "out": out, "results": results}
     options = {} if spec is None else token_scalars(spec)._asdict()
     options.pop("temperature", None)  # passed as `slope` and `inverse_temperature` instead
-    chosen = split(logits.shape[2], logits.dtype, holds=out is not None)
+    row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     if sketch is not None:
-        buckets, warps = sketch.buckets, chosen.cluster * _WARPS
-        held["signs"] = sketch.signs.to(torch.int8).contiguous()
+        buckets, warps = sketch.buckets, row_split.cluster * _WARPS
+        tensors["signs"] = sketch.signs.to(torch.int8).contiguous()
         parts = buckets.new_zeros(len(buckets), warps, buckets.shape[1])
-        held["parts"] = parts
+        tensors["parts"] = parts
         options["sketch"] = buckets.shape[1]
     arguments = Arguments(
-        **{name: None if x is None else x.data_ptr() for name, x in held.items()},
+        **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
         rows=logits.shape[0] * logits.shape[1],
         per_batch=max(logits.shape[1], 1),
         vocab=logits.shape[2],
@@ -258,13 +230,13 @@ def _launch(
         row_stride=logits.stride(1),
         out_batch_stride=0 if out is None else out.stride(0),
         out_row_stride=0 if out is None else out.stride(1),
-        slope=math.log2(math.e) / temperature,
+        exp2_scale=math.log2(math.e) / temperature,
         inverse_temperature=1 / temperature,
         task=task,
         dtype=DTYPES.index(logits.dtype),
         out_dtype=0 if out is None else DTYPES.index(out.dtype),
-        cluster=chosen.cluster,
-        slots=chosen.slots,
+        cluster=row_split.cluster,
+        slots=row_split.slots,
         device=logits.device.index or 0,
         **options,
     )
@@ -278,9 +250,8 @@ def _call(function: Any, device: torch.device, *arguments: Any) -> None:
     that the tests use.
     """
     on_gpu = device.type == "cuda"
-    with torch.cuda.device(
-        device if on_gpu else -1
-    ):  # the library changes the current device and does not restore it
+    # the library changes the current device and does not restore it
+    with torch.cuda.device(device if on_gpu else -1):
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None
         error = function(*arguments, ctypes.c_void_p(stream))
     if error:

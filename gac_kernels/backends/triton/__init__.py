@@ -1,4 +1,4 @@
-"""Row kernels in Triton for CUDA; on a CPU only under Triton's interpreter.
+"""Row kernels in Triton: for CUDA GPUs, and for a CPU under Triton's interpreter.
 
 One file per operation: the kernel, its launch and the backend function (see
 `gac_kernels.backends`).
@@ -34,17 +34,17 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
     if isinstance(loss_kernel, InterpretedFunction):
-        return _interpreter_fault()
+        return _interpreter_error()
     if device.type != "cuda":
-        return f"it does not run on {device.type!r} (on a CPU, set TRITON_INTERPRET=1 before importing it)"
+        return f"it does not run on {device.type!r}; on a CPU, set TRITON_INTERPRET=1 before import"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None
 
 
-def _interpreter_fault() -> str | None:
-    """In loops, the interpreter of Triton 3.6 converts one-element arrays to scalars, which numpy
-    2.4 rejects.
+def _interpreter_error() -> str | None:
+    """Why the interpreter does not work, or None: in loops, that of Triton 3.6 converts one-element
+    arrays to scalars, which numpy 2.4 rejects.
     """
     triton, numpy = (tuple(map(int, version(p).split(".")[:2])) for p in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):

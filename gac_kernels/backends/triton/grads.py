@@ -31,7 +31,7 @@ def grads_kernel(
     stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
-    k,
+    exp2_scale,
     inverse_temperature,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -40,21 +40,21 @@ def grads_kernel(
     y = tl.load(targets + n)
     d_logp = tl.load(d_logps + n)
     d_h = tl.load(d_entropy + n)
-    into = row_at(out, n, T, out_stride_b, out_stride_t)
+    out_row = row_at(out, n, T, out_stride_b, out_stride_t)
     if (y != NO_LOSS) & ((d_logp != 0) | (d_h != 0)):
         row = row_at(logits, n, T, stride_b, stride_t)
         nats = tl.load(lse + n)
-        top = nats * LOG2E
-        rest = tl.fma(nats, LOG2E, -top)  # rounding error of the product
+        log2_lse = nats * LOG2E
+        rounding = tl.fma(nats, LOG2E, -log2_lse)  # rounding error of the product
         write_gradient(
             row,
-            into,
+            out_row,
             None,
             y,
             V,
-            top,
-            rest,
-            k,
+            log2_lse,
+            rounding,
+            exp2_scale,
             d_logp * inverse_temperature,
             d_h * inverse_temperature,
             tl.load(entropy + n),
@@ -63,7 +63,7 @@ def grads_kernel(
             STAGES,
         )
     else:
-        write_zeros(into, V, BLOCK)
+        write_zeros(out_row, V, BLOCK)
 
 
 def grads_launch(
@@ -76,7 +76,7 @@ def grads_launch(
     temperature: float,
     out: Tensor,
 ) -> launch.Launch:
-    """out [B, T, V] = the gradient of the logits."""
+    """The launch of `grads_kernel`, which writes the gradient of the logits to `out` [B, T, V]."""
     tile = launch.tiling(logits.shape[-1], logits.dtype)
     arguments = {
         "logits": logits,
@@ -85,7 +85,7 @@ def grads_launch(
             targets=targets, lse=lse, entropy=entropy, d_logps=d_logps, d_entropy=d_entropy
         ),
         **launch.geometry(logits, out),
-        "k": launch.bits(temperature),
+        "exp2_scale": launch.exp2_scale(temperature),
         "inverse_temperature": 1 / temperature,
         "BLOCK": tile.lanes * tile.width,
         "STAGES": tile.stages,

@@ -12,7 +12,7 @@ BLOCK = 512  # tokens per iteration of a per-token kernel
 
 
 class Tiling(NamedTuple):
-    """How a program covers its row: tiles of `lanes` x `width` logits, `stages` of them in flight."""
+    """The tiles of a row: `lanes` x `width` logits, `stages` of them in flight."""
 
     lanes: int
     width: int
@@ -68,15 +68,15 @@ def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
     divisibility of strides, and that of the batch stride T V would vary with T. T is at least 1
     because kernels divide by it.
     """
-    given = (rows,) if out is None else (rows, out)
+    tensors = (rows,) if out is None else (rows, out)
     batches, length, _ = rows.shape
-    even = batches == 1 or all(x.stride(0) == length * x.stride(1) for x in given)
-    strides = [(0 if even else x.stride(0), x.stride(1)) for x in given]
-    found = {"T": max(batches * length if even else length, 1), "V": rows.shape[2]}
-    found |= {"stride_b": strides[0][0], "stride_t": strides[0][1]}
+    even = batches == 1 or all(x.stride(0) == length * x.stride(1) for x in tensors)
+    strides = [(0 if even else x.stride(0), x.stride(1)) for x in tensors]
+    arguments = {"T": max(batches * length if even else length, 1), "V": rows.shape[2]}
+    arguments |= {"stride_b": strides[0][0], "stride_t": strides[0][1]}
     if out is not None:
-        found |= {"out_stride_b": strides[1][0], "out_stride_t": strides[1][1]}
-    return found
+        arguments |= {"out_stride_b": strides[1][0], "out_stride_t": strides[1][1]}
+    return arguments
 
 
 def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
@@ -84,12 +84,12 @@ def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
-def bits(temperature: float) -> float:
-    """log2(e) / temperature: the factor that turns logits into base-2 exponents."""
+def exp2_scale(temperature: float) -> float:
+    """log2(e) / temperature: the factor that converts logits to base-2 exponents."""
     return math.log2(math.e) / temperature
 
 
 def mu_arguments(mu: float | Tensor) -> dict[str, Any]:
-    """Kernel arguments for mu; a tensor is passed by pointer, without a host synchronization."""
+    """Kernel arguments for mu; a tensor is passed by pointer, without synchronizing the host."""
     pointer, number = (mu, 0.0) if isinstance(mu, Tensor) else (None, float(mu))
-    return {"mu": pointer, "mu_number": number, "mu_rest": 1 - number}
+    return {"mu": pointer, "mu_number": number, "one_minus_mu_number": 1 - number}

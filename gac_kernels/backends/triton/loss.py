@@ -34,9 +34,9 @@ def kl_estimate(logp, ref, KL: tl.constexpr):
 
 
 @triton.jit
-def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
-    """The clipped policy term, its derivative with respect to logp, and 1 where clipping removed
-    that derivative.
+def rollout_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
+    """The clipped policy loss of a rollout token, its derivative with respect to logp, and 1 where
+    clipping removed that derivative.
     """
     log_ratio = logp - old
     ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
@@ -55,7 +55,7 @@ def policy_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constex
 
 
 @triton.jit
-def demonstration_term(logp, advantage, shape, DEMO: tl.constexpr):
+def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
     """The loss of a demonstration token and its derivative with respect to logp."""
     p = tl.exp(logp)
     if DEMO == "shaped":
@@ -90,7 +90,7 @@ def loss_kernel(
     scale,  # float32 [N]
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
-    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by vocabulary index modulo SKETCH
+    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
     N,
     T,
     V,
@@ -98,7 +98,7 @@ def loss_kernel(
     stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
-    k,
+    exp2_scale,
     inverse_temperature,
     low,
     high,
@@ -125,19 +125,21 @@ def loss_kernel(
     d_logp = 0.0
     d_entropy = 0.0
     top = 0.0
-    bits = 0.0
+    log2_mass = 0.0
     row = row_at(logits, n, T, stride_b, stride_t)
     if y != NO_LOSS:
-        logp, entropy, _, top, bits = row_values(row, y, V, k, out is not None, L, R, STAGES)
+        logp, entropy, _, top, log2_mass = row_values(
+            row, y, V, exp2_scale, out is not None, L, R, STAGES
+        )
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
-            loss, d_logp = demonstration_term(logp, advantage, demo_shape, DEMO)
+            loss, d_logp = demo_term(logp, advantage, demo_shape, DEMO)
         else:
-            before = logp
+            old_logp = logp
             if old is not None:
-                before = tl.load(old + n)
-            loss, d_logp, clipped = policy_term(
-                logp, before, advantage, low, high, dual_clip, HAS_DUAL
+                old_logp = tl.load(old + n)
+            loss, d_logp, clipped = rollout_term(
+                logp, old_logp, advantage, low, high, dual_clip, HAS_DUAL
             )
             if ref is not None:
                 kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
@@ -152,21 +154,22 @@ def loss_kernel(
     tl.store(terms + 3 * N + n, kl)
     tl.store(terms + 4 * N + n, clipped)
     if out is not None:
-        tl.debug_barrier()  # `out` may be the row itself, and a slower warp may still have to read the target logit
+        # `out` may be the row itself, and a slower warp may still have to read the target logit
+        tl.debug_barrier()
         weight = tl.load(scale + n)
         d_logp *= weight
         d_entropy *= weight
-        into = row_at(out, n, T, out_stride_b, out_stride_t)
+        out_row = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
             signed = write_gradient(
                 row,
-                into,
+                out_row,
                 signs,
                 y,
                 V,
                 top,
-                bits,
-                k,
+                log2_mass,
+                exp2_scale,
                 d_logp * inverse_temperature,
                 d_entropy * inverse_temperature,
                 entropy,
@@ -178,7 +181,7 @@ def loss_kernel(
                 sums = tl.sum(tl.reshape(signed, [L * R // SKETCH, SKETCH]), 0)
                 tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)
         else:
-            write_zeros(into, V, L * R)
+            write_zeros(out_row, V, L * R)
 
 
 def loss_launch(
@@ -189,7 +192,9 @@ def loss_launch(
     terms: Tensor,
     sketch: RowSketch | None = None,
 ) -> launch.Launch:
-    """terms float32 [5, N] in the order of TokenTerms, and `out` = gradient of the logits."""
+    """The launch of `loss_kernel`, which writes `terms` float32 [5, N] in the order of TokenTerms,
+    and the gradient of the logits to `out`.
+    """
     signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
     arguments = {
@@ -203,7 +208,7 @@ def loss_launch(
         "out_stride_b": 0,
         "out_stride_t": 0,
         **launch.geometry(logits, out),
-        "k": launch.bits(spec.temperature),
+        "exp2_scale": launch.exp2_scale(spec.temperature),
         "inverse_temperature": 1 / spec.temperature,
         "low": scalars.ratio_low,
         "high": scalars.ratio_high,

@@ -1,4 +1,4 @@
-"""The weights of the tokens, in two launches: first the lengths, then all per-token values.
+"""Token weights, in two launches: first the sequence lengths, then all per-token values.
 
 Each sequence is processed by one program, or by several if it is long; there are no atomic adds.
 Notation: N tokens, S sequences, T row length.
@@ -18,7 +18,10 @@ from . import launch
 from .softmax import NO_LOSS
 
 _WARPS = 4
-_SHARED = 16  # most programs per sequence in `tokens_kernel`
+_SHARED = 16  # maximum number of programs per sequence in `tokens_kernel`
+# pointers that need not be aligned, because they are often slices
+_INPUTS = ["targets", "advantages", "is_demo", "mu", "old", "ref", "rollout_norm", "demo_norm"]
+_OUTPUTS = ["offsets", "lengths", "live", "demo", "sequence", "floats"]
 
 
 @triton.jit(
@@ -28,7 +31,7 @@ _SHARED = 16  # most programs per sequence in `tokens_kernel`
 def lengths_kernel(
     targets,  # int64 [N]
     cu_seqlens,  # int [S + 1], or None: sequences of T tokens
-    offsets,  # int64 [S + 1]: where each sequence starts and the last one ends
+    offsets,  # int64 [S + 1]: the start of each sequence and the end of the last one
     lengths,  # int64 [S]: tokens with a loss
     T: tl.int64,
     S,
@@ -60,26 +63,29 @@ def token_weight(
     norm,
     number,
     max_tokens,
-    SIDE: tl.constexpr,
+    DEMO_TERM: tl.constexpr,
     REDUCTION: tl.constexpr,
-    OWN: tl.constexpr,
+    FROM_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """float32: weight of each token of a sequence of `length` tokens; 0 if the denominator is 0."""
+    """Weight of each token of a sequence of `length` tokens, float32; 0 if the denominator is 0.
+
+    DEMO_TERM: the sequence is a demonstration. FROM_BATCH: the denominator is counted in the batch.
+    """
     if norm is not None:
         total = tl.load(norm).to(tl.float64)
-    elif OWN:
+    elif FROM_BATCH:
         parts = tl.zeros([BLOCK], tl.int64)
         for start in range(0, S, BLOCK):
             j = start + tl.arange(0, BLOCK)
             tokens = tl.load(lengths + j, mask=j < S, other=0)
-            mine = (j < S) & ((tl.load(is_demo + j, mask=j < S, other=0) != 0) == SIDE)
+            in_term = (j < S) & ((tl.load(is_demo + j, mask=j < S, other=0) != 0) == DEMO_TERM)
             if REDUCTION == "token":
-                parts += tl.where(mine, tokens, 0)
+                parts += tl.where(in_term, tokens, 0)
             elif REDUCTION == "sequence":
-                parts += (mine & (tokens > 0)).to(tl.int64)
+                parts += (in_term & (tokens > 0)).to(tl.int64)
             else:
-                parts += mine.to(tl.int64)
+                parts += in_term.to(tl.int64)
         total = tl.sum(parts).to(tl.float64)
     else:
         total = tl.full([], 0.0, tl.float64) + number
@@ -93,22 +99,7 @@ def token_weight(
 
 @triton.jit(
     do_not_specialize=["S", "P"],
-    do_not_specialize_on_alignment=[
-        "targets",
-        "advantages",
-        "is_demo",
-        "mu",
-        "old",
-        "ref",
-        "rollout_norm",
-        "demo_norm",
-        "offsets",
-        "lengths",
-        "live",
-        "demo",
-        "sequence",
-        "floats",
-    ],
+    do_not_specialize_on_alignment=_INPUTS + _OUTPUTS,
 )
 def tokens_kernel(
     targets,  # int64 [N]
@@ -129,7 +120,7 @@ def tokens_kernel(
     S,
     P,  # programs that share a sequence
     mu_number,
-    mu_rest,  # 1 - mu
+    one_minus_mu_number,  # 1 - mu
     rollout_number,
     demo_number,
     max_tokens,
@@ -137,8 +128,8 @@ def tokens_kernel(
     SHAPED: tl.constexpr,
     ROLLOUT: tl.constexpr,
     DEMO: tl.constexpr,
-    ROLLOUT_OWN: tl.constexpr,
-    DEMO_OWN: tl.constexpr,
+    ROLLOUT_FROM_BATCH: tl.constexpr,
+    DEMO_FROM_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     s = (tl.program_id(0) // P).to(tl.int64)
@@ -148,11 +139,11 @@ def tokens_kernel(
     length = tl.load(lengths + s)
     d = tl.load(is_demo + s) != 0
     if mu is not None:
-        share = tl.load(mu).to(tl.float32)
-        rest = 1.0 - share
+        term_weight = tl.load(mu).to(tl.float32)
+        one_minus_mu = 1.0 - term_weight
     else:
-        share = tl.full([], 0.0, tl.float32) + mu_number
-        rest = tl.full([], 0.0, tl.float32) + mu_rest
+        term_weight = tl.full([], 0.0, tl.float32) + mu_number
+        one_minus_mu = tl.full([], 0.0, tl.float32) + one_minus_mu_number
     if d:
         w = token_weight(
             length,
@@ -164,7 +155,7 @@ def tokens_kernel(
             max_tokens,
             True,
             DEMO,
-            DEMO_OWN,
+            DEMO_FROM_BATCH,
             BLOCK,
         )
     else:
@@ -178,25 +169,25 @@ def tokens_kernel(
             max_tokens,
             False,
             ROLLOUT,
-            ROLLOUT_OWN,
+            ROLLOUT_FROM_BATCH,
             BLOCK,
         )
-        share = rest
+        term_weight = one_minus_mu
     for start in range(begin + part * BLOCK, end, P * BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < end
         has_loss = tl.load(targets + i, mask=inside, other=NO_LOSS) != NO_LOSS
         rollout = has_loss & (d == 0)
-        reads = has_loss if SHAPED else rollout
+        uses_advantage = has_loss if SHAPED else rollout
         index = i * 0 + s if PER_SEQUENCE else i
-        advantage = tl.load(advantages + index, mask=reads, other=0.0).to(tl.float32)
+        advantage = tl.load(advantages + index, mask=uses_advantage, other=0.0).to(tl.float32)
         weight = tl.where(has_loss, w, 0.0)
         tl.store(live + i, has_loss, mask=inside)
         tl.store(demo + i, inside & d, mask=inside)
         tl.store(sequence + i, i * 0 + s, mask=inside)
         tl.store(floats + i, advantage, mask=inside)
         tl.store(floats + N + i, weight, mask=inside)
-        tl.store(floats + 2 * N + i, weight * share, mask=inside)
+        tl.store(floats + 2 * N + i, weight * term_weight, mask=inside)
         if old is not None:
             value = tl.load(old + i, mask=rollout, other=0.0).to(tl.float32)
             tl.store(floats + 3 * N + i, value, mask=inside)
@@ -206,7 +197,7 @@ def tokens_kernel(
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    inputs = inputs.moved()
+    inputs = inputs.to_targets_device()
     targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
     device, n, sequences = targets.device, targets.numel(), inputs.is_demo.numel()
     if n == 0:
@@ -233,7 +224,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 def lengths_launch(
     targets: Tensor, cu_seqlens: Tensor | None, offsets: Tensor, lengths: Tensor, width: int
 ) -> launch.Launch:
-    """offsets int64 [S + 1] and lengths int64 [S]; width: tokens per padded sequence."""
+    """The launch of `lengths_kernel`, which writes `offsets` and `lengths`.
+
+    width: tokens per padded sequence.
+    """
     arguments = {
         "targets": targets.contiguous(),
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
@@ -247,13 +241,13 @@ def lengths_launch(
 
 
 def tokens_launch(
-    tokens: Tokens,  # outputs, except `targets`, `is_demo`, `offsets` and `lengths`, which are inputs
-    floats: Tensor,
-    inputs: BatchInputs,
-    spec: LossSpec,
-    blocks: int,  # blocks of the longest possible sequence
+    tokens: Tokens, floats: Tensor, inputs: BatchInputs, spec: LossSpec, blocks: int
 ) -> launch.Launch:
-    """Fill the per-token fields of `tokens`."""
+    """The launch of `tokens_kernel`, which fills the per-token fields of `tokens`.
+
+    Its inputs include `targets`, `is_demo`, `offsets` and `lengths` of `tokens`.
+    blocks: number of blocks of the longest possible sequence.
+    """
     programs = min(blocks, _SHARED)
     rollout_norm, rollout_number = _number(inputs.rollout_norm)
     demo_norm, demo_number = _number(inputs.demo_norm)
@@ -283,8 +277,8 @@ def tokens_launch(
         "SHAPED": scalars.shaped,
         "ROLLOUT": spec.rollout_reduction,
         "DEMO": spec.demo_reduction,
-        "ROLLOUT_OWN": inputs.rollout_norm is None,
-        "DEMO_OWN": inputs.demo_norm is None,
+        "ROLLOUT_FROM_BATCH": inputs.rollout_norm is None,
+        "DEMO_FROM_BATCH": inputs.demo_norm is None,
         "BLOCK": launch.BLOCK,
     }
     return launch.Launch(tokens_kernel, tokens.is_demo.numel() * programs, arguments, _WARPS)

@@ -15,25 +15,15 @@ from . import launch
 
 SUMS = 9  # float64 values that `sequence_kernel` writes per sequence
 _WARPS = 4
+# pointers that need not be aligned, because they are often slices
+_TOKEN_VECTORS = ["live", "advantages", "weight", "logps", "entropy", "loss", "kl", "clipped"]
+_SEQUENCE_VECTORS = ["offsets", "lengths", "is_demo", "sums", "demo_nll"]
+_MERGE_VECTORS = ["sums", "lengths", "is_demo", "mu", "mixed", "scalars", "moments", "totals"]
 
 
 @triton.jit(
     do_not_specialize=["S"],
-    do_not_specialize_on_alignment=[
-        "live",
-        "advantages",
-        "weight",
-        "offsets",
-        "lengths",
-        "is_demo",
-        "logps",
-        "entropy",
-        "loss",
-        "kl",
-        "clipped",
-        "sums",
-        "demo_nll",
-    ],
+    do_not_specialize_on_alignment=_TOKEN_VECTORS + _SEQUENCE_VECTORS,
 )
 def sequence_kernel(
     live,  # bool [N]
@@ -47,70 +37,71 @@ def sequence_kernel(
     loss,
     kl,
     clipped,
-    sums,  # float64 [SUMS, S]: loss, kl, clipped, entropy; means of s and r and of their centred products
+    sums,  # float64 [SUMS, S]: loss, kl, clipped, entropy; mean s, mean r; means of ss, rr and sr
     demo_nll,  # float64 [S], or None: no moments
     S,
     BLOCK: tl.constexpr,
 ):
-    """The sums of one sequence; s = p (1 - p) and r = advantage are centred on their means within
-    the sequence.
+    """The sums of one sequence. s = p (1 - p) and r = advantage; the products ss, rr and sr are
+    centered on their means within the sequence.
     """
     n = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + n)
     end = tl.load(offsets + n + 1)
     length = tl.load(lengths + n).to(tl.float64)
-    share = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
+    inv_length = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
     zero = tl.zeros([BLOCK], tl.float64)
     losses, kls, clips, entropies, log_sum, s_sum, r_sum = zero, zero, zero, zero, zero, zero, zero
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < end
-        alive = (tl.load(live + i, mask=inside, other=0) != 0) & inside
+        has_loss = (tl.load(live + i, mask=inside, other=0) != 0) & inside
         part = tl.load(weight + i, mask=inside, other=0.0)
         part *= tl.load(loss + i, mask=inside, other=0.0)
         losses += part.to(tl.float64)
         kls += tl.load(kl + i, mask=inside, other=0.0).to(tl.float64)
         clips += tl.load(clipped + i, mask=inside, other=0.0).to(tl.float64)
-        entropies += tl.load(entropy + i, mask=alive, other=0.0).to(tl.float64)
+        entropies += tl.load(entropy + i, mask=has_loss, other=0.0).to(tl.float64)
         if demo_nll is not None:
             logp = tl.load(logps + i, mask=inside, other=0.0).to(tl.float64)
             p = tl.exp(logp)
             log_sum += logp
-            s_sum += tl.where(alive, p * (1.0 - p), 0.0)
-            r_sum += tl.load(advantages + i, mask=alive, other=0.0).to(tl.float64)
+            s_sum += tl.where(has_loss, p * (1.0 - p), 0.0)
+            r_sum += tl.load(advantages + i, mask=has_loss, other=0.0).to(tl.float64)
     tl.store(sums + n, tl.sum(losses))
     tl.store(sums + S + n, tl.sum(kls))
     tl.store(sums + 2 * S + n, tl.sum(clips))
     tl.store(sums + 3 * S + n, tl.sum(entropies))
     if demo_nll is not None:
-        there = (length > 0) & (tl.load(is_demo + n) != 0)
-        tl.store(demo_nll + n, tl.where(there, -tl.sum(log_sum) * share, float("-inf")))
-        mean_s = tl.sum(s_sum) * share
-        mean_r = tl.sum(r_sum) * share
+        is_nonempty_demo = (length > 0) & (tl.load(is_demo + n) != 0)
+        tl.store(
+            demo_nll + n, tl.where(is_nonempty_demo, -tl.sum(log_sum) * inv_length, float("-inf"))
+        )
+        mean_s = tl.sum(s_sum) * inv_length
+        mean_r = tl.sum(r_sum) * inv_length
         ss, rr, sr = zero, zero, zero
         for start in range(begin, end, BLOCK):
             i = start + tl.arange(0, BLOCK)
-            alive = tl.load(live + i, mask=i < end, other=0) != 0
-            p = tl.exp(tl.load(logps + i, mask=alive, other=0.0).to(tl.float64))
-            r = tl.load(advantages + i, mask=alive, other=0.0).to(tl.float64)
-            ds = tl.where(alive, p * (1.0 - p) - mean_s, 0.0)
-            dr = tl.where(alive, r - mean_r, 0.0)
+            has_loss = tl.load(live + i, mask=i < end, other=0) != 0
+            p = tl.exp(tl.load(logps + i, mask=has_loss, other=0.0).to(tl.float64))
+            r = tl.load(advantages + i, mask=has_loss, other=0.0).to(tl.float64)
+            ds = tl.where(has_loss, p * (1.0 - p) - mean_s, 0.0)
+            dr = tl.where(has_loss, r - mean_r, 0.0)
             ss += ds * ds
             rr += dr * dr
             sr += ds * dr
         tl.store(sums + 4 * S + n, mean_s)
         tl.store(sums + 5 * S + n, mean_r)
-        tl.store(sums + 6 * S + n, tl.sum(ss) * share)
-        tl.store(sums + 7 * S + n, tl.sum(rr) * share)
-        tl.store(sums + 8 * S + n, tl.sum(sr) * share)
+        tl.store(sums + 6 * S + n, tl.sum(ss) * inv_length)
+        tl.store(sums + 7 * S + n, tl.sum(rr) * inv_length)
+        tl.store(sums + 8 * S + n, tl.sum(sr) * inv_length)
 
 
 @triton.jit
 def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
-    """Merge the moments of all sequences into TokenMoments.rollouts: Chan's formula, each rollout
-    with weight 1.
+    """Merge the moments of all sequences into TokenMoments.rollouts by Chan's formula.
 
-    Demonstrations have weight 0, so that a nan in one still propagates.
+    Rollouts have weight 1, demonstrations weight 0, so that a nan in one still propagates.
     """
     zero = tl.zeros([BLOCK], tl.float64)
     count, s_sum, r_sum = zero, zero, zero
@@ -123,9 +114,9 @@ def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
         s_sum += keep * tl.load(sums + 4 * S + j, mask=j < S, other=0.0)
         r_sum += keep * tl.load(sums + 5 * S + j, mask=j < S, other=0.0)
     n = tl.sum(count)
-    some = tl.where(n > 1, n, 1.0)
-    mean_s = tl.sum(s_sum) / some
-    mean_r = tl.sum(r_sum) / some
+    denominator = tl.where(n > 1, n, 1.0)
+    mean_s = tl.sum(s_sum) / denominator
+    mean_r = tl.sum(r_sum) / denominator
     ss, rr, sr, aa = zero, zero, zero, zero
     for start in range(0, S, BLOCK):
         j = start + tl.arange(0, BLOCK)
@@ -149,16 +140,7 @@ def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["S"],
-    do_not_specialize_on_alignment=[
-        "sums",
-        "lengths",
-        "is_demo",
-        "mu",
-        "mixed",
-        "scalars",
-        "moments",
-        "totals",
-    ],
+    do_not_specialize_on_alignment=_MERGE_VECTORS,
 )
 def merge_kernel(
     sums,  # float64 [SUMS, S], from `sequence_kernel`
@@ -171,7 +153,7 @@ def merge_kernel(
     totals,  # float64 [6]
     S,
     mu_number,
-    mu_rest,
+    one_minus_mu_number,
     HAS_REF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -194,22 +176,22 @@ def merge_kernel(
         kls += tl.load(sums + S + j, mask=j < S, other=0.0)
         clips += tl.load(sums + 2 * S + j, mask=j < S, other=0.0)
     if mu is not None:
-        share = tl.load(mu).to(tl.float64)
-        rest = 1.0 - share
+        mu_value = tl.load(mu).to(tl.float64)
+        one_minus_mu = 1.0 - mu_value
     else:
-        share = tl.full([], 0.0, tl.float64) + mu_number
-        rest = tl.full([], 0.0, tl.float64) + mu_rest
-    policy = tl.sum(rollout_loss)
-    imitation = tl.sum(demo_loss)
+        mu_value = tl.full([], 0.0, tl.float64) + mu_number
+        one_minus_mu = tl.full([], 0.0, tl.float64) + one_minus_mu_number
+    rollout_total = tl.sum(rollout_loss)
+    demo_total = tl.sum(demo_loss)
     tokens = tl.sum(rollouts)
-    some = tl.where(tokens > 1, tokens, 1.0)
+    denominator = tl.where(tokens > 1, tokens, 1.0)
     kl = tl.sum(kls) if HAS_REF else tl.full([], float("nan"), tl.float64)
     clipped = tl.sum(clips)
-    tl.store(mixed, (rest * policy + share * imitation).to(tl.float32))
-    tl.store(scalars, policy.to(tl.float32))
-    tl.store(scalars + 1, imitation.to(tl.float32))
-    tl.store(scalars + 2, tl.where(tokens > 0, kl / some, float("nan")).to(tl.float32))
-    tl.store(scalars + 3, (clipped / some).to(tl.float32))
+    tl.store(mixed, (one_minus_mu * rollout_total + mu_value * demo_total).to(tl.float32))
+    tl.store(scalars, rollout_total.to(tl.float32))
+    tl.store(scalars + 1, demo_total.to(tl.float32))
+    tl.store(scalars + 2, tl.where(tokens > 0, kl / denominator, float("nan")).to(tl.float32))
+    tl.store(scalars + 3, (clipped / denominator).to(tl.float32))
     if moments is not None:
         tl.store(totals, tokens)
         tl.store(totals + 1, tl.sum(demos))
@@ -225,9 +207,8 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731 - one line
     sums = new(SUMS, sequences)
     statistics = TokenMoments(new(7), new(sequences), new(6)) if moments else None
-    loss = torch.empty(
-        (), dtype=torch.float32, device=device
-    )  # not a view: callers may change it in place
+    # not a view: callers may change it in place
+    loss = torch.empty((), dtype=torch.float32, device=device)
     scalars = torch.empty(4, dtype=torch.float32, device=device)
     sequence_launch(tokens, terms, sums, statistics).run(device)
     merge_launch(tokens, sums, loss, scalars, statistics).run(device)
@@ -237,7 +218,9 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 def sequence_launch(
     tokens: Tokens, terms: TokenTerms, sums: Tensor, statistics: TokenMoments | None
 ) -> launch.Launch:
-    """sums float64 [SUMS, S], and the demonstrations' mean negative log-likelihoods."""
+    """The launch of `sequence_kernel`, which writes `sums` float64 [SUMS, S] and the mean negative
+    log-likelihoods of the demonstrations.
+    """
     names = ("live", "advantages", "weight", "offsets", "lengths", "is_demo")
     arguments = {
         **{name: getattr(tokens, name).contiguous() for name in names},
@@ -253,7 +236,7 @@ def sequence_launch(
 def merge_launch(
     tokens: Tokens, sums: Tensor, loss: Tensor, scalars: Tensor, statistics: TokenMoments | None
 ) -> launch.Launch:
-    """loss 0-d, the other scalars [4], and the moments."""
+    """The launch of `merge_kernel`, which writes the loss, four other scalars and the moments."""
     arguments = {
         "sums": sums,
         "lengths": tokens.lengths.contiguous(),

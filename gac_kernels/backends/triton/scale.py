@@ -20,30 +20,30 @@ def scale_kernel(
     stride_t: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """tensor *= factor with a fixed number of programs, which all return immediately if factor is
-    1.
-    """
-    by = tl.load(factor).to(tl.float32)
-    if by != 1:
+    """tensor *= factor, with a fixed number of programs; all return immediately if factor is 1."""
+    multiplier = tl.load(factor).to(tl.float32)
+    if multiplier != 1:
         per_row = tl.cdiv(V, BLOCK)
         for tile in range(tl.program_id(0).to(tl.int64), rows * per_row, tl.num_programs(0)):
             row = row_at(tensor, tile // per_row, T, stride_b, stride_t)
             start = (tile % per_row) * BLOCK
-            words = start + tl.arange(0, BLOCK)
+            offsets = start + tl.arange(0, BLOCK)
             if start + BLOCK <= V:  # only a row's last tile needs a mask
-                x = tl.load(row + words)
-                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype))
+                x = tl.load(row + offsets)
+                tl.store(row + offsets, (x.to(tl.float32) * multiplier).to(x.dtype))
             else:
-                x = tl.load(row + words, mask=words < V)
-                tl.store(row + words, (x.to(tl.float32) * by).to(x.dtype), mask=words < V)
+                x = tl.load(row + offsets, mask=offsets < V)
+                tl.store(
+                    row + offsets, (x.to(tl.float32) * multiplier).to(x.dtype), mask=offsets < V
+                )
 
 
 def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
-    """tensor *= factor, for a [B, T, V] tensor or any contiguous one."""
+    """The launch of `scale_kernel` for a [B, T, V] tensor or any contiguous one."""
     rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
     geometry = launch.geometry(rows)
     if rows is not tensor:
-        geometry["stride_t"] = 0  # there is a single row: keep its length out of the specialization
+        geometry["stride_t"] = 0  # a single row: keep its length out of the specialization
     arguments = {
         "tensor": rows,
         "factor": factor,

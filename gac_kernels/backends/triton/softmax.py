@@ -2,7 +2,8 @@
 
 Notation: V vocabulary size, L lanes, R consecutive logits per lane. A lane keeps its own maximum
 and sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V
-terms is a tree reduction of L short sums. Exponents are base 2: `k` = log2(e) / temperature.
+terms is a tree reduction of L short sums. Exponents are base 2: z = x exp2_scale for a logit x,
+where exp2_scale = log2(e) / temperature.
 """
 
 import triton
@@ -20,17 +21,19 @@ def row_at(pointer, n, T, stride_b, stride_t):
 
 
 @triton.jit
-def absorb(top, mass, moment, x, k):
-    """Add a tile x [L, R] to the lanes' maximum of x k, sum 2^d and sum d 2^d, d = x k - top.
+def absorb(top, mass, moment, x, exp2_scale):
+    """Add a tile x [L, R] to the lanes' maximum of z, sum 2^d and sum d 2^d, d = z - top.
 
     A nan or +inf in x makes `mass` nan permanently; -inf adds nothing, even before the first finite
     logit.
     """
-    peak = tl.maximum(top, tl.max(x, 1) * k)
+    peak = tl.maximum(top, tl.max(x, 1) * exp2_scale)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shift = tl.maximum(top - anchor, FLOOR)
     decay = tl.exp2(shift)
-    d = tl.fma(x, k, -anchor[:, None])  # one rounding, after the large terms have cancelled
+    d = tl.fma(
+        x, exp2_scale, -anchor[:, None]
+    )  # one rounding, after the large terms have cancelled
     p = tl.exp2(d)
     moment = (moment + shift * mass) * decay + tl.sum(p * tl.maximum(d, FLOOR), 1)
     mass = mass * decay + tl.sum(p, 1)
@@ -49,48 +52,57 @@ def gather(top, mass, moment):
 
 @triton.jit
 def read_row(
-    row, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+    row, V, exp2_scale, REREAD: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
 ):
-    """One read of a row: the maximum of x k, sum 2^d and sum d 2^d.
+    """Read a row once: the maximum of z, sum 2^d and sum d 2^d.
 
-    AGAIN: the row will be read a second time, so it should stay in the cache.
+    REREAD: the row will be read a second time, so it should stay in the cache.
     """
-    EVICT: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    EVICT: tl.constexpr = "evict_last" if REREAD else "evict_first"
     top = tl.full([L], float("-inf"), tl.float32)
     mass = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
-    words = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
-    whole = V // (L * R) * (L * R)  # only the last tile needs a mask
-    for start in tl.range(0, whole, L * R, num_stages=STAGES):
-        x = tl.load(row + start + words, eviction_policy=EVICT)
-        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
-    if whole < V:
-        x = tl.load(row + whole + words, mask=whole + words < V, other=float("-inf"))
-        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), k)
+    offsets = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
+    full = V // (L * R) * (L * R)  # only the last tile needs a mask
+    for start in tl.range(0, full, L * R, num_stages=STAGES):
+        x = tl.load(row + start + offsets, eviction_policy=EVICT)
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
+    if full < V:
+        x = tl.load(row + full + offsets, mask=full + offsets < V, other=float("-inf"))
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
     return gather(top, mass, moment)
 
 
 @triton.jit
 def row_values(
-    row, y, V, k, AGAIN: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+    row,
+    y,
+    V,
+    exp2_scale,
+    REREAD: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """logp of token y, entropy and logsumexp in nats, and logsumexp in bits as maximum plus
-    remainder.
+    """The logp of token y, entropy and logsumexp in nats, and logsumexp in bits as the sum of a
+    maximum and log2 of the mass.
 
     y outside [0, V) reads nothing and gives nan.
     """
-    top, mass, moment = read_row(row, V, k, AGAIN, L, R, STAGES)
+    top, mass, moment = read_row(row, V, exp2_scale, REREAD, L, R, STAGES)
     x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
-    bits = tl.log2(mass)
-    logp = (tl.fma(x, k, -top) - bits) * LN2
-    entropy = (bits - moment / mass) * LN2
-    return logp, entropy, (top + bits) * LN2, top, bits
+    log2_mass = tl.log2(mass)
+    logp = (tl.fma(x, exp2_scale, -top) - log2_mass) * LN2
+    entropy = (log2_mass - moment / mass) * LN2
+    return logp, entropy, (top + log2_mass) * LN2, top, log2_mass
 
 
 @triton.jit
-def gradient_tile(x, hit, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr):
+def gradient_tile(
+    x, hit, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr
+):
     """d_logp (hit - p) - d_entropy p (log p + H) for a tile x of logits."""
-    d = tl.fma(x.to(tl.float32), k, -top) - bits
+    d = tl.fma(x.to(tl.float32), exp2_scale, -top) - log2_mass
     p = tl.exp2(d)
     gradient = tl.where(hit, d_logp, 0.0) - d_logp * p
     if HAS_ENTROPY:
@@ -106,8 +118,8 @@ def write_gradient(
     y,
     V,
     top,
-    bits,
-    k,
+    log2_mass,
+    exp2_scale,
     d_logp,
     d_entropy,
     entropy,
@@ -115,33 +127,35 @@ def write_gradient(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(x k - top - bits).
+    """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(z - top - log2_mass).
 
     Runs backwards, because the end of the row was read last and is still in the cache. `out` may be
     the row itself.
 
-    With `signs` [V], returns the signed gradient summed over tiles for each position in a tile,
+    With `signs` [V], it returns the signed gradient summed over tiles for each position in a tile,
     float32 [BLOCK].
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
     tiles = V // BLOCK
-    words = tiles * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(row + words, mask=words < V, other=0.0)
-    gradient = gradient_tile(x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY)
-    tl.store(out + words, gradient.to(out.dtype.element_ty), mask=words < V)
+    offsets = tiles * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + offsets, mask=offsets < V, other=0.0)
+    gradient = gradient_tile(
+        x, offsets == y, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY
+    )
+    tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=offsets < V)
     signed = tl.zeros([BLOCK], tl.float32)
     if signs is not None:
-        sign = tl.load(signs + words, words < V, other=0).to(tl.float32)
-        signed = tl.where(words < V, gradient, 0.0) * sign
+        sign = tl.load(signs + offsets, offsets < V, other=0).to(tl.float32)
+        signed = tl.where(offsets < V, gradient, 0.0) * sign
     for tile in tl.range(0, tiles, num_stages=STAGES):
-        words = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(row + words, eviction_policy="evict_first")
+        offsets = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + offsets, eviction_policy="evict_first")
         gradient = gradient_tile(
-            x, words == y, top, bits, k, d_logp, d_entropy, entropy, HAS_ENTROPY
+            x, offsets == y, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY
         )
-        tl.store(out + words, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(out + offsets, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
         if signs is not None:
-            signed += gradient * tl.load(signs + words).to(tl.float32)
+            signed += gradient * tl.load(signs + offsets).to(tl.float32)
     return signed
 
 
@@ -149,5 +163,5 @@ def write_gradient(
 def write_zeros(out, V, BLOCK: tl.constexpr):
     """out [V] = 0."""
     for start in range(0, V, BLOCK):
-        words = start + tl.arange(0, BLOCK)
-        tl.store(out + words, tl.zeros([BLOCK], out.dtype.element_ty), mask=words < V)
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(out + offsets, tl.zeros([BLOCK], out.dtype.element_ty), mask=offsets < V)

@@ -23,7 +23,7 @@ def stats_kernel(
     V,
     stride_b: tl.int64,
     stride_t: tl.int64,
-    k,
+    exp2_scale,
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
@@ -35,7 +35,7 @@ def stats_kernel(
     lse = 0.0
     if y != NO_LOSS:
         row = row_at(logits, n, T, stride_b, stride_t)
-        logp, entropy, lse, _, _ = row_values(row, y, V, k, False, L, R, STAGES)
+        logp, entropy, lse, _, _ = row_values(row, y, V, exp2_scale, False, L, R, STAGES)
     tl.store(results + n, logp)
     tl.store(results + N + n, entropy)
     tl.store(results + 2 * N + n, lse)
@@ -44,7 +44,7 @@ def stats_kernel(
 def stats_launch(
     logits: Tensor, targets: Tensor, temperature: float, results: Tensor
 ) -> launch.Launch:
-    """results float32 [3, N] = logp, entropy, logsumexp."""
+    """The launch of `stats_kernel`, which writes `results` float32 [3, N]."""
     tile = launch.tiling(logits.shape[-1], logits.dtype)
     arguments = {
         "logits": logits,
@@ -52,7 +52,7 @@ def stats_launch(
         "results": results,
         "N": targets.numel(),
         **launch.geometry(logits),
-        "k": launch.bits(temperature),
+        "exp2_scale": launch.exp2_scale(temperature),
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
