@@ -1,4 +1,4 @@
-"""One fused operation for hybrid SFT + RL losses, on several backends."""
+"""Fused losses for hybrid SFT + RL post-training, with several backends."""
 
 from .api import (
     fused_gac_loss,

@@ -17,10 +17,10 @@ from .autograd import (
     TokenLogprobs,
     loss_output,
 )
-from .backends import reference as row_functions
+from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import Needs
+from .linear import NeedsGrad
 from .projection import GemmOptions
 from .sketch import HeadSketch
 
@@ -42,10 +42,10 @@ def fused_gac_loss(
     overwrite: bool = False,
     backend: str = "auto",
 ) -> LossOutput:
-    """The mixed loss (1 - mu) rollout_loss + mu demo_loss of a batch, and its statistics.
+    """Compute the mixed loss (1 - mu) rollout_loss + mu demo_loss of a batch, and its statistics.
 
-    Each row is a rollout or a demonstration, as given by `is_demo`. A batch is padded, [B, T], or
-    packed: S concatenated sequences, N tokens in total, delimited by `cu_seqlens`.
+    Each sequence is a rollout or a demonstration, as given by `is_demo`. A batch is padded, [B, T],
+    or packed: S concatenated sequences, N tokens in total, delimited by `cu_seqlens`.
 
     Args:
         logits: [B, T, V], or packed [N, V]; float32, bfloat16 or float16, rows of any stride.
@@ -92,20 +92,22 @@ def fused_gac_loss(
         return ops.fused_loss((logits, None, None), inputs, spec, moments, backend, options)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1], cu_seqlens)
-    if chosen is row_functions:
+    if chosen is reference_backend:
         return reference.fused_gac_loss(logits, **inputs._asdict(), spec=spec, moments=moments)
     with torch.no_grad():
         tokens = chosen.plan(inputs, spec)
     rows = logits if logits.dim() == 3 else logits[None]
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
-        out = rows.detach() if overwrite and _apart(rows) else torch.empty_like(rows)
+        out = (
+            rows.detach() if overwrite and _has_distinct_elements(rows) else torch.empty_like(rows)
+        )
     flat = FusedLoss.apply(rows, LossTask(tokens, spec, chosen, moments), out)
     return loss_output(flat, targets.shape)
 
 
-def _apart(x: Tensor) -> bool:
-    """Whether no two elements of `x` share memory (in an expanded tensor they do)."""
+def _has_distinct_elements(x: Tensor) -> bool:
+    """Whether no two elements of `x` share memory, unlike in an expanded tensor."""
     span = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < span:
@@ -117,7 +119,7 @@ def _apart(x: Tensor) -> bool:
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, both differentiable.
+    """Compute the log-probability of each target and the entropy of each distribution.
 
     Args:
         logits: [B, T, V] or [N, V]; float32, bfloat16 or float16, rows of any stride.
@@ -126,7 +128,7 @@ def token_logprobs(
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
+        (logps, entropy), both differentiable, float32 and shaped like `targets`; entropy in nats.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
@@ -138,7 +140,7 @@ def token_logprobs(
         return ops.token_logprobs((logits, None, None), targets, temperature, backend, options)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1])
-    if chosen is row_functions:
+    if chosen is reference_backend:
         return reference.token_logprobs(logits, targets, temperature=temperature)
     rows = logits if logits.dim() == 3 else logits[None]
     logps, entropy = TokenLogprobs.apply(rows, targets.reshape(-1), temperature, chosen)
@@ -166,7 +168,7 @@ def fused_linear_gac_loss(
     chunk_bytes: int | None = None,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """`fused_gac_loss` of the logits hidden @ weight.T + bias, which are never fully materialized.
+    """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
 
     The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. Rows
     without a loss are skipped, rows whose gradient is known to be 0 need only the forward GEMM, and
@@ -200,12 +202,13 @@ def fused_linear_gac_loss(
         return ops.fused_loss(
             (hidden, weight, bias), inputs, spec, moments, backend, options, sketch
         )
-    exact = reference.arithmetic(options.compute)
-    chosen = backends.choose(backend, hidden.device, exact)
+    accum_dtype = reference.compute_dtype(options.dtype)
+    chosen = backends.choose(backend, hidden.device, accum_dtype)
     checks.values(targets, weight.shape[0], cu_seqlens)
     with torch.no_grad():
-        tokens = chosen.plan(inputs, spec, exact)
-    task, needs = LossTask(tokens, spec, chosen, moments, sketch), Needs.of(hidden, weight, bias)
+        tokens = chosen.plan(inputs, spec, accum_dtype)
+    task = LossTask(tokens, spec, chosen, moments, sketch)
+    needs = NeedsGrad.of(hidden, weight, bias)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
     flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
     return loss_output(flat, targets.shape)
@@ -221,7 +224,7 @@ def linear_token_logprobs(
     backend: str = "auto",
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of the logits hidden @ weight.T + bias, which are never fully materialized.
+    """Compute `token_logprobs` of hidden @ weight.T + bias without materializing all logits.
 
     The backward pass recomputes the logits of the rows that receive a gradient: 8 N H V FLOPs in
     total.
@@ -236,7 +239,7 @@ def linear_token_logprobs(
         chunk_bytes: as in `fused_linear_gac_loss`.
 
     Returns:
-        (logps, entropy), both float32 and shaped like `targets`; entropy in nats.
+        (logps, entropy), both differentiable, float32 and shaped like `targets`; entropy in nats.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
@@ -245,12 +248,11 @@ def linear_token_logprobs(
     checks.temperature(temperature)
     if torch.compiler.is_compiling():
         return ops.token_logprobs((hidden, weight, bias), targets, temperature, backend, options)
-    chosen = backends.choose(backend, hidden.device, reference.arithmetic(options.compute))
+    chosen = backends.choose(backend, hidden.device, reference.compute_dtype(options.dtype))
     checks.values(targets, weight.shape[0])
+    flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     logps, entropy = LinearLogprobs.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        *(weight, bias, targets.reshape(-1)),
-        *(temperature, chosen, options),
+        flat_hidden, weight, bias, flat_targets, temperature, chosen, options
     )
     return logps.view(targets.shape), entropy.view(targets.shape)
 
@@ -271,7 +273,7 @@ def loss_from_logprobs(
     demo_norm: float | Tensor | None = None,
     moments: bool = True,
 ) -> LossOutput:
-    """`fused_gac_loss` from log-probabilities instead of logits.
+    """Compute `fused_gac_loss` from log-probabilities instead of logits.
 
     Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
@@ -293,10 +295,9 @@ def loss_from_logprobs(
     )
     checks.batch(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
-        raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} needs it")
-    if (
-        not torch.compiler.is_compiling()
-    ):  # torch.compile cannot trace code that reads tensor values
+        raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} requires it")
+    # torch.compile cannot trace code that reads tensor values
+    if not torch.compiler.is_compiling():
         checks.values(targets, None, cu_seqlens)
     return reference.loss_from_logprobs(logps, entropy, inputs, spec, moments)
 
@@ -304,13 +305,13 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the inputs of the linear form; its GEMMs use autocast's dtype if enabled, else
-    hidden's.
+    """Check the inputs of the LM head and choose its GEMM dtype: autocast's if enabled, else
+    that of hidden.
     """
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
-    compute = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
-    return GemmOptions(compute, chunk_bytes)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+    return GemmOptions(dtype, chunk_bytes)

@@ -18,18 +18,18 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .linear import Needs
+from .linear import NeedsGrad
 from .projection import GemmOptions, Projection
 from .sketch import HeadSketch, per_sequence
-from .tokens import Tokens, TokenTerms, in_units
+from .tokens import Tokens, TokenTerms, scale_for_float16
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
-    """Raise on a double backward: with create_graph=True the gradient would silently be a constant."""
+    """Raise RuntimeError on a double backward, which would treat the gradient as a constant."""
     if grad_enabled:
         raise RuntimeError(
             "the fused functions are differentiable once: for a double backward "
-            "(create_graph=True) use the function of the same name in gac_kernels.reference"
+            "(create_graph=True), use the function of the same name in gac_kernels.reference"
         )
 
 
@@ -44,7 +44,7 @@ class LossTask(NamedTuple):
 
 
 class FusedLoss(Function):
-    """logits [B, T, V] -> the scalars of `tokens.Summary`, logps, entropy and three moments."""
+    """logits [B, T, V] -> the scalars of `tokens.Summary`, logps, entropy, moments and sketch."""
 
     @staticmethod
     def forward(
@@ -53,8 +53,8 @@ class FusedLoss(Function):
         task: LossTask,
         out: Tensor | None,  # buffer for the gradient; None if not needed
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(task.tokens, task.spec, logits.dtype)
-        terms = task.backend.row_loss(logits, shares, task.spec, out)
+        ctx.inv_scale, scaled = scale_for_float16(task.tokens, task.spec, logits.dtype)
+        terms = task.backend.row_loss(logits, scaled, task.spec, out)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # autograd must detect that saved logits have changed
@@ -67,7 +67,7 @@ class FusedLoss(Function):
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
             return None, None, None
-        (grad,) = _scaled(ctx, d_loss)
+        (grad,) = _scale_saved(ctx, d_loss)
         return grad, None, None
 
 
@@ -103,20 +103,22 @@ class FusedLinearLoss(Function):
         weight: Tensor,
         bias: Tensor | None,
         task: LossTask,
-        needs: Needs,
+        needs: NeedsGrad,
         options: GemmOptions,
     ) -> tuple[Tensor | None, ...]:
-        ctx.unit, shares = in_units(task.tokens, task.spec, options.compute)
+        ctx.inv_scale, scaled = scale_for_float16(task.tokens, task.spec, options.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums, sides = linear.fused_loss(
-                hidden, projection, shares, task.spec, task.backend, needs, task.sketch
+            terms, sums, factors = linear.fused_loss(
+                hidden, projection, scaled, task.spec, task.backend, needs, task.sketch
             )
-        sketch = None if sides is None else per_sequence(sides, shares, task.spec, ctx.unit)
+        sketch = None
+        if factors is not None:
+            sketch = per_sequence(factors, scaled, task.spec, ctx.inv_scale)
         ctx.backend = task.backend
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # scaled float16 gradients are rounded only after unscaling
-        ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.unit is None else sums))
+        ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.inv_scale is None else sums))
         return _outputs(ctx, task, terms, sketch)
 
     @staticmethod
@@ -124,7 +126,7 @@ class FusedLinearLoss(Function):
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
             return (None,) * 6
-        return (*_cast(_scaled(ctx, d_loss), ctx.dtypes), None, None, None)
+        return (*_cast(_scale_saved(ctx, d_loss), ctx.dtypes), None, None, None)
 
 
 class LinearLogprobs(Function):
@@ -154,7 +156,7 @@ class LinearLogprobs(Function):
         refuse_double_backward(torch.is_grad_enabled())
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         temperature, backend, options = ctx.settings
-        needs = Needs(*ctx.needs_input_grad[:3])
+        needs = NeedsGrad(*ctx.needs_input_grad[:3])
         stats = torch.stack([lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)])
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
@@ -162,13 +164,13 @@ class LinearLogprobs(Function):
                 hidden, projection, targets, stats, temperature, backend, needs
             )
         dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
-        return (*_cast(grads, dtypes), *(None,) * 4)
+        return (*_cast(grads, dtypes), None, None, None, None)
 
 
 def _outputs(
     ctx: Any, task: LossTask, terms: TokenTerms, sketch: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Flat outputs of a loss function; all but the first are non-differentiable."""
+    """Reduce the terms to the flat outputs of a loss function; only the first is differentiable."""
     *scalars, statistics = task.backend.reduce(task.tokens, terms, task.moments)
     flat: tuple[Tensor | None, ...] = (None,) * 3
     if statistics is not None:
@@ -180,30 +182,30 @@ def _outputs(
     return (*scalars, terms.logps, terms.entropy, *flat)
 
 
-def _scaled(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+def _scale_saved(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
     """Scale the saved gradients in place by the upstream gradient (0-d)."""
     grads = ctx.saved_tensors
-    factor = d_loss if ctx.unit is None else d_loss * ctx.unit
+    factor = d_loss if ctx.inv_scale is None else d_loss * ctx.inv_scale
     if factor.device.type != "cpu" or factor.item() != 1:
         for grad in grads:
             if grad is not None:
                 ctx.backend.scale_(grad, factor)
-                increment_version(
-                    grad
-                )  # so that autograd rejects a second backward, which would scale twice
+                # autograd must reject a second backward, which would scale twice
+                increment_version(grad)
     return grads
 
 
 def _cast(
     grads: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype | None, ...]
 ) -> tuple[Tensor | None, ...]:
+    """Convert each gradient to its input's dtype."""
     return tuple(
         None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
     )
 
 
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
-    """Build a LossOutput from the flat outputs of `FusedLoss`."""
+    """Build a LossOutput from the flat outputs of `FusedLoss` or `FusedLinearLoss`."""
     *scalars, logps, entropy, rollouts, demo_nll, totals, sketch = flat
     moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
     return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments, sketch))

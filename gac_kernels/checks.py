@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def rows(name: str, value: Tensor, targets: Tensor) -> None:
-    """`value` [..., X] must be a float tensor with one row per target and contiguous rows."""
+    """Check that `value` [..., X] is a float tensor with contiguous rows, one per target."""
     tensor(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {value.dtype}: use float32, bfloat16 or float16")
@@ -41,9 +41,7 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
 
 
 def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
-    """Log-probabilities [B, T] or [N] and their entropies must be float tensors shaped like
-    targets.
-    """
+    """Check that logps [B, T] or [N] and their entropies are float tensors shaped like targets."""
     tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets has dtype {targets.dtype}: use int64")
@@ -55,13 +53,13 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
 
 
 def tensor(name: str, value: object) -> None:
+    """Check that `value` is a plain, unsharded tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: use a tensor")
-    if hasattr(
-        value, "full_tensor"
-    ):  # calling full_tensor() here would lose the gradient reduction
+    # calling a DTensor's full_tensor() here would drop the gradient reduction
+    if hasattr(value, "full_tensor"):
         raise TypeError(
-            f"{name} is a {type(value).__name__}: use a plain tensor; under FSDP call the loss "
+            f"{name} is a {type(value).__name__}: use a plain tensor; under FSDP, call the loss "
             f"inside the module's forward, where parameters are gathered"
         )
 
@@ -78,7 +76,7 @@ def same_device(name: str, value: Tensor, other: Tensor, cpu: bool = False) -> N
 
 
 def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) -> None:
-    """weight [V, H] and bias [V] must fit hidden [..., H]; autocast aligns their dtypes."""
+    """Check that weight [V, H] and bias [V] fit hidden [..., H]; autocast aligns their dtypes."""
     tensor("weight", weight)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
@@ -92,7 +90,8 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
         aligned = autocast and value.is_floating_point() and value.dtype != torch.float64
         if value.dtype != hidden.dtype and not aligned:
             raise TypeError(
-                f"{name} has dtype {value.dtype}: use {hidden.dtype}, the dtype of hidden, or enable autocast"
+                f"{name} has dtype {value.dtype}: use {hidden.dtype}, the dtype of hidden, "
+                f"or enable autocast"
             )
         same_device(name, value, hidden)
     if bias is not None:
@@ -100,7 +99,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
 
 
 def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
-    """All checks of a batch that read no tensor values from an accelerator."""
+    """Check a batch and its spec without reading tensor values."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
@@ -121,7 +120,7 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         if value is not None:
             per_token(name, value, inputs.targets)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
-        raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} needs it")
+        raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} requires it")
     scalar("mu", inputs.mu, like, 0, 1)
     for name in ("rollout_norm", "demo_norm"):
         norm = getattr(inputs, name)
@@ -134,11 +133,12 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
     if targets.dim() != 1:
         if cu_seqlens is not None:
             raise ValueError(
-                "cu_seqlens is given, but the batch is padded: pass it only with packed logits [N, V]"
+                f"cu_seqlens is given for padded targets of shape {list(targets.shape)}: "
+                f"pass it only with packed targets [N]"
             )
         return targets.shape[0]
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens is None: the packed layout needs it")
+        raise ValueError("cu_seqlens is None: the packed layout requires it")
     tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: use int32")
@@ -149,7 +149,7 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def per_token(name: str, value: Tensor, targets: Tensor) -> None:
-    """`value` must be a float tensor with the shape of targets."""
+    """Check that `value` is a float tensor with the shape of targets."""
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
@@ -158,7 +158,7 @@ def per_token(name: str, value: Tensor, targets: Tensor) -> None:
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
-    """`value` must be a Python number in [low, high], or a 0-d tensor, whose value is not read."""
+    """Check that `value` is a number in [low, high], or a 0-d tensor, whose value is not read."""
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{name} has shape {list(value.shape)}: use a number or a 0-d tensor")
@@ -182,9 +182,9 @@ def sketch(value: object) -> None:
 
 
 def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = None) -> None:
-    """Checks that read tensor values: always on the CPU; on an accelerator only if GAC_CHECK=1."""
-    checked = os.environ.get("GAC_CHECK") == "1"
-    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or checked):
+    """Check tensor values: always on the CPU, on an accelerator only if GAC_CHECK=1."""
+    check_all = os.environ.get("GAC_CHECK") == "1"
+    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or check_all):
         ends = cu_seqlens.tolist()
         n = targets.numel()
         if ends[0] != 0:
@@ -193,12 +193,12 @@ def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = 
             raise ValueError(f"cu_seqlens={ends} decreases: it must be non-decreasing")
         if ends[-1] != n:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
-    if targets.numel() and (targets.device.type == "cpu" or checked):
+    if targets.numel() and (targets.device.type == "cpu" or check_all):
         low, high = (x.item() for x in targets.aminmax())
-        beyond = high + 1 if vocabulary is None else vocabulary
-        if low >= 0 and high < beyond:  # fast path: a single pass if every token has a loss
+        limit = high + 1 if vocabulary is None else vocabulary
+        if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss
             return
-        bad = ((targets < 0) | (targets >= beyond)) & (targets != IGNORE)
+        bad = ((targets < 0) | (targets >= limit)) & (targets != IGNORE)
         if bad.any():
             where = bad.nonzero()[0].tolist()
             raise ValueError(

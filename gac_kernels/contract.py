@@ -1,4 +1,4 @@
-"""Types of the fused loss: options, outputs and sufficient statistics."""
+"""The fused loss's types: options, outputs and sufficient statistics."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class LossSpec:
     """
 
     clip_low: float | None = 0.2
-    """The probability ratio to the sampling policy is clipped below at 1 - clip_low; None: no lower
-    clip.
+    """The probability ratio to the sampling policy is clipped to at least 1 - clip_low; None: no
+    lower clip.
     """
     clip_high: float | None = 0.2
-    """The ratio is clipped above at 1 + clip_high; None: no upper clip, apart from a clamp at e^40
-    (with zero gradient) that only wrong `old_logps` reach.
+    """The ratio is clipped to at most 1 + clip_high; None: no upper clip. Log-ratios above
+    40, which only wrong `old_logps` reach, are clamped with zero gradient.
     """
     dual_clip: float | None = None
     """c > 1: with a negative advantage A the policy term is at most -c A (arXiv 1912.09729)."""
@@ -80,16 +80,17 @@ class LossSpec:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on every rollout token."""
     demo_weight: DemoWeight = DemoWeight.PHI
-    """Weight of the demonstration tokens: one, p, phi, shaped or trust."""
+    """Weight of the demonstration tokens; a string such as "phi" is converted."""
     demo_shape: float = 0.1
     """The constant c of the weights "shaped" and "trust"."""
     rollout_reduction: str = "sequence"
-    """How token losses become the rollout term: "sequence" (mean per row, then over rows), "token"
-    (mean over all tokens) or "constant" (sum over rows times `max_tokens`)."""
+    """How token losses are reduced to the rollout term: "sequence" (mean per sequence, then over
+    sequences), "token" (mean over all tokens) or "constant" (sum / (sequences * `max_tokens`)).
+    """
     demo_reduction: str = "token"
     """The same for the demonstration term."""
     max_tokens: float | None = None
-    """Number of tokens that each row counts as under a "constant" reduction."""
+    """Number of tokens that a "constant" reduction counts for each sequence."""
     temperature: float = 1.0
     """The logits are divided by it before the softmax."""
 
@@ -100,8 +101,8 @@ class LossSpec:
             except ValueError:
                 names = ", ".join(w.value for w in DemoWeight)
                 raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
-        for name in _NUMBERS:
-            value, optional = getattr(self, name), _NUMBERS[name]
+        for name, optional in _NUMBERS.items():
+            value = getattr(self, name)
             if not isinstance(value, (int, float)) and not (optional and value is None):
                 raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
         for name in ("rollout_reduction", "demo_reduction"):
@@ -125,7 +126,7 @@ class LossSpec:
             return
         if self.max_tokens is None or not 0 < self.max_tokens < math.inf:
             raise ValueError(
-                f"max_tokens={self.max_tokens!r}: a 'constant' reduction needs a number > 0"
+                f"max_tokens={self.max_tokens!r}: a 'constant' reduction requires a number > 0"
             )
 
 
@@ -135,9 +136,7 @@ def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:
 
 
 class Signals(NamedTuple):
-    """The controller's three inputs; nan if the batch cannot provide one (for example, without
-    rollouts).
-    """
+    """The controller's three inputs, each nan if the batch cannot provide it."""
 
     sft_variance: float
     """sigma_s^2: trimmed variance of the demonstrations' mean negative log-likelihood, nats^2."""
@@ -149,20 +148,19 @@ class Signals(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Sufficient statistics of a batch; `a + b` gives those of both batches combined.
+    """Sufficient statistics of a batch; `a + b` are those of the two batches combined.
 
-    The rollout moments are means and centred sums, so merging loses no precision.
+    The rollout moments are means and centered sums, so merging loses no precision.
     They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
     """
 
     rollouts: Tensor
-    """float64 [7]: n non-empty rollouts, mean s, mean r, then the centred sums
+    """float64 [7]: n non-empty rollouts, mean s, mean r, then the centered sums
     sum w (s - mean s)^2, sum w (r - mean r)^2, sum w (s - mean s)(r - mean r), and
     sum over rollouts of (mean_t A_t - mean r)^2."""
     demo_nll: Tensor
-    """float64 [S]: each demonstration's mean negative log-likelihood; -inf, which no likelihood
-    gives, marks rollouts and empty demonstrations; nan marks a demonstration with a nan
-    log-probability.
+    """float64 [S]: each demonstration's mean negative log-likelihood. -inf, an impossible value,
+    marks rollouts and empty demonstrations; nan marks a demonstration with a nan log-probability.
     """
     totals: Tensor
     """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
@@ -176,32 +174,32 @@ class TokenMoments:
 
     @classmethod
     def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
-        """Merge one or more `parts`, on the device of the first one."""
+        """Merge one or more `parts` on the device of the first."""
         device = parts[0].totals.device
-        here = [part if part.totals.device == device else part.to(device) for part in parts]
-        each = torch.stack([part.rollouts for part in here])
-        counts, means = each[:, 0], each[:, 1:3]
+        local_parts = [part if part.totals.device == device else part.to(device) for part in parts]
+        rollouts = torch.stack([part.rollouts for part in local_parts])
+        counts, means = rollouts[:, 0], rollouts[:, 1:3]
         count = counts.sum()
         mean = counts @ means / count.clamp(min=1)
         s, r = (means - mean).T
         # sums of squares around the common mean: within parts plus between parts
-        sums = each[:, 3:].sum(0) + torch.stack([s * s, r * r, s * r, r * r]) @ counts
+        sums = rollouts[:, 3:].sum(0) + torch.stack([s * s, r * r, s * r, r * r]) @ counts
         return cls(
             torch.cat([count[None], mean, sums]),
-            torch.cat([part.demo_nll for part in here]),
-            torch.stack([part.totals for part in here]).sum(0),
+            torch.cat([part.demo_nll for part in local_parts]),
+            torch.stack([part.totals for part in local_parts]).sum(0),
         )
 
     def __add__(self, other: TokenMoments) -> TokenMoments:
         return TokenMoments.merged([self, other])
 
     def to(self, device: torch.device | str) -> TokenMoments:
-        """The same moments on another device."""
+        """Copy the moments to another device."""
         return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
-        """The merged moments of all ranks of `group`, identical on each; self if there is no
-        process group.
+        """Merge the moments of all ranks of `group`, bit for bit the same on each; a no-op without
+        a process group.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return self
@@ -210,14 +208,14 @@ class TokenMoments:
         sizes = [torch.zeros_like(size) for _ in range(ranks)]
         dist.all_gather(sizes, size, group=group)
         longest = max(int(s) for s in sizes)
-        mine = torch.cat([self.rollouts, self.totals, self.demo_nll])
-        mine = torch.nn.functional.pad(mine, (0, 13 + longest - mine.numel()), value=-math.inf)
-        gathered = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(gathered, mine, group=group)
+        local = torch.cat([self.rollouts, self.totals, self.demo_nll])
+        local = torch.nn.functional.pad(local, (0, 13 + longest - local.numel()), value=-math.inf)
+        gathered = [torch.empty_like(local) for _ in range(ranks)]
+        dist.all_gather(gathered, local, group=group)
         return TokenMoments.merged([TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered])
 
     def signals(self, trim: float = 0.1) -> Signals:
-        """The controller's inputs (equations 7 to 9 of the paper), with one copy to the host.
+        """Compute the controller's inputs (the paper's equations 7 to 9); copies to the host once.
 
         Args:
             trim: fraction of the sorted demonstrations dropped at each end, in [0, 0.5).
@@ -227,8 +225,8 @@ class TokenMoments:
         """
         if not 0 <= trim < 0.5:
             raise ValueError(f"trim={trim!r}: use a fraction in [0, 0.5)")
-        n, _, _, ss, rr, sr, aa, *nll = torch.cat([self.rollouts, self.demo_nll]).tolist()
-        sft = _trimmed_variance([x for x in nll if x != -math.inf], trim)
+        n, _, _, ss, rr, sr, aa, *nlls = torch.cat([self.rollouts, self.demo_nll]).tolist()
+        sft = _trimmed_variance([x for x in nlls if x != -math.inf], trim)
         if n == 0:
             return Signals(sft, math.nan, math.nan)
         # a constant signal has z = 0; "not <=" propagates nan
@@ -264,7 +262,7 @@ class TokenMoments:
 
 
 def _trimmed_variance(values: list[float], trim: float) -> float:
-    """Population variance after dropping a fraction `trim` at each end; nan for nan or no values."""
+    """Population variance without a fraction `trim` at each end; nan for no values or a nan."""
     if not values or any(map(math.isnan, values)):
         return math.nan
     cut = math.floor(trim * len(values))
@@ -276,8 +274,7 @@ def _trimmed_variance(values: list[float], trim: float) -> float:
 class LossOutput(NamedTuple):
     """Output of the fused losses. All but `loss` are detached; losses are float32 0-d tensors."""
 
-    # a named tuple, because FSDP's hooks search outputs for tensors and do not look inside
-    # dataclasses
+    # a named tuple, because FSDP's hooks find no tensors inside dataclasses
 
     loss: Tensor
     """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
@@ -296,7 +293,7 @@ class LossOutput(NamedTuple):
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
     sketch: Tensor | None = None
-    """float32 [S, k, k]: R G S^T for each sequence, where G is its contribution to its own term's
-    gradient with respect to the head weight and k the size of both projections; see `HeadSketch`.
-    None unless requested.
+    """float32 [S, k, k]: R G S^T for each sequence, where G is its part of its own term's gradient
+    with respect to the head weight and k the size of both projections; see `HeadSketch`. None
+    unless requested.
     """

@@ -1,4 +1,4 @@
-"""The caller's batch as one value, passed from the public functions to the backends."""
+"""The caller's batch, as the public functions pass it to the backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BatchInputs(NamedTuple):
 
     targets: Tensor  # int64 [B, T] or [N]
     advantages: Tensor  # [B], [B, T], [S] or [N]
-    is_demo: Tensor  # bool [S]
+    is_demo: Tensor  # bool [B] or [S]
     mu: float | Tensor = 0.5
     old_logps: Tensor | None = None  # like targets
     ref_logps: Tensor | None = None  # like targets
@@ -23,14 +23,14 @@ class BatchInputs(NamedTuple):
     rollout_norm: float | Tensor | None = None
     demo_norm: float | Tensor | None = None
 
-    def moved(self) -> BatchInputs:
+    def to_targets_device(self) -> BatchInputs:
         """Move all tensors to the targets' device, without blocking the host.
 
         Tensors are moved before any conversion: a CUDA graph can capture copies from pinned memory
         only, and the result of a conversion on the CPU is not pinned.
         """
 
-        def there(x: Any) -> Any:
+        def to_device(x: Any) -> Any:
             return x.to(self.targets.device, non_blocking=True) if isinstance(x, Tensor) else x
 
-        return BatchInputs(*(there(x) for x in self))
+        return BatchInputs(*(to_device(x) for x in self))

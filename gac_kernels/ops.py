@@ -1,7 +1,7 @@
-"""The public functions as opaque custom operators for torch.compile; eager code uses autograd.py.
+"""The public functions as custom operators for torch.compile; eager code uses autograd.py.
 
-One operator covers both forms: if `weight` is None, `rows` are the logits, else the hidden states.
-Checks that read tensor values run inside the operator, at run time.
+One operator serves both forms: `rows` are the logits if `weight` is None, otherwise the hidden
+states. Checks that read tensor values run inside the operator, at run time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from . import backends, checks, linear
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import Needs
+from .linear import NeedsGrad
 from .projection import GemmOptions, Projection
-from .reference import arithmetic
+from .reference import compute_dtype
 from .scalars import decode, encode
 from .sketch import HeadSketch, per_sequence
-from .tokens import in_units
+from .tokens import scale_for_float16
 
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
+_SCALAR_INPUTS = ("mu", "rollout_norm", "demo_norm")  # inputs: numbers or 0-d tensors
 Operands = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weight, bias
 
 
-def _tensors(inputs: BatchInputs) -> BatchInputs:
+def _to_tensors(inputs: BatchInputs) -> BatchInputs:
     """Convert Python numbers to 0-d CPU tensors, so that the schema has a single argument type."""
 
     def tensor(value: Any) -> Any:
@@ -35,33 +36,35 @@ def _tensors(inputs: BatchInputs) -> BatchInputs:
             return value
         return torch.full((), value, dtype=torch.float64)
 
-    mu, norms = tensor(inputs.mu), (tensor(inputs.rollout_norm), tensor(inputs.demo_norm))
-    return inputs._replace(mu=mu, rollout_norm=norms[0], demo_norm=norms[1])
+    scalars = {name: tensor(getattr(inputs, name)) for name in _SCALAR_INPUTS}
+    return inputs._replace(**scalars)
 
 
-def _numbers(inputs: BatchInputs) -> BatchInputs:
-    """Convert CPU tensors back to numbers, so that no accelerator waits for a copy."""
+def _to_numbers(inputs: BatchInputs) -> BatchInputs:
+    """Convert 0-d CPU tensors back to numbers, so that no accelerator waits for a copy."""
 
     def number(x: Any) -> Any:
         return x.item() if x is not None and x.device.type == "cpu" and x.dim() == 0 else x
 
-    mu, norms = number(inputs.mu), (number(inputs.rollout_norm), number(inputs.demo_norm))
-    return inputs._replace(mu=mu, rollout_norm=norms[0], demo_norm=norms[1])
+    scalars = {name: number(getattr(inputs, name)) for name in _SCALAR_INPUTS}
+    return inputs._replace(**scalars)
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _to_padded(rows: Tensor) -> Tensor:
     return rows if rows.dim() == 3 else rows[None]
 
 
-def _chosen(rows: Tensor, weight: Tensor | None, backend: str, compute: torch.dtype) -> ModuleType:
-    kind = compute if weight is None else arithmetic(compute)
-    return backends.choose(backend, rows.device, kind)
+def _choose_backend(
+    rows: Tensor, weight: Tensor | None, backend: str, dtype: torch.dtype
+) -> ModuleType:
+    logits_dtype = dtype if weight is None else compute_dtype(dtype)
+    return backends.choose(backend, rows.device, logits_dtype)
 
 
 def _check_values(
     rows: Tensor, weight: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None = None
 ) -> None:
-    """Check the values, which are known only at run time; shapes and dtypes were checked before."""
+    """Check tensor values, known only at run time; shapes and dtypes are already checked."""
     checks.values(targets, (rows.shape[-1:] if weight is None else weight.shape)[0], cu_seqlens)
 
 
@@ -72,41 +75,39 @@ def _check_values(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor advantages, "
         "Tensor is_demo, Tensor mu, Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, "
         "Tensor? rollout_norm, Tensor? demo_norm, str spec, str backend, bool[] needs, "
-        "ScalarType compute, int? chunk_bytes, int[] sketch) -> (Tensor scalars, Tensor logps, "
+        "ScalarType dtype, int? chunk_bytes, int[] sketch) -> (Tensor scalars, Tensor logps, "
         "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
-        "Tensor unit, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
+        "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
-    """The outputs of the loss, and the gradients of `rows`, `weight` and `bias`, each divided by
-    `unit`.
-    """
-    inputs, (spec, backend, needs, *gemms, drawn) = BatchInputs(*others[:9]), others[9:]
-    inputs = _numbers(inputs)
+    """Compute the outputs of the loss and the gradients of its operands divided by `inv_scale`."""
+    inputs = _to_numbers(BatchInputs(*others[:9]))
+    spec, backend, needs, *gemms, sketch_args = others[9:]
     options, spec = GemmOptions(*gemms), decode(spec)
     _check_values(rows, weight, inputs.targets, inputs.cu_seqlens)
-    chosen = _chosen(rows, weight, backend, options.compute)
-    tokens = chosen.plan(inputs, spec, arithmetic(options.compute))
-    unit, shares = in_units(tokens, spec, options.compute)
-    found = rows.new_empty(0)
+    chosen = _choose_backend(rows, weight, backend, options.dtype)
+    tokens = chosen.plan(inputs, spec, compute_dtype(options.dtype))
+    inv_scale, scaled = scale_for_float16(tokens, spec, options.dtype)
+    sketches = rows.new_empty(0)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None
-        into = None if out is None else _padded(out)
-        terms = chosen.row_loss(_padded(rows), shares, spec, into)
+        padded_out = None if out is None else _to_padded(out)
+        terms = chosen.row_loss(_to_padded(rows), scaled, spec, padded_out)
         grads = [rows.new_empty(0) if out is None else out, rows.new_empty(0), rows.new_empty(0)]
     else:
         hidden = rows.reshape(-1, rows.shape[-1])
+        sketch = HeadSketch(*sketch_args) if sketch_args else None
         with torch.autocast(rows.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums, sides = linear.fused_loss(
-                *(hidden, projection, shares, spec, chosen, Needs(*needs)),
-                HeadSketch(*drawn) if drawn else None,
+            terms, sums, factors = linear.fused_loss(
+                hidden, projection, scaled, spec, chosen, NeedsGrad(*needs), sketch
             )
-        if sides is not None:
-            found = per_sequence(sides, shares, spec, unit)
-        dtypes = _gradient_dtypes(rows, weight, bias, options.compute)
+        if factors is not None:
+            sketches = per_sequence(factors, scaled, spec, inv_scale)
+        dtypes = _gradient_dtypes(rows, weight, bias, options.dtype)
         grads = [
             rows.new_empty(0) if g is None or x is None else g.to(d).view(x.shape)
             for g, x, d in zip(sums, (rows, weight, bias), dtypes, strict=True)
@@ -114,38 +115,43 @@ def _loss(
     *scalars, moments = chosen.reduce(tokens, terms, moments=True)
     assert moments is not None
     return (
-        *(torch.stack(scalars), terms.logps.clone(), terms.entropy.clone()),
-        *(moments.rollouts, moments.demo_nll, moments.totals, found),
-        torch.ones((), device=rows.device) if unit is None else unit,
+        torch.stack(scalars),
+        terms.logps.clone(),
+        terms.entropy.clone(),
+        moments.rollouts,
+        moments.demo_nll,
+        moments.totals,
+        sketches,
+        torch.ones((), device=rows.device) if inv_scale is None else inv_scale,
         *grads,
     )
 
 
 def _gradient_dtypes(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> list[torch.dtype]:
-    """float16 gradients stay in float32 until they are unscaled."""
-    kept = torch.float32 if compute == torch.float16 else None
-    return [rows.dtype, *(rows.dtype if x is None else kept or x.dtype for x in (weight, bias))]
+    """Dtypes of the gradients; for float16 GEMMs, float32 until the gradients are unscaled."""
+    wide = torch.float32 if dtype == torch.float16 else None
+    return [rows.dtype, *(rows.dtype if x is None else wide or x.dtype for x in (weight, bias))]
 
 
 @_loss.register_fake
 def _(rows, weight, bias, *others):
-    inputs, needs, compute = BatchInputs(*others[:9]), others[11], others[12]
-    exact, tokens, f64 = arithmetic(compute), inputs.targets.numel(), torch.float64
+    inputs = BatchInputs(*others[:9])
+    _, _, needs, gemm_dtype, _, sketch_args = others[9:]
+    accum_dtype, tokens, f64 = compute_dtype(gemm_dtype), inputs.targets.numel(), torch.float64
 
-    def new(*shape: int, dtype: torch.dtype = exact) -> Tensor:
+    def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
         return rows.new_empty(shape, dtype=dtype)
 
-    dtypes = _gradient_dtypes(rows, weight, bias, compute)
+    dtypes = _gradient_dtypes(rows, weight, bias, gemm_dtype)
     grads = [
         new(*x.shape, dtype=dtype) if need and x is not None else rows.new_empty(0)
         for x, dtype, need in zip((rows, weight, bias), dtypes, needs, strict=True)
     ]
     sequences = inputs.is_demo.shape[0]
     moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
-    drawn = others[14]
-    sketch = new(sequences, drawn[0], drawn[0]) if drawn else rows.new_empty(0)
+    sketch = new(sequences, sketch_args[0], sketch_args[0]) if sketch_args else rows.new_empty(0)
     scalars = new(_SCALARS), new(tokens), new(tokens)
     return *scalars, *moments, sketch, new(dtype=torch.float32), *grads
 
@@ -164,8 +170,8 @@ def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tup
     refuse_double_backward(torch.is_grad_enabled())
     if d_scalars is None:
         return (None,) * 18
-    unit, *grads = ctx.saved_tensors
-    factor = d_scalars[0] * unit
+    inv_scale, *grads = ctx.saved_tensors
+    factor = d_scalars[0] * inv_scale
     scaled = [
         (g * factor).to(dtype) if need else None
         for g, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
@@ -185,18 +191,21 @@ def fused_loss(
     options: GemmOptions,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """Both fused losses, for compiled code."""
-    found = torch.ops.gac_kernels.loss(
+    """Compute either fused loss in compiled code."""
+    outputs = torch.ops.gac_kernels.loss(
         *operands,
-        *_tensors(inputs),
-        *(encode(spec), backend, list(Needs.of(*operands)), *options[:2]),
+        *_to_tensors(inputs),
+        encode(spec),
+        backend,
+        list(NeedsGrad.of(*operands)),
+        *options[:2],
         [] if sketch is None else [sketch.size, sketch.seed],
     )
-    scalars, logps, entropy, *sums, sketched = found[:7]
+    scalars, logps, entropy, *sums, sketches = outputs[:7]
     loss, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
     flat = loss, *constants, logps, entropy, *(sums if moments else (None,) * 3)
-    flat = *flat, None if sketch is None else sketched
+    flat = *flat, None if sketch is None else sketches
     return loss_output(flat, inputs.targets.shape)
 
 
@@ -205,7 +214,7 @@ def fused_loss(
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, float temperature, "
-        "str backend, ScalarType compute, int? chunk_bytes) -> (Tensor logps, Tensor entropy, "
+        "str backend, ScalarType dtype, int? chunk_bytes) -> (Tensor logps, Tensor entropy, "
         "Tensor lse)"
     ),
 )
@@ -215,9 +224,9 @@ def _logprobs(
     temperature, backend, *gemms = settings
     options = GemmOptions(*gemms)
     _check_values(rows, weight, targets)
-    chosen, flat = _chosen(rows, weight, backend, options.compute), targets.reshape(-1)
+    chosen, flat = _choose_backend(rows, weight, backend, options.dtype), targets.reshape(-1)
     if weight is None:
-        return chosen.row_stats(_padded(rows), flat, temperature)
+        return chosen.row_stats(_to_padded(rows), flat, temperature)
     hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
         projection = Projection(weight, bias, options)
@@ -227,9 +236,9 @@ def _logprobs(
 
 
 @_logprobs.register_fake
-def _(rows, weight, bias, targets, temperature, backend, compute, chunk_bytes):
-    tokens, exact = targets.numel(), arithmetic(compute)
-    return tuple(rows.new_empty(tokens, dtype=exact) for _ in range(3))
+def _(rows, weight, bias, targets, temperature, backend, dtype, chunk_bytes):
+    tokens, accum_dtype = targets.numel(), compute_dtype(dtype)
+    return tuple(rows.new_empty(tokens, dtype=accum_dtype) for _ in range(3))
 
 
 @torch.library.custom_op(
@@ -237,7 +246,7 @@ def _(rows, weight, bias, targets, temperature, backend, compute, chunk_bytes):
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor stats, "
-        "float temperature, str backend, ScalarType compute, int? chunk_bytes, bool[] needs) -> "
+        "float temperature, str backend, ScalarType dtype, int? chunk_bytes, bool[] needs) -> "
         "(Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
@@ -251,16 +260,16 @@ def _logprobs_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     temperature, backend, *gemms, needs = settings
     options = GemmOptions(*gemms)
-    chosen, flat = _chosen(rows, weight, backend, options.compute), targets.reshape(-1)
+    chosen, flat = _choose_backend(rows, weight, backend, options.dtype), targets.reshape(-1)
     if weight is None:
         out = torch.empty_like(rows)
-        chosen.row_grads(_padded(rows), flat, *stats, temperature, _padded(out))
+        chosen.row_grads(_to_padded(rows), flat, *stats, temperature, _to_padded(out))
         return out, rows.new_empty(0), rows.new_empty(0)
     hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
         projection = Projection(weight, bias, options)
         sums = linear.token_grads(
-            hidden, projection, flat, stats, temperature, chosen, Needs(*needs)
+            hidden, projection, flat, stats, temperature, chosen, NeedsGrad(*needs)
         )
     d_rows, d_weight, d_bias = (
         rows.new_empty(0) if g is None or x is None else g.to(x.dtype).view(x.shape)
@@ -270,7 +279,7 @@ def _logprobs_backward(
 
 
 @_logprobs_backward.register_fake
-def _(rows, weight, bias, targets, stats, temperature, backend, compute, chunk_bytes, needs):
+def _(rows, weight, bias, targets, stats, temperature, backend, dtype, chunk_bytes, needs):
     return tuple(
         x.new_empty(x.shape) if need and x is not None else rows.new_empty(0)
         for x, need in zip((rows, weight, bias), needs, strict=True)
@@ -290,8 +299,8 @@ def _backward_logprobs(ctx: Any, d_logps: Tensor, d_entropy: Tensor, _: Any) -> 
     *inputs, entropy, lse = ctx.saved_tensors
     stats = torch.stack([lse, entropy, d_logps, d_entropy])
     grads = torch.ops.gac_kernels.logprobs_backward(*inputs, stats, *ctx.settings, ctx.needs)
-    scaled = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
-    return (*scaled, *(None,) * 5)
+    needed = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
+    return (*needed, *(None,) * 5)
 
 
 _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
@@ -300,7 +309,7 @@ _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 def token_logprobs(
     operands: Operands, targets: Tensor, temperature: float, backend: str, options: GemmOptions
 ) -> tuple[Tensor, Tensor]:
-    """Both log-probability functions, for compiled code."""
+    """Compute either form of the log-probabilities in compiled code."""
     logps, entropy, _ = torch.ops.gac_kernels.logprobs(
         *operands, targets, temperature, backend, *options[:2]
     )

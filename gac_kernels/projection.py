@@ -1,9 +1,10 @@
-"""Chunked hidden x weight: GEMM operands, chunk sizes and buffers.
+"""The LM head's chunked GEMMs: operands, chunk sizes and buffers.
 
 The logits of a chunk are computed block by block; their gradient is stored in the operands' dtype
 and passed to the two backward GEMMs at once. The backward GEMMs need many rows, because every chunk
 reads and writes the whole [V, H] weight gradient; the float32 logits take more memory per row, so a
 block has fewer rows.
+
 Notation: V vocabulary size, H hidden size, M rows.
 """
 
@@ -16,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import arithmetic
+from .reference import compute_dtype
 
-# Memory budget in bytes. On a GPU it holds 512 rows of logits and 2304 rows of gradients at V =
-# 152064.
+# Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
+# rows of gradients.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
 ALIGN = 128  # rows of a GEMM tile
 
@@ -27,11 +28,9 @@ ALIGN = 128  # rows of a GEMM tile
 class GemmOptions(NamedTuple):
     """How hidden is multiplied by the weight."""
 
-    compute: torch.dtype  # dtype that the operands are rounded to, as under autocast
-    chunk_bytes: int | None = (
-        None  # memory budget for logits and their gradients; None = CHUNK_BYTES
-    )
-    words: int | None = None  # vocabulary size for the chunk sizes; None = rows of the weight
+    dtype: torch.dtype  # that the operands are rounded to, as under autocast
+    chunk_bytes: int | None = None  # memory for logits and their gradients; None: CHUNK_BYTES
+    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
 
 
 class Buffer:
@@ -39,71 +38,71 @@ class Buffer:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width, self.dtype, self.device = width, dtype, device
-        self.held: Tensor | None = None
+        self.storage: Tensor | None = None
 
     def rows(self, count: int) -> Tensor:
-        if self.held is None or len(self.held) < count:
-            self.held = None  # free it first: old and new together would exceed the budget
-            self.held = torch.empty(count, self.width, dtype=self.dtype, device=self.device)
-        return self.held[:count]
+        if self.storage is None or len(self.storage) < count:
+            self.storage = None  # free it first: old and new together would exceed the budget
+            self.storage = torch.empty(count, self.width, dtype=self.dtype, device=self.device)
+        return self.storage[:count]
 
 
 class Projection:
     """weight [V, H] and bias [V] as GEMM operands, and the buffers shared by all chunks.
 
-    Operands are rounded to `compute`, as autocast would. On CUDA they are multiplied in that dtype
+    Operands are rounded to `dtype`, as under autocast. On CUDA they are multiplied in that dtype
     with float32 output; the CPU has no such GEMM and multiplies float32 copies (the weight is
     copied once).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: GemmOptions) -> None:
-        self.compute, self.exact = options.compute, arithmetic(options.compute)
-        self.product = operand_dtype(weight.device, options.compute)
-        self.given = weight.dtype
+        self.dtype, self.accum_dtype = options.dtype, compute_dtype(options.dtype)
+        self.gemm_dtype = operand_dtype(weight.device, options.dtype)
+        self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
-        self.bias = None if bias is None else bias.to(self.compute).to(self.exact)
+        self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
         budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        self.chunk, self.block = self._cut(budget, options.words or weight.shape[0])
-        self._logits = Buffer(weight.shape[0], self.exact, weight.device)
+        vocab_size = options.vocab_size or weight.shape[0]
+        self.chunk, self.block = self._chunk_sizes(budget, vocab_size)
+        self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
         self._gradient = self._logits
         if self.rounds:
-            self._gradient = Buffer(weight.shape[0], self.product, weight.device)
+            self._gradient = Buffer(weight.shape[0], self.gemm_dtype, weight.device)
 
     @property
     def rounds(self) -> bool:
         """Whether the gradient of the logits is rounded to the operands' dtype for the GEMMs."""
-        return self.product != self.exact
+        return self.gemm_dtype != self.accum_dtype
 
-    def _cut(self, budget: int, words: int) -> tuple[int, int]:
-        """Rows per chunk and rows per block.
+    def _chunk_sizes(self, budget: int, vocab_size: int) -> tuple[int, int]:
+        """Choose the rows per chunk and the rows per block for a memory budget in bytes.
 
         Without rounding, the gradient overwrites the logits, so a chunk is a single block.
-        With rounding, the rows of hidden and their gradient count too: for a small vocabulary there
-        are many.
+        With rounding, the budget also includes the rows of hidden and their gradient, because a
+        small vocabulary has long chunks.
         """
-        logit = self.exact.itemsize * words
+        row_bytes = self.accum_dtype.itemsize * vocab_size
         if not self.rounds:
-            rows = _whole_tiles(budget // logit)
+            rows = _whole_tiles(budget // row_bytes)
             return rows, rows
-        block = _whole_tiles(
-            4 * budget // (13 * logit)
-        )  # gives about 2 rows per block to 9 per chunk
-        chunk = (budget - block * logit) // (
-            self.product.itemsize * (words + 2 * self.weight.shape[1])
-        )
+        # about 2 rows of logits for 9 rows of gradients
+        block = _whole_tiles(4 * budget // (13 * row_bytes))
+        chunk_row_bytes = self.gemm_dtype.itemsize * (vocab_size + 2 * self.weight.shape[1])
+        chunk = (budget - block * row_bytes) // chunk_row_bytes
         return max(_whole_tiles(chunk), block), block
 
     def operand(self, x: Tensor) -> Tensor:
-        return x.to(self.compute).to(self.product)
+        return x.to(self.dtype).to(self.gemm_dtype)
 
     def gradient(self, count: int) -> Tensor:
-        """[M, V] for the gradient of one chunk's logits, in the operands' dtype."""
+        """Buffer [M, V] for the gradient of a chunk's logits, in the operands' dtype."""
         return self._gradient.rows(count)
 
     def logits(self, rows: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """[M, H] -> [M, V] in float32 or better, in a buffer that the next call reuses.
+        """Project rows [M, H] to logits [M, V] in float32 or better; the next call overwrites them.
 
-        gradient: [M, V] buffer for their gradient; without rounding, the logits are written there.
+        `gradient` is the buffer [M, V] for their gradient. Without rounding, the logits are written
+        there.
         """
         out = gradient
         if out is None or self.rounds:
@@ -111,33 +110,32 @@ class Projection:
         multiply(rows, self.weight.T, out)
         return out if self.bias is None else out.add_(self.bias)
 
-    def back(self, gradient: Tensor) -> Tensor:
-        """[M, V] -> [M, H] in float32 or better: with bfloat16 output, a GEMM may also round
-        partial sums (split-K) and lose precision over the long sum.
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """Gradient [M, H] of the rows from that of their logits [M, V], in float32 or better.
 
-        With rounding, the result reuses the logits buffer if it is large enough; the logits are no
-        longer needed.
+        With bfloat16 output, a GEMM may also round partial sums (split-K) and lose precision over
+        the long sum. With rounding, the result reuses the logits buffer if it is large enough; the
+        logits are no longer needed.
         """
         shape = len(gradient), self.weight.shape[1]
-        held = self._logits.held if self.rounds else None
-        if held is not None and held.numel() >= math.prod(shape):
-            out = held.view(-1)[: math.prod(shape)].view(shape)
+        storage = self._logits.storage if self.rounds else None
+        if storage is not None and storage.numel() >= math.prod(shape):
+            out = storage.view(-1)[: math.prod(shape)].view(shape)
         else:
-            out = torch.empty(shape, dtype=self.exact, device=gradient.device)
+            out = torch.empty(shape, dtype=self.accum_dtype, device=gradient.device)
         multiply(gradient, self.weight, out)
         return out
 
     def release(self) -> None:
         """Free the buffers."""
-        self._logits.held = self._gradient.held = None
+        self._logits.storage = self._gradient.storage = None
 
 
 def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
-    """Split [start, stop) into slices of at most `rows`, longest first, whose sizes differ by at
-    most one tile.
+    """Split [start, stop) into slices of at most `rows`, longest first, of nearly equal size.
 
-    Slices are whole GEMM tiles, because a partly filled tile costs as much as a full one; the last
-    slice takes the remainder.
+    Sizes are multiples of a GEMM tile and differ by at most one tile, because a partly filled tile
+    costs as much as a full one; the last slice takes the remainder.
     """
     tile = ALIGN if rows >= ALIGN else 1
     for left in range(math.ceil((stop - start) / rows), 0, -1):
@@ -147,16 +145,17 @@ def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
 
 
 def _whole_tiles(rows: int) -> int:
+    """Round down to whole GEMM tiles; fewer rows than a tile stay as they are, at least 1."""
     return max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
 
 
-def operand_dtype(device: torch.device, compute: torch.dtype) -> torch.dtype:
+def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Dtype of the GEMM operands: only CUDA has half-precision GEMMs with float32 output."""
-    return compute if device.type == "cuda" else arithmetic(compute)
+    return dtype if device.type == "cuda" else compute_dtype(dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; accumulated and stored in out's dtype."""
+    """Compute out = a @ b, or out += a @ b if `accumulate`; sums are in out's dtype."""
     if a.dtype == out.dtype:
         if accumulate:
             out.addmm_(a, b)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .contract import IGNORE, MAX_LOG_RATIO, DemoWeight, LossOutput, LossSpec
 from .inputs import BatchInputs
-from .sketch import HeadSketch, Sides, per_sequence
-from .tokens import Tokens, TokenTerms, finish, plan
+from .sketch import HeadSketch, SketchFactors, per_sequence
+from .tokens import Tokens, TokenTerms, plan, reduce
 
 
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype used to compute with inputs of `dtype`."""
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the arithmetic on inputs of `dtype`: float32 or better."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -29,13 +29,13 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution; 0 where there is no loss."""
+    """See `gac_kernels.token_logprobs`; same arguments, no checks."""
     live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
     rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
-    rows, y = rows.to(arithmetic(logits.dtype)), targets.reshape(-1).index_select(0, live)
+    rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
     logps, entropy, _ = row_statistics(rows, y, temperature)
-    blank = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
-    logps, entropy = (blank.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
+    zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
+    logps, entropy = (zeros.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
     return logps, entropy
 
 
@@ -44,60 +44,65 @@ def row_statistics(
     targets: Tensor,  # int64 [M], valid token ids
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logps, entropy and logsumexp of rows / temperature, [M] each."""
+    """Compute logps, entropy and logsumexp of rows / temperature, [M] each."""
     z = rows / temperature
     lse = z.logsumexp(-1)
-    lse = torch.where(
-        lse == math.inf, math.nan, lse
-    )  # +inf logits are an error, not a token of probability 1
+    # +inf logits are an error, not a token of probability 1
+    lse = torch.where(lse == math.inf, math.nan, lse)
     logps = z.gather(-1, targets[:, None]).squeeze(-1) - lse
-    finite = z.masked_fill(
-        z == -math.inf, 0
-    )  # a masked token (-inf) adds 0 log 0 = 0 to the entropy
+    # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
+    finite = z.masked_fill(z == -math.inf, 0)
     entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
     return logps, entropy, lse
 
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
-    """The per-token formulas: differentiable in `logps` and `entropy` ([N] each)."""
+    """Apply the per-token formulas; differentiable in `logps` and `entropy` ([N] each)."""
     demo, a = tokens.demo, tokens.advantages
     old = logps.detach() if tokens.old is None else tokens.old
     ratio = (logps - old).clamp(max=MAX_LOG_RATIO).exp()
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
     high = math.inf if spec.clip_high is None else 1 + spec.clip_high
-    free, bound = ratio * a, ratio.detach().clamp(low, high) * a
-    clipped = free > bound
-    policy = -torch.where(clipped, bound, free)
+    unclipped_objective = ratio * a
+    clipped_objective = ratio.detach().clamp(low, high) * a
+    clipped = unclipped_objective > clipped_objective
+    policy = -torch.where(clipped, clipped_objective, unclipped_objective)
     if spec.dual_clip is not None:
-        ceiling = -spec.dual_clip * a
-        beyond = (a < 0) & (policy > ceiling)
-        policy, clipped = torch.where(beyond, ceiling, policy), clipped | beyond
+        limit = -spec.dual_clip * a
+        dual_clipped = (a < 0) & (policy > limit)
+        policy, clipped = torch.where(dual_clipped, limit, policy), clipped | dual_clipped
 
     on_rollout = tokens.live & ~demo
     kl = torch.zeros_like(logps)
     if tokens.ref is not None:
         # elsewhere exp(-logp) may overflow, and its gradient would be 0 * inf
         d = torch.where(on_rollout, tokens.ref - logps, 0)
-        kl = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1}[
-            spec.kl_estimator
-        ]()
+        kl = _kl(d, spec.kl_estimator)
     rollout = policy - spec.entropy_coef * entropy
     if spec.kl_coef != 0:
         rollout = rollout + spec.kl_coef * kl
 
-    loss = torch.where(on_rollout, rollout, 0) + torch.where(
-        tokens.live & demo, _demonstration(logps, a, spec), 0
-    )
-    return TokenTerms(
-        logps,
-        entropy,
-        loss,
-        torch.where(on_rollout, kl, 0).detach(),
-        (clipped & on_rollout).to(logps.dtype),
-    )
+    demonstration = _demonstration(logps, a, spec)
+    loss = torch.where(on_rollout, rollout, 0) + torch.where(tokens.live & demo, demonstration, 0)
+    kl = torch.where(on_rollout, kl, 0).detach()
+    return TokenTerms(logps, entropy, loss, kl, (clipped & on_rollout).to(logps.dtype))
+
+
+def _kl(d: Tensor, estimator: str) -> Tensor:
+    """The KL estimator of each token from d = ref - logp."""
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            return d.exp() - d - 1
+        case _:
+            raise AssertionError(f"unknown KL estimator {estimator!r}")
 
 
 def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
+    """The demonstration loss of each token."""
     p = logps.exp()
     q = p.detach()
     match spec.demo_weight:
@@ -114,17 +119,18 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
 
 
 def token_gradients(
-    logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, wanted: bool
+    logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, need_grad: bool
 ) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
-    """The detached terms and, if wanted, the gradients of sum(tokens.scale * loss) with respect to
-    logps and entropy.
+    """Compute the detached terms and, if `need_grad`, the gradients of sum(tokens.scale * loss).
+
+    The gradients are those with respect to logps and entropy, [N] each.
     """
     with torch.enable_grad():
         leaves = logps.detach().requires_grad_(), entropy.detach().requires_grad_()
         terms = token_terms(*leaves, tokens, spec)
         total = (tokens.scale * terms.loss).sum()
     upstream = None
-    if wanted:
+    if need_grad:
         d_logps, d_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
         upstream = d_logps, d_entropy
     return TokenTerms(*(x.detach() for x in terms)), upstream
@@ -138,17 +144,15 @@ def loss_from_logprobs(
     moments: bool = True,
 ) -> LossOutput:
     """See `gac_kernels.loss_from_logprobs`; no checks."""
-    dtype = arithmetic(logps.dtype)
+    dtype = compute_dtype(logps.dtype)
     tokens = plan(inputs, spec, dtype)
 
     def flat(x: Tensor) -> Tensor:
-        """Flatten to [N] with 0 where there is no loss, so that a nan there reaches no result or
-        gradient.
-        """
+        """Flatten to [N] with 0 where there is no loss: a nan there must not reach the results."""
         return torch.where(tokens.live, x.reshape(-1).to(dtype), 0)
 
-    known = torch.zeros_like(logps) if entropy is None else entropy
-    terms = token_terms(flat(logps), flat(known), tokens, spec)
+    entropy_or_zero = torch.zeros_like(logps) if entropy is None else entropy
+    terms = token_terms(flat(logps), flat(entropy_or_zero), tokens, spec)
     if entropy is None:
         terms = terms._replace(entropy=torch.where(tokens.live, math.nan, terms.entropy))
     return loss_output(tokens, terms, inputs.targets.shape, moments)
@@ -157,17 +161,17 @@ def loss_from_logprobs(
 def loss_output(
     tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
 ) -> LossOutput:
-    """Build a LossOutput for targets of `shape` from terms [N], whose `loss` is differentiable."""
-    found = finish(tokens, terms, moments)
+    """Reduce terms [N], whose `loss` is differentiable, to the LossOutput of targets of `shape`."""
+    summary = reduce(tokens, terms, moments)
     return LossOutput(
-        loss=found.loss,
-        rollout_loss=found.rollout_loss.detach(),
-        demo_loss=found.demo_loss.detach(),
-        kl=found.kl,
-        clip_fraction=found.clip_fraction,
+        loss=summary.loss,
+        rollout_loss=summary.rollout_loss.detach(),
+        demo_loss=summary.demo_loss.detach(),
+        kl=summary.kl,
+        clip_fraction=summary.clip_fraction,
         logps=terms.logps.detach().view(shape),
         entropy=terms.entropy.detach().view(shape),
-        moments=found.moments,
+        moments=summary.moments,
     )
 
 
@@ -190,15 +194,15 @@ def fused_gac_loss(
     inputs = BatchInputs(
         targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
     )
-    tokens = plan(inputs, spec, arithmetic(logits.dtype))
+    tokens = plan(inputs, spec, compute_dtype(logits.dtype))
     logps, entropy = token_logprobs(logits, targets, temperature=spec.temperature)
     terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
     return loss_output(tokens, terms, targets.shape, moments)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden [..., H] times weight [V, H], never rounded below float32."""
-    dtype = arithmetic(hidden.dtype)
+    """Compute hidden [..., H] times weight [V, H], plus bias, never rounded below float32."""
+    dtype = compute_dtype(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).T
     return logits if bias is None else logits + bias.to(dtype)
 
@@ -226,23 +230,21 @@ def _head_sketch(
     args: tuple[Tensor, ...],
     keywords: dict[str, Any],
 ) -> Tensor:
-    """[S, k, k] from the dense gradient of the logits, with both projections as matrices."""
+    """Sketch [S, k, k] from the dense gradient of the logits, with both projections as matrices."""
     spec = keywords.get("spec", LossSpec())
-    inputs = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
-    tokens = plan(BatchInputs(*args, **inputs), spec, arithmetic(logits.dtype))
+    fields = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
+    tokens = plan(BatchInputs(*args, **fields), spec, compute_dtype(logits.dtype))
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         logps, entropy = token_logprobs(leaf, args[0], temperature=spec.temperature)
         terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
         (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
     flat = grad.flatten(0, -2)
-    projections = (
-        sketch.vocabulary(flat.shape[1]),
-        sketch.hidden_signs(hidden.shape[-1], torch.device("cpu")),
-    )
-    of_words, of_hidden = (x.to(flat) for x in projections)
+    vocab_projection = sketch.vocabulary(flat.shape[1]).to(flat)
+    hidden_signs = sketch.hidden_signs(hidden.shape[-1], torch.device("cpu")).to(flat)
     rows = hidden.detach().flatten(0, -2).to(flat).masked_fill(~tokens.live[:, None], 0)
-    return per_sequence(Sides(flat @ of_words.T, rows @ of_hidden.T), tokens, spec, None)
+    factors = SketchFactors(flat @ vocab_projection.T, rows @ hidden_signs.T)
+    return per_sequence(factors, tokens, spec, None)
 
 
 def linear_token_logprobs(

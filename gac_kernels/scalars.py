@@ -1,4 +1,4 @@
-"""Encodes a LossSpec as plain numbers for kernels and operators.
+"""Encode a LossSpec as plain numbers for kernels and operators.
 
 None becomes a number that has no effect, and an enumerated option its index, which C++ uses.
 """
@@ -14,11 +14,8 @@ import torch
 
 from .contract import KL_ESTIMATORS, REDUCTIONS, DemoWeight, LossSpec
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # supported by the kernels; C++ refers to them by index
+# dtypes that the kernels support; C++ refers to them by index
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEMO_WEIGHTS = tuple(DemoWeight)
 _ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 
@@ -47,6 +44,7 @@ class PlanScalars(NamedTuple):
 
 
 def token_scalars(spec: LossSpec) -> TokenScalars:
+    """Encode the options of the per-token formulas."""
     return TokenScalars(
         ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
         ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
@@ -61,6 +59,7 @@ def token_scalars(spec: LossSpec) -> TokenScalars:
 
 
 def plan_scalars(spec: LossSpec) -> PlanScalars:
+    """Encode the options of the token weights."""
     return PlanScalars(
         shaped=spec.demo_weight is DemoWeight.SHAPED,
         rollout_reduction=REDUCTIONS.index(spec.rollout_reduction),
@@ -70,10 +69,11 @@ def plan_scalars(spec: LossSpec) -> PlanScalars:
 
 
 def encode(spec: LossSpec) -> str:
-    """Encode as a literal for `decode`; uses f-strings because Dynamo can trace them."""
+    """Encode a spec as a literal for `decode`; uses f-strings because Dynamo can trace them."""
     texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _ENCODED]
     return "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
 
 
 def decode(text: str) -> LossSpec:
+    """Decode the result of `encode`."""
     return LossSpec(**ast.literal_eval(text))

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from .contract import LossSpec
-from .tokens import Tokens, dead
+from .tokens import Tokens, has_zero_gradient
 
 SIZES = (4, 8, 16, 32, 64)
 BLOCK = 1 << 14  # tokens whose outer products are in memory at once: 32 MiB at k = 16
-_WORD = 0xFFFFFFFF
+_MASK_32 = 0xFFFFFFFF
 _VOCABULARY, _HIDDEN = range(2)  # random streams of the signs
 
 
@@ -32,8 +32,8 @@ _VOCABULARY, _HIDDEN = range(2)  # random streams of the signs
 class HeadSketch:
     """Two random projections R [size, V] and S [size, H] of the gradient of the head's weight.
 
-    They preserve inner products in expectation: the mean of <R A S^T, R B S^T> over seeds is <A,
-    B>.
+    They preserve inner products in expectation: over seeds, the mean of <R A S^T, R B S^T> is
+    <A, B>.
 
     Raises:
         ValueError, TypeError: an invalid size or seed.
@@ -43,9 +43,9 @@ class HeadSketch:
     """
 
     size: int = 16
-    """Rows of both projections, a power of two from 4 to 64."""
+    """Rows of each projection, a power of two from 4 to 64."""
     seed: int = 0
-    """Seed of both projections."""
+    """Seed of the projections."""
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -55,9 +55,9 @@ class HeadSketch:
 
     def vocabulary(self, width: int) -> Tensor:
         """R as a dense float32 [size, width] matrix, for the reference and tests."""
-        words = torch.arange(width)
+        entries = torch.arange(width)
         dense = torch.zeros(self.size, width)
-        dense[words % self.size, words] = self.signs(width, torch.device("cpu"))
+        dense[entries % self.size, entries] = self.signs(width, torch.device("cpu"))
         return dense
 
     def hidden(self, width: int) -> Tensor:
@@ -65,11 +65,11 @@ class HeadSketch:
         return self.hidden_signs(width, torch.device("cpu")) * self.size**-0.5
 
     def signs(self, width: int, device: torch.device) -> Tensor:
-        """float32 [width] of +-1: the only non-zero entry of each column of R."""
+        """The only nonzero entry, +-1, of each column of R: float32 [width]."""
         return _signs(width, self.seed, _VOCABULARY, device)
 
     def hidden_signs(self, width: int, device: torch.device) -> Tensor:
-        """float32 [size, width] of +-1: S without the factor 1 / sqrt(size)."""
+        """S without the factor 1 / sqrt(size): float32 [size, width] of +-1."""
         return _signs(self.size * width, self.seed, _HIDDEN, device).view(self.size, width)
 
 
@@ -80,68 +80,70 @@ class RowSketch(NamedTuple):
     buckets: Tensor  # [M, k], zeros: row m gets R g_m
 
 
-class Sides(NamedTuple):
-    """Both projected factors of each token's outer product; 0 if the token has no gradient."""
+class SketchFactors(NamedTuple):
+    """The projected factors of each token's outer product; 0 if the token has no gradient."""
 
     vocabulary: Tensor  # [N, k]: R g_n
-    hidden: Tensor  # [N, k]: S h_n
+    hidden: Tensor  # [N, k]: S h_n times sqrt(k)
 
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int, seed: int, stream: int, device: torch.device) -> Tensor:
-    """float32 [count] of +-1, from a 32-bit hash of the index, the seed and the stream.
+    """Random signs, float32 [count] of +-1: a 32-bit hash of the index, the seed and the stream.
 
     Computed once on the CPU, so that all devices get the same values.
     """
-    key = _mixed(torch.tensor([(2 * seed + stream) & _WORD]))
-    bits = _mixed(torch.arange(count) ^ key) >> 31
+    key = _hash(torch.tensor([(2 * seed + stream) & _MASK_32]))
+    bits = _hash(torch.arange(count) ^ key) >> 31
     return (1 - 2 * bits).to(torch.float32).to(device)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """A 32-bit integer hash ("lowbias32", C. Wellons) of int64 values in [0, 2^32)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & _WORD
+        x = ((x ^ (x >> shift)) * factor) & _MASK_32
     return x ^ (x >> 16)
 
 
 def row_buckets(grad: Tensor, sketch: RowSketch) -> None:
-    """sketch.buckets = R g for each row g of grad [..., V]; the reference implementation in plain
-    PyTorch.
-    """
+    """Write R g to sketch.buckets for each row g of grad [..., V]: the reference implementation."""
     signed = grad.flatten(0, -2).to(sketch.buckets.dtype) * sketch.signs.to(sketch.buckets.dtype)
     size = sketch.buckets.shape[1]
     signed = torch.nn.functional.pad(signed, (0, -signed.shape[1] % size))
     sketch.buckets.copy_(signed.unflatten(1, (-1, size)).sum(1))
 
 
-def per_sequence(sides: Sides, tokens: Tokens, spec: LossSpec, unit: Tensor | None) -> Tensor:
-    """[S, k, k]: R G_s S^T of each sequence's contribution to its own term.
+def per_sequence(
+    factors: SketchFactors, tokens: Tokens, spec: LossSpec, inv_scale: Tensor | None
+) -> Tensor:
+    """Sketch [S, k, k] of each sequence: R G_s S^T of its contribution to its own term.
 
-    sides: computed from the gradients of sum(tokens.scale * loss) / unit; the weight of the term,
-        mu or 1 - mu, is divided out. nan if that weight is 0, because the kernels then skip the
-        rows.
+    Divides out the weight of the term, mu or 1 - mu; nan if that is 0, because the kernels then
+    skip the rows.
+
+    Args:
+        factors: computed from the gradients of sum(tokens.scale * loss).
+        tokens: `scale` may be divided by `inv_scale` (see `scale_for_float16`).
     """
-    size = sides.vocabulary.shape[1]
-    scaled = sides.hidden * size**-0.5
-    sums = _outer_sums(sides.vocabulary, scaled, tokens.offsets)
+    size = factors.vocabulary.shape[1]
+    sums = _outer_sums(factors.vocabulary, factors.hidden * size**-0.5, tokens.offsets)
     mu = torch.as_tensor(tokens.mu, dtype=sums.dtype, device=sums.device)
-    share = torch.where(tokens.is_demo, mu, 1 - mu)
-    factor = torch.where(share == 0, 0, (1 if unit is None else unit) / share)
-    learns = ~dead(tokens._replace(scale=tokens.weight), spec)
-    hidden = (share == 0) & (tokens.per_sequence(learns.to(sums.dtype)) > 0)
-    found = (sums * factor[:, None]).masked_fill(hidden[:, None], torch.nan)
-    return found.view(-1, size, size).to(sides.vocabulary.dtype)
+    term_weight = torch.where(tokens.is_demo, mu, 1 - mu)
+    factor = torch.where(term_weight == 0, 0, (1 if inv_scale is None else inv_scale) / term_weight)
+    has_gradient = ~has_zero_gradient(tokens._replace(scale=tokens.weight), spec)
+    skipped = (term_weight == 0) & (tokens.per_sequence(has_gradient.to(sums.dtype)) > 0)
+    sketches = (sums * factor[:, None]).masked_fill(skipped[:, None], torch.nan)
+    return sketches.view(-1, size, size).to(factors.vocabulary.dtype)
 
 
 def _outer_sums(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """float64 [S, k k]: the sum of a_n b_n^T over each sequence, in a fixed order."""
-    total = torch.zeros(
-        len(offsets) - 1, a.shape[1] * b.shape[1], dtype=torch.float64, device=a.device
-    )
+    """Sum a_n b_n^T over each sequence in a fixed order: float64 [S, k k]."""
+    shape = len(offsets) - 1, a.shape[1] * b.shape[1]
+    total = torch.zeros(shape, dtype=torch.float64, device=a.device)
     for start in range(0, len(a), BLOCK):
         stop = min(start + BLOCK, len(a))
         outer = a[start:stop, :, None].double() * b[start:stop, None, :].double()
-        inside = offsets.clamp(start, stop) - start
-        total += torch.segment_reduce(outer.flatten(1), "sum", offsets=inside, axis=0, initial=0)
+        local_offsets = offsets.clamp(start, stop) - start
+        outer = outer.flatten(1)
+        total += torch.segment_reduce(outer, "sum", offsets=local_offsets, axis=0, initial=0)
     return total

@@ -1,4 +1,4 @@
-"""Converts the caller's batch to per-token values, and token terms to the outputs.
+"""Convert the caller's batch to per-token values, and token terms to the outputs.
 
 Everything here is plain PyTorch of size N or S; work of size N x V is in the backends.
 Notation: N tokens, S sequences, B padded rows, T row length.
@@ -17,7 +17,7 @@ from .inputs import BatchInputs
 
 
 class Tokens(NamedTuple):
-    """A batch as N tokens; float tensors have the compute dtype."""
+    """A batch as N tokens; float tensors are float32, or float64 for float64 inputs."""
 
     targets: Tensor  # int64 [N]; IGNORE = no loss
     live: Tensor  # bool [N]: has a loss
@@ -34,17 +34,17 @@ class Tokens(NamedTuple):
     mu: float | Tensor
 
     def per_sequence(self, x: Tensor) -> Tensor:
-        """[N] -> [S]: the sum over each sequence, in a fixed order."""
+        """Sum over each sequence in a fixed order: [N] -> [S]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
 
     def select(self, index: Tensor) -> Tokens:
-        """The tokens at `index` [M]. Only per-token fields are selected; row kernels use no others."""
-        picked = [None if x is None else x.index_select(0, index) for x in self[:8]]
+        """Select the tokens at `index` [M], in only the fields that row kernels use."""
+        selected = [None if x is None else x.index_select(0, index) for x in self[:8]]
         # mypy knows neither the length nor the types of an unpacked slice
-        return Tokens(*picked, *self[8:])  # type: ignore[arg-type, call-arg]
+        return Tokens(*selected, *self[8:])  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
-        """[S] -> [N]: each token gets its sequence's value."""
+        """Give each token its sequence's value: [S] -> [N]."""
         return x[self.sequence]
 
 
@@ -59,8 +59,8 @@ class TokenTerms(NamedTuple):
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Flatten the batch and compute the weight of each token. The caller checks the inputs."""
-    inputs = inputs.moved()
+    """Flatten a checked batch and compute the weight of each token."""
+    inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape
     flat = targets.reshape(-1)
@@ -72,48 +72,48 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     else:
         offsets = cu_seqlens.to(torch.int64)
         sequence = torch.searchsorted(offsets[1:], index, right=True)
-    spread = lambda x: x[sequence]  # noqa: E731 - one expression
-
-    live, demo = flat != IGNORE, spread(is_demo)
+    live, demo = flat != IGNORE, is_demo[sequence]
     ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integer sums are exact in any order
     lengths = ends[offsets[1:]] - ends[offsets[:-1]]
 
     advantages = inputs.advantages.to(dtype)
-    advantages = spread(advantages) if advantages.shape == is_demo.shape else advantages.reshape(-1)
-    reads = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
+    per_sequence = advantages.shape == is_demo.shape
+    advantages = advantages[sequence] if per_sequence else advantages.reshape(-1)
+    uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
     zero = torch.zeros((), dtype=dtype, device=device)
-    advantages = torch.where(reads, advantages, zero)
+    advantages = torch.where(uses_advantage, advantages, zero)
     old, ref = (
         None if x is None else torch.where(live & ~demo, x.detach().reshape(-1).to(dtype), zero)
         for x in (inputs.old_logps, inputs.ref_logps)
     )
 
-    sides = []
-    for side, reduction, norm in (
-        (~is_demo, spec.rollout_reduction, inputs.rollout_norm),
-        (is_demo, spec.demo_reduction, inputs.demo_norm),
-    ):
-        sides.append(_share(side, lengths, reduction, norm, spec.max_tokens, dtype))
-    weight = torch.where(live, spread(torch.where(is_demo, sides[1], sides[0])), zero)
+    weights = [
+        _token_weight(in_term, lengths, reduction, norm, spec.max_tokens, dtype)
+        for in_term, reduction, norm in (
+            (~is_demo, spec.rollout_reduction, inputs.rollout_norm),
+            (is_demo, spec.demo_reduction, inputs.demo_norm),
+        )
+    ]
+    weight = torch.where(live, torch.where(is_demo, weights[1], weights[0])[sequence], zero)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
-    share = demo.to(dtype)
-    scale = weight * (share * mu + (1 - share) * (1 - mu))
+    demo_share = demo.to(dtype)
+    scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
     per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
     return Tokens(*per_token, offsets, lengths, is_demo, mu)
 
 
-def _share(
-    side: Tensor,
+def _token_weight(
+    in_term: Tensor,
     lengths: Tensor,
     reduction: str,
     norm: float | Tensor | None,
     max_tokens: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[S]: weight of each token of a sequence under a reduction; 0 if the denominator is 0."""
+    """Weight of each token of a sequence under a reduction, [S]; 0 if the denominator is 0."""
     if norm is None:
-        own = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
-        norm = torch.where(side, own[reduction], 0).sum()
+        counts = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
+        norm = torch.where(in_term, counts[reduction], 0).sum()
     per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
     if reduction == "constant" and max_tokens is not None:
         per_sequence = max_tokens
@@ -121,35 +121,39 @@ def _share(
     return torch.where(denominator == 0, 0, 1 / denominator).to(dtype)
 
 
-def dead(tokens: Tokens, spec: LossSpec) -> Tensor:
-    """bool [N]: tokens whose gradient is known to be 0 before any logits are computed."""
-    unmoved = tokens.advantages == 0
+def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
+    """Tokens whose gradient is known to be 0 before any logits are computed, bool [N]."""
+    no_advantage = tokens.advantages == 0
     if spec.kl_coef == 0 and spec.entropy_coef == 0:
-        silent = unmoved & ~tokens.demo
+        no_gradient = no_advantage & ~tokens.demo
     else:
-        silent = torch.zeros_like(tokens.demo)
+        no_gradient = torch.zeros_like(tokens.demo)
     if spec.demo_weight is DemoWeight.SHAPED:
-        silent = silent | (unmoved & tokens.demo)
-    return ~tokens.live | (tokens.scale == 0) | silent
+        no_gradient = no_gradient | (no_advantage & tokens.demo)
+    return ~tokens.live | (tokens.scale == 0) | no_gradient
 
 
-def in_units(tokens: Tokens, spec: LossSpec, dtype: torch.dtype) -> tuple[Tensor | None, Tokens]:
-    """Loss scaling for float16: the factor to multiply the gradients by, and the tokens with scaled
-    weights.
+def scale_for_float16(
+    tokens: Tokens, spec: LossSpec, dtype: torch.dtype
+) -> tuple[Tensor | None, Tokens]:
+    """Loss scaling for float16: divide the token weights by inv_scale, a power of two.
 
-    float16 cannot represent the gradients of a mean over many tokens, so they are divided by the
-    power of two just above the largest weight, or by a larger one if weight times advantage /
-    temperature would exceed 2^12, which leaves headroom for the ratio. Other dtypes need no
-    scaling: the factor is None.
+    float16 cannot represent the gradients of a mean over many tokens. inv_scale is the power of two
+    just above the largest weight, or a larger one if weight times advantage / temperature would
+    exceed 2^12, which leaves headroom for the ratio.
+
+    Returns (inv_scale, tokens with scaled weights); the gradients must be multiplied by inv_scale.
+    Other dtypes need no scaling: inv_scale is None.
     """
     if dtype != torch.float16:
         return None, tokens
-    shares = tokens.scale.abs()
-    pulls = shares * tokens.advantages.abs() / spec.temperature
-    largest = torch.nn.functional.pad(torch.maximum(shares, pulls / 2**12), (0, 1)).max()
+    weights = tokens.scale.abs()
+    weighted_advantages = weights * tokens.advantages.abs() / spec.temperature
+    bounds = torch.maximum(weights, weighted_advantages / 2**12)
+    largest = torch.nn.functional.pad(bounds, (0, 1)).max()
     power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
-    unit = torch.where((largest > 0) & largest.isfinite(), power, 1)
-    return unit, tokens._replace(scale=tokens.scale / unit)
+    inv_scale = torch.where((largest > 0) & largest.isfinite(), power, 1)
+    return inv_scale, tokens._replace(scale=tokens.scale / inv_scale)
 
 
 class Summary(NamedTuple):
@@ -163,13 +167,13 @@ class Summary(NamedTuple):
     moments: TokenMoments | None
 
 
-def finish(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    """Reduce token terms to the outputs. Sums run in float64, in a fixed order."""
-    part = (tokens.weight * terms.loss).double()
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    """Reduce token terms to the outputs, with float64 sums in a fixed order."""
+    weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
-    zero = torch.zeros((), dtype=torch.float64, device=part.device)
-    rollout_loss = torch.where(tokens.demo, zero, part).sum()
-    demo_loss = torch.where(tokens.demo, part, zero).sum()
+    zero = torch.zeros((), dtype=torch.float64, device=weighted_loss.device)
+    rollout_loss = torch.where(tokens.demo, zero, weighted_loss).sum()
+    demo_loss = torch.where(tokens.demo, weighted_loss, zero).sum()
     mu = tokens.mu
     loss = (1 - mu) * rollout_loss + mu * demo_loss
     totals = _totals(tokens, terms)
@@ -180,7 +184,7 @@ def finish(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 
 def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
-    """float64 [6]: the additive part of the moments, see TokenMoments.totals."""
+    """Compute `TokenMoments.totals`."""
     rollout, demo = tokens.live & ~tokens.demo, tokens.live & tokens.demo
     zero = torch.zeros_like(terms.entropy)
     columns = [
@@ -198,12 +202,13 @@ def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
 
 
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
+    """Compute the TokenMoments of a batch from its terms and totals."""
     logps = terms.logps.double()
-    filled = tokens.lengths > 0
+    nonempty = tokens.lengths > 0
     length = tokens.lengths.clamp(min=1).double()
-    nll = torch.where(filled & tokens.is_demo, -tokens.per_sequence(logps) / length, -math.inf)
+    nll = torch.where(nonempty & tokens.is_demo, -tokens.per_sequence(logps) / length, -math.inf)
 
-    rollouts = filled & ~tokens.is_demo  # [S]
+    rollouts = nonempty & ~tokens.is_demo  # [S]
     n = rollouts.sum(dtype=torch.float64)
     zero = torch.zeros_like(logps)
     w = torch.where(tokens.live, tokens.spread(torch.where(rollouts, 1 / length, 0)), zero)

@@ -3,8 +3,9 @@
 Rank r holds consecutive rows of the weight and computes the corresponding columns of the logits.
 For each chunk of tokens, the ranks all-reduce two small tensors: the maximum [M], then three sums
 [3, M] (of exp, of exp times logit, and the target's logit). The gradient of the hidden states, [N,
-H], is all-reduced once. Notation: N tokens, M tokens of a chunk, V vocabulary size, H hidden size,
-R ranks.
+H], is all-reduced once.
+
+Notation: N tokens, M tokens of a chunk, V vocabulary size, H hidden size, R ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .api import check_head
 from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import Needs
+from .linear import NeedsGrad
 from .tokens import Tokens, TokenTerms
 
 
 def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of the rows of a [V, H] weight that `rank` holds, as evenly as possible."""
+    """Split the rows of a [V, H] weight evenly over ranks: the [start, stop) of `rank`."""
     return vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks
 
 
@@ -51,7 +52,7 @@ def vocab_parallel_gac_loss(
     moments: bool = True,
     chunk_bytes: int | None = None,
 ) -> LossOutput:
-    """`fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
+    """Compute `fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
 
     Every rank gets the same output (do not sum the loss or its moments over `group`), the full
     gradient of `hidden` and the gradient of its own weight rows.
@@ -60,40 +61,39 @@ def vocab_parallel_gac_loss(
         hidden: [B, T, H], or packed [N, H]; the same on every rank.
         weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each.
         targets: int64 token ids in [0, V), with V the full vocabulary size; -100 = no loss.
-        group: the ranks that share the vocabulary; None = all.
+        group: the ranks that share the vocabulary; None: all ranks.
         bias: this rank's entries [V_r], or None.
         chunk_bytes: memory for one chunk's logits on the rank with the most rows.
 
-    The other arguments, errors and results are as in `fused_linear_gac_loss`.
+    Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     inputs = BatchInputs(
         targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
     )
     checks.batch(hidden, inputs, spec)
-    exact = reference.arithmetic(options.compute)
-    inner = backends.choose("auto", hidden.device, exact)
+    accum_dtype = reference.compute_dtype(options.dtype)
+    inner = backends.choose("auto", hidden.device, accum_dtype)
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), cu_seqlens)
     with torch.no_grad():
-        tokens = inner.plan(inputs, spec, exact)
+        tokens = inner.plan(inputs, spec, accum_dtype)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
-    options = options._replace(words=max(sizes))
-    rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
-    flat = FusedLinearLoss.apply(
-        SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group),
-        *(weight, bias, LossTask(tokens, spec, rows, moments)),
-        *(Needs.of(hidden, weight, bias), options),
-    )
+    options = options._replace(vocab_size=max(sizes))
+    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
+    task = LossTask(tokens, spec, backend, moments)
+    needs = NeedsGrad.of(hidden, weight, bias)
+    flat_hidden = SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group)
+    flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
     return loss_output(flat, targets.shape)
 
 
 def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Rows of the weight on each rank."""
-    mine = torch.tensor([len(weight)], device=weight.device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    sizes = [int(n) for n in everyone]
+    """Gather the number of weight rows of each rank."""
+    local = torch.tensor([len(weight)], device=weight.device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    sizes = [int(n) for n in gathered]
     if 0 in sizes:
         raise ValueError(f"weight has {sizes} rows on the ranks: every rank needs at least one row")
     return sizes
@@ -115,7 +115,7 @@ class SumGradient(Function):
 
 
 class ShardedRows:
-    """A backend (see `backends`) for a vocabulary shard: the columns of the logits from `start` on."""
+    """Backend (see `backends`) for a vocabulary shard, whose first entry is `start`."""
 
     def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
         self.start, self.group = start, group
@@ -131,9 +131,9 @@ class ShardedRows:
     ) -> TokenTerms:
         z = logits[0] / spec.temperature
         local = tokens.targets - self.start
-        here = (local >= 0) & (local < z.shape[1]) & (tokens.targets != IGNORE)
-        local = torch.where(here, local, 0)[:, None]
-        exps, stats = self._statistics(z, local, here)
+        is_local = (local >= 0) & (local < z.shape[1]) & (tokens.targets != IGNORE)
+        local = torch.where(is_local, local, 0)[:, None]
+        exps, stats = self._statistics(z, local, is_local)
         logps, entropy, log_sum = stats
         terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
         if out is not None and upstream is not None:
@@ -142,28 +142,31 @@ class ShardedRows:
             log_p = (p.log()).masked_fill_(p == 0, 0)
             grad = p * (-d_logps - d_entropy * entropy)[:, None]
             grad -= p * log_p * d_entropy[:, None]
-            grad.scatter_add_(1, local, (d_logps * here)[:, None])
+            grad.scatter_add_(1, local, (d_logps * is_local)[:, None])
             out[0].copy_(grad / spec.temperature)
         return terms
 
     def _statistics(
-        self, z: Tensor, local: Tensor, here: Tensor
+        self, z: Tensor, local: Tensor, is_local: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """exp(z - max) of this rank's columns; log-probability, entropy and log sum of exp(z - max)
+        """Compute exp(z - max) of this rank's columns, and logps, entropy and log sum exp(z - max)
         over all columns.
 
-        z: [M, V_r], overwritten. local: [M, 1] local column of the target, valid where `here`.
+        Args:
+            z: [M, V_r] of logits / temperature, overwritten.
+            local: [M, 1] of the target's local column, valid if `is_local`.
+            is_local: [M], whether this rank holds the target.
         """
-        top = z.amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        z -= top[:, None]
+        maximum = z.amax(1)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+        z -= maximum[:, None]
         exps = z.exp()
-        weighted = torch.where(exps == 0, 0, exps * z)  # a masked token (-inf) adds 0 log 0 = 0
-        target = torch.where(here, z.gather(1, local)[:, 0], 0)
+        # a masked vocabulary entry (-inf) adds 0 log 0 = 0
+        weighted = torch.where(exps == 0, 0, exps * z)
+        target = torch.where(is_local, z.gather(1, local)[:, 0], 0)
         sums = torch.stack([exps.sum(1), weighted.sum(1), target])
         dist.all_reduce(sums, group=self.group)
         log_sum = sums[0].log()
-        log_sum = torch.where(
-            top == math.inf, math.nan, log_sum
-        )  # +inf logits are an error, not a token of probability 1
+        # +inf logits are an error, not a token of probability 1
+        log_sum = torch.where(maximum == math.inf, math.nan, log_sum)
         return exps, (sums[2] - log_sum, log_sum - sums[1] / sums[0], log_sum)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Summary, Tokens, TokenTerms, finish, plan
+from gac_kernels.tokens import Summary, Tokens, TokenTerms, reduce, plan
 
 from .cases import Case, available, build, each_case
 
@@ -93,7 +93,7 @@ def flat(summary: Summary) -> dict[str, Tensor]:
 def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
     """Check that `reduce` equals `finish` and is bitwise reproducible."""
     ours = backends.load(name, CPU).reduce(tokens, terms, moments)
-    theirs = finish(tokens, terms, moments)
+    theirs = reduce(tokens, terms, moments)
     again = flat(backends.load(name, CPU).reduce(tokens, terms, moments))
     assert flat(ours).keys() == flat(theirs).keys()
     for field, definition in flat(theirs).items():
@@ -198,7 +198,7 @@ def test_centred_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) ->
     tokens = plan(*given)
     summary = check_reduce(available(name), tokens, terms_of(tokens, given.spec))
     ours, exact = (
-        x.moments.rollouts[4] for x in (summary, finish(tokens, terms_of(tokens, given.spec), True))
+        x.moments.rollouts[4] for x in (summary, reduce(tokens, terms_of(tokens, given.spec), True))
     )
     torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
 
@@ -278,5 +278,5 @@ def test_recorded_in_a_cuda_graph() -> None:
     for field in ("live", "lengths", "offsets", "sequence", "advantages"):
         assert torch.equal(getattr(tokens, field), getattr(expected, field)), field
     close("weight", tokens.weight, expected.weight)
-    for field, value in flat(finish(expected, TokenTerms(*[logps] * 5), True)).items():
+    for field, value in flat(reduce(expected, TokenTerms(*[logps] * 5), True)).items():
         close(field, flat(summary)[field], value, scale=float(len(logps)))

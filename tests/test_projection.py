@@ -101,7 +101,7 @@ def test_one_sum_is_rounded_by_its_gemm(monkeypatch: pytest.MonkeyPatch) -> None
     log = emulate(monkeypatch, torch.bfloat16)
     apart, d_apart = run(fused_linear_gac_loss, batch)
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
-    monkeypatch.setattr(linear, "WHOLE_SUMS", 0)
+    monkeypatch.setattr(linear, "NO_SPLIT_K", 0)
     log.clear()
     once, d_once = run(fused_linear_gac_loss, batch)
     assert [gemm[1:] for gemm in weight_gemms(log)] == [(torch.bfloat16, False)]
@@ -161,7 +161,7 @@ def test_ranks_with_unequal_shares_of_a_vocabulary_cut_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emulate(monkeypatch, torch.bfloat16)
-    options = GemmOptions(torch.bfloat16, None, words=76033)
+    options = GemmOptions(torch.bfloat16, None, vocab_size=76033)
     shares = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (76033, 75000)]
     cuts = {(p.chunk, p.block) for p in (Projection(x, None, options) for x in shares)}
     assert len(cuts) == 1

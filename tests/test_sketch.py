@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import HeadSketch, fused_linear_gac_loss, reference
-from gac_kernels.backends import reference as row_functions
+from gac_kernels.backends import reference as reference_backend
 from gac_kernels.backends import triton
 from gac_kernels.contract import LossSpec
 from gac_kernels.inputs import BatchInputs
@@ -125,7 +125,7 @@ def test_triton_sums_what_it_writes(size, narrow):
     reference_rows = RowSketch(
         HeadSketch(size).signs(vocabulary, torch.device("cpu")), torch.zeros(rows, size)
     )
-    row_functions.row_loss(logits, tokens, spec, exact)
+    reference_backend.row_loss(logits, tokens, spec, exact)
     row_buckets(exact, reference_rows)
     out = torch.empty_like(logits, dtype=torch.bfloat16 if narrow else None)
     signs = reference_rows.signs.to(torch.int8) if narrow else reference_rows.signs

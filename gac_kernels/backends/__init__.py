@@ -5,25 +5,26 @@
 `plan(inputs, spec, dtype) -> Tokens`
     Per-token values, as defined by `tokens.plan`, in few launches.
 `reduce(tokens, terms, moments) -> Summary`
-    The sums over all tokens in float64, as defined by `tokens.finish`, in few launches.
+    Sums over all tokens in float64, as defined by `tokens.reduce`, in few launches.
 `row_stats(logits, targets, temperature) -> (logps, entropy, lse)`
-    float32 [N] each; reads each row with a loss once; 0 for rows without a loss.
+    float32 [N] each, 0 for rows without a loss. Reads each row with a loss once.
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out) -> None`
-    out [B, T, V] = gradient of the logits from those of logps and entropy (float32 [N] each):
+    Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
+    [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature.
 `row_loss(logits, tokens, spec, out, sketch) -> TokenTerms`
-    Statistics, token formulas (`reference.token_terms`) and, unless `out` is None, the gradient
-    of sum(tokens.scale * loss) in one call; unless `sketch` is None, also `row_buckets` of the
-    gradient.
+    Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
+    None, the gradient of sum(tokens.scale * loss) in one call; unless `sketch` is None, also
+    `sketch.row_buckets` of the gradient.
 `scale_(tensor, factor) -> None`
-    tensor *= factor (0-d, on the tensor's device); a no-op if factor is 1.
+    Multiplies in place by factor (0-d, on the tensor's device); a no-op if factor is 1.
 
 `plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
 device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
 dimension; `out` may have a different float dtype from the logits, or share their storage. Rows
-whose target is
--100 are never read and get an all-zero gradient, as does a row with zero coefficients.
-Row kernels use no atomics and sum in a fixed order, so results are bitwise reproducible.
+whose target is -100 are never read and get an all-zero gradient, as does a row with zero
+coefficients. Row kernels use no atomics and sum in a fixed order, so results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ from types import ModuleType
 import torch
 
 NAMES = ("reference", "triton", "native")
-# Fastest first. On CUDA, "native" will be added once bench/ shows that it is faster; not measured
-# yet.
+# fastest first; "native" on CUDA is left out because it has not been measured yet
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 
@@ -49,14 +49,16 @@ def load(name: str, device: torch.device) -> ModuleType:
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run on `device` for inputs of `dtype`; None when it can."""
+    """Why a backend cannot run on `device` for inputs of `dtype`; None if it can."""
     return load(name, device).unavailable(device, dtype)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The backend to run on `device` for inputs of `dtype`.
+    """Choose the backend that runs on `device` for inputs of `dtype`.
 
-    Raises ValueError for an unknown name, RuntimeError if the backend cannot run here.
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: the backend cannot run here; the message says why.
     """
     if name != "auto":
         if reason := unavailable(name, device, dtype):

@@ -1,10 +1,10 @@
-"""Row kernels in vectorised C++, in `csrc/cpu`: backend "native" on a CPU.
+"""Row kernels in vectorized C++, in `csrc/cpu`: backend "native" on a CPU.
 
 Each row is completed while it is in the L2 cache: sums, token formulas, gradient. Rows run in
 parallel and each one is summed in a fixed order, so results do not depend on the number of threads.
 Up to rounding, they do depend on the instruction set, which is selected when the kernels are first
 used: the widest of AVX-512, AVX2 and the baseline that the processor supports, or the one named by
-    the environment variable GAC_CPU_CAPABILITY. The AVX-512 kernels were compiled and not run.
+the environment variable GAC_CPU_CAPABILITY.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ def capability() -> str:
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, *norms = inputs
-    found = torch.ops.gac_native.plan(
-        *(targets, advantages, is_demo, float(mu), old_logps, ref_logps, cu_seqlens),
+    columns = torch.ops.gac_native.plan(
+        targets,
+        advantages,
+        is_demo,
+        float(mu),
+        old_logps,
+        ref_logps,
+        cu_seqlens,
         *plan_scalars(spec),
         *(None if norm is None else float(norm) for norm in norms),
     )
-    live, demo, advantages, old, ref, weight, scale, sequence, offsets, lengths = found
+    live, demo, advantages, old, ref, weight, scale, sequence, offsets, lengths = columns
     old, ref = None if old_logps is None else old, None if ref_logps is None else ref
     per_token = targets.reshape(-1), live, demo, advantages, old, ref, weight, scale, sequence
     return Tokens(*per_token, offsets, lengths, is_demo, mu)
@@ -55,8 +61,15 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     results = torch.ops.gac_native.reduce(
-        *(tokens.live, tokens.demo, tokens.advantages, tokens.weight, tokens.offsets),
-        *(tokens.lengths, tokens.is_demo, float(tokens.mu), tokens.ref is not None),
+        tokens.live,
+        tokens.demo,
+        tokens.advantages,
+        tokens.weight,
+        tokens.offsets,
+        tokens.lengths,
+        tokens.is_demo,
+        float(tokens.mu),
+        tokens.ref is not None,
         *terms,
         moments,
     )
@@ -78,8 +91,8 @@ def row_grads(
     temperature: float,
     out: Tensor,
 ) -> None:
-    # Recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
-    # to float32.
+    # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
+    # to float32
     torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
 
 
@@ -92,10 +105,10 @@ def row_loss(
 ) -> TokenTerms:
     columns = tokens.targets, tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale
     signs, buckets = (None, None) if sketch is None else sketch
-    found = torch.ops.gac_native.row_loss(
+    terms = torch.ops.gac_native.row_loss(
         logits, *columns, *token_scalars(spec), out, signs, buckets
     )
-    return TokenTerms(*found)
+    return TokenTerms(*terms)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -105,7 +118,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 @functools.cache
 def _load() -> str | None:
-    """Load the library and register its fake kernels; returns the reason if that fails."""
+    """Load the library and register its fake kernels. Return why that failed, or None."""
     if not LIBRARY.exists():
         return "the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler"
     try:

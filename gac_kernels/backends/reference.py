@@ -8,8 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..contract import IGNORE, LossSpec
 from ..sketch import RowSketch, row_buckets
-from ..tokens import Tokens, TokenTerms, plan
-from ..tokens import finish as reduce
+from ..tokens import Tokens, TokenTerms, plan, reduce
 
 __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
 
@@ -21,11 +20,11 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     live, rows = _live_rows(logits, targets)
     logps, entropy, lse = reference.row_statistics(rows, targets[live], temperature)
-    blank = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
+    zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
     return (
-        blank.index_copy(0, live, logps),
-        blank.index_copy(0, live, entropy),
-        blank.index_copy(0, live, lse),
+        zeros.index_copy(0, live, logps),
+        zeros.index_copy(0, live, entropy),
+        zeros.index_copy(0, live, lse),
     )
 
 
@@ -44,8 +43,8 @@ def row_grads(
     p = z.exp()
     grad = -p * d_logps[live, None]
     grad[torch.arange(len(live), device=grad.device), targets[live]] += d_logps[live]
-    pull = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
-    grad -= pull * d_entropy[live, None]
+    entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
+    grad -= entropy_part * d_entropy[live, None]
     grad[(d_logps[live] == 0) & (d_entropy[live] == 0)] = 0
     out.zero_()
     width = out.shape[1]
@@ -74,8 +73,8 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 
 def _live_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices in [N] of the rows with a loss, and these rows in the compute dtype."""
+    """Find the rows with a loss: their indices in [N], and their logits in float32 or better."""
     live = (targets != IGNORE).nonzero().squeeze(1)
     width = logits.shape[1]
     rows = logits[live // width, live % width] if width else logits.reshape(0, logits.shape[-1])
-    return live, rows.to(reference.arithmetic(logits.dtype))
+    return live, rows.to(reference.compute_dtype(logits.dtype))
