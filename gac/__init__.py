@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ControllerConfig", "GuidedController", "Mixer", "mu_star", "mu_star_biased"]
 
-_HOME = {
+_LAZY_MODULES = {
     "ControllerConfig": "control.controller",
     "GuidedController": "control.controller",
     "Mixer": "integrations.mixer",
@@ -20,7 +20,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names lazily, so that `gac --help` does not wait for torch."""
-    if name not in _HOME:
+    """Import public names lazily, so that `gac --help` does not import torch."""
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_LAZY_MODULES[name]}", __name__), name)

@@ -22,8 +22,8 @@ from gac.errors import (
     USAGE,
     ConfigError,
     explain_missing_extra,
-    value_errors_as,
     user_message,
+    value_errors_as,
     writable_folder,
 )
 from gac.study.command import add_parser as add_study
@@ -41,8 +41,6 @@ examples:
 SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
 )
-
-
 DEBUG_HELP = "show tracebacks for errors; same as GAC_DEBUG=1"
 
 
@@ -71,13 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:  # report user errors in one line
-        found = user_message(error)
-        if found is None:  # a bug: show its traceback
+        known = user_message(error)
+        if known is None:  # a bug: show its traceback
             raise
         if debug:
             traceback.print_exc()
-        print(f"gac: {found[0]}", file=sys.stderr)
-        return found[1]
+        message, exit_code = known
+        print(f"gac: {message}", file=sys.stderr)
+        return exit_code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,7 +110,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
         help="train a model from a configuration file",
-        description="Train a model. All output, including a report, goes to the run directory `out`. Rerun the same command to resume an interrupted run from its last checkpoint.",
+        description="Train a model. All output, including a report, goes to the run directory "
+        "`out`. Rerun the same command to resume an interrupted run from its last checkpoint.",
     )
     train.add_argument(
         "config",
@@ -135,7 +135,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
-        description="Generate and score a model's answers to prompts. A single task (key `settings`) is printed as a JSON object; several (`tasks`) are saved to `out` with all answers and shown as a table.",
+        description="Generate and score a model's responses to prompts. A single task (key "
+        "`settings`) is printed as a JSON object; several (`tasks`) are saved to `out` with all "
+        "responses and shown as a table.",
     )
     evaluate.add_argument(
         "config",
@@ -148,7 +150,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--against",
         type=Path,
         metavar="RESULTS",
-        help="`out` folder of another evaluation; also report paired differences over shared prompts",
+        help="`out` folder of another evaluation; adds paired differences over shared prompts",
     )
     _add_set(evaluate)
     evaluate.extra_help = lambda: _keys("gac.evaluation.suite", "EvalConfig")
@@ -159,7 +161,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser(
         "export",
         help="export a checkpoint's model as a transformers folder",
-        description="Write a folder that transformers' from_pretrained can load, however many processes trained the model. Adapters are merged into the model.",
+        description="Write a folder that transformers' from_pretrained can load, regardless of how "
+        "many processes trained the model. Adapters are merged into the model.",
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -167,7 +170,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "--step",
         type=_step,
         metavar="N|best",
-        help="checkpoint to export: its step, or 'best' for the one with the highest evaluation accuracy (default: the last intact one)",
+        help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
+        "(default: the last intact checkpoint)",
     )
     export.set_defaults(run=_export)
 
@@ -176,16 +180,16 @@ def _step(text: str) -> int | Literal["best"]:
     try:
         return "best" if text == "best" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected a step number or 'best', got {text!r}"
-        ) from None
+        message = f"expected a step number or 'best', got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     replay = commands.add_parser(
         "replay",
         help="recompute a skipped step and list the rows that caused it",
-        description="Steps with a non-finite or too large loss or gradient are skipped and saved under RUN/replay. Print the recorded values, the recomputed values and the rows at fault.",
+        description="Steps with a non-finite or too large loss or gradient are skipped and saved "
+        "under RUN/replay. Print the recorded values, the recomputed values and the rows at fault.",
     )
     replay.add_argument("step", type=Path, metavar="RUN/replay/step-N", help="a saved step")
     replay.set_defaults(run=_replay)
@@ -195,7 +199,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
         help="write a report with plots and tables for one or more runs",
-        description="Write report.html (a single file that works offline) and plots/*.png, and print the tables. Runs that differ only in their seed are grouped; unfinished runs are shown up to their last step.",
+        description="Write report.html (a single file that works offline) and plots/*.png, and "
+        "print the tables. Runs that differ only in their seed are grouped; unfinished runs are "
+        "shown up to their last step.",
     )
     report.add_argument(
         "runs",
@@ -216,13 +222,14 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def _add_rewards(commands: argparse._SubParsersAction) -> None:
     rewards = commands.add_parser(
         "rewards",
-        help="check a data set's reference solutions against its reward",
+        help="check a dataset's reference solutions against its reward",
         description="Test rewards without a model.",
     )
     check = rewards.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
         "check",
         help="score each row's reference solution and list the rows that fail",
-        description="Score each row's reference solution with the configured reward and list the rows that fail: a model cannot be expected to pass these.",
+        description="Score each row's reference solution with the configured reward and list the "
+        "rows that fail: a model cannot be expected to pass these.",
     )
     check.add_argument(
         "config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"
@@ -251,13 +258,14 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a tiny model with several methods and compare them",
-        description="Train a tiny base model, post-train it with several methods and compare them. Finished runs are skipped; interrupted runs resume.",
+        description="Train a tiny base model, post-train it with several methods and compare them. "
+        "Finished runs are skipped; interrupted runs resume.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs")
     demo.add_argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`")
     demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
-    demo.add_argument("--steps", type=int, default=160, help="optimiser steps per method")
+    demo.add_argument("--steps", type=int, default=160, help="optimizer steps per method")
     demo.add_argument(
         "--jobs", type=int, default=None, help="number of parallel runs; None: one per core"
     )
@@ -280,7 +288,7 @@ def _train(options: argparse.Namespace) -> int:
     from gac.parallel import setup
     from gac.training.trainer import Trainer
 
-    with value_errors_as(ConfigError):  # errors during setup are configuration errors
+    with value_errors_as(ConfigError):
         trainer = Trainer(config, options.resume)
     run, main_process = trainer.run(), trainer.accelerator.is_main_process
     del trainer  # DDP's destructor needs the process group
@@ -394,7 +402,7 @@ def _keys(module: str, name: str) -> str:
 def _show_log() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":  # log once, not in every process
-        logging.getLogger("gac").setLevel(logging.INFO)  # e.g. what the length filters dropped
+        logging.getLogger("gac").setLevel(logging.INFO)  # e.g. numbers of dropped rows
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class CheckpointError(UserError, RuntimeError):
     exit_code = FAILED
 
 
-class NoCheckpoint(CheckpointError):
+class CheckpointNotFound(CheckpointError):
     """The requested checkpoint does not exist."""
 
     exit_code = USAGE
@@ -73,14 +73,14 @@ class RunError(UserError, RuntimeError):
     exit_code = FAILED
 
 
-class BadFolder(RunError):
+class RunDirectoryError(RunError):
     """An unusable run directory."""
 
     exit_code = USAGE
 
 
 def writable_folder(key: str, path: Path) -> Path:
-    """Create `path` if needed and return it; raise ConfigError naming `key` if it is not writable."""
+    """Create `path` if needed and return it. Raises ConfigError for `key` if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -92,7 +92,7 @@ def writable_folder(key: str, path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def refusals_are(error: type[UserError], key: str = "") -> Iterator[None]:
+def value_errors_as(error: type[UserError], key: str = "") -> Iterator[None]:
     """Re-raise a ValueError from argument checks as `error`, prefixed with `key: `.
 
     For setup only: a ValueError raised later is a bug.
@@ -101,18 +101,18 @@ def refusals_are(error: type[UserError], key: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except ValueError as refusal:
-        raise error(f"{key}: {refusal}" if key else str(refusal)) from refusal
+    except ValueError as cause:
+        raise error(f"{key}: {cause}" if key else str(cause)) from cause
 
 
 @contextlib.contextmanager
-def extras_named(purpose: str) -> Iterator[None]:
+def explain_missing_extra(purpose: str) -> Iterator[None]:
     """Turn a failed import of an optional dependency into a MissingExtra that names its extra."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        extra = next((name for name, brings in EXTRAS.items() if package in brings), None)
+        extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
         if extra is None:
             raise
         raise MissingExtra(
@@ -123,22 +123,21 @@ def extras_named(purpose: str) -> Iterator[None]:
 
 def import_extra(module: str, purpose: str) -> ModuleType:
     """Import `module`, or raise MissingExtra."""
-    with extras_named(purpose):
+    with explain_missing_extra(purpose):
         return import_module(module)
 
 
-def verdict(error: BaseException) -> tuple[str, int] | None:
+def user_message(error: BaseException) -> tuple[str, int] | None:
     """The message and exit code of a user-facing error; None for a bug."""
     if isinstance(error, UserError):
         return _one_line(str(error)), error.exit_code
     if isinstance(error, OSError):
-        if error.filename is not None:  # a file that the user named, or one inside it
+        if error.filename is not None:  # a path from the user, or one inside it
             return f"{error.filename}: {_one_line(error.strerror or str(error))}", USAGE
         if error.errno == errno.ENOSPC:
             return "no space left on device: free some space and rerun the command", FAILED
-        if isinstance(
-            error, FileNotFoundError | FileExistsError
-        ):  # raised by gac itself, with its own message
+        # raised by gac itself, with its own message
+        if isinstance(error, FileNotFoundError | FileExistsError):
             return _one_line(str(error)), USAGE
     return None
 

@@ -1,4 +1,4 @@
-"""Run configurations: reads YAML and `key.sub=value` overrides into nested frozen dataclasses, and writes them back.
+"""Run configurations: nested frozen dataclasses, read from YAML and `key.sub=value` overrides.
 
 It may import `errors`.
 """

@@ -17,15 +17,15 @@ from .types import (
     convert_literal,
     convert_scalar,
     join,
-    parsed,
-    short,
+    parse_value,
+    short_repr,
     type_name,
-    unknown_word,
+    unknown_name_message,
 )
 from .yaml_text import YamlError, parse_yaml
 
 T = TypeVar("T")
-NONE_WORDS = ("null", "none", "~", "")
+NULL_TEXTS = ("null", "none", "~", "")
 
 
 def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
@@ -49,8 +49,8 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
 def choose(table: Mapping[str, type], data: Any, where: str = "method", default: Any = None) -> Any:
     """Build one of several dataclasses: `data` is a name, or a mapping with `name` and fields.
 
-    table: name -> dataclass. where: the key to name in errors. Without `name`, the given fields
-        replace those of `default`. Raises ConfigError.
+    table: name -> dataclass. where: the configuration key, for error messages. default: instance
+        whose fields are replaced if `data` has no `name`. Raises ConfigError.
     """
     if isinstance(data, tuple(table.values())):
         return data
@@ -65,7 +65,7 @@ def choose(table: Mapping[str, type], data: Any, where: str = "method", default:
         return _build(type(default), fields, where, default)
     name = str(data["name"])
     if name not in table:
-        raise ConfigError(unknown_word(join(where, "name"), name, table, "name"))
+        raise ConfigError(unknown_name_message(join(where, "name"), name, table, "name"))
     return _build(table[name], fields, where)
 
 
@@ -79,12 +79,12 @@ def _read(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, got {short(data)}")
+        raise ConfigError(f"{path}: expected `key: value` lines, got {short_repr(data)}")
     return data
 
 
 def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
-    """A copy of `data` with one `key.sub=value` set; intermediate mappings are made as needed."""
+    """A copy of `data` with one `key.sub=value` set, creating intermediate mappings as needed."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -97,7 +97,7 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
             child = {"name": child}
         if child is not None and not isinstance(child, Mapping):
             raise ConfigError(
-                f"override {override!r}: {parent!r} is {short(child)}, which has no keys"
+                f"override {override!r}: {parent!r} is {short_repr(child)}, which has no keys"
             )
         node[parent] = dict(child or {})
         node = node[parent]
@@ -106,26 +106,24 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
-    """Build one dataclass from a mapping; the given keys replace those of `default`, if there is
-    one.
-    """
+    """Build `cls` from a mapping; its keys replace the fields of `default`, if there is one."""
     if isinstance(data, Override):
-        data = parsed(data, where)
+        data = parse_value(data, where)
     if isinstance(data, cls):
         return data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of {cls.__name__}, got {short(data)}")
+        raise ConfigError(f"{where}: expected a mapping of {cls.__name__}, got {short_repr(data)}")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
     for key, value in data.items():
         if key not in fields:
-            raise ConfigError(unknown_word(join(where, key), key, fields, "key"))
+            raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         inherited = _field_default(fields[key]) if default is None else getattr(default, key)
         values[key] = _convert(hints[key], value, join(where, key), inherited)
-    absent = [name for name, field in fields.items() if name not in values and _required(field)]
-    if absent and default is None:
-        raise ConfigError(f"{join(where, absent[0])}: missing; it has no default ({cls.__name__})")
+    missing = [name for name, field in fields.items() if name not in values and _required(field)]
+    if missing and default is None:
+        raise ConfigError(f"{join(where, missing[0])}: missing; it has no default ({cls.__name__})")
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
     except ConfigError:
@@ -138,10 +136,10 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     """Convert `value` to the type `hint`, or raise ConfigError."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        choices = [mark for mark in args[1:] if isinstance(mark, Choice)]
+        choices = [annotation for annotation in args[1:] if isinstance(annotation, Choice)]
         if choices:
             if isinstance(value, Override) and value.lstrip().startswith("{"):
-                value = parsed(value, where)
+                value = parse_value(value, where)
             return choose(choices[0].table(), value, where, default)
         return _convert(args[0], value, where, default)
     if origin in (Union, types.UnionType):
@@ -163,9 +161,8 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
 def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
     none_allowed = type(None) in args
     members = [member for member in args if member is not type(None)]
-    if none_allowed and (
-        value is None or (isinstance(value, Override) and value.lower() in NONE_WORDS)
-    ):
+    null_text = isinstance(value, Override) and value.lower() in NULL_TEXTS
+    if none_allowed and (value is None or null_text):
         return None
     if len(members) == 1:
         return _convert(members[0], value, where, default)
@@ -177,33 +174,35 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
             return _convert(member, value, where, default)
         except ConfigError:
             continue
-    raise ConfigError(f"{where}: expected {' | '.join(map(type_name, args))}, got {short(value)}")
+    expected = " | ".join(map(type_name, args))
+    raise ConfigError(f"{where}: expected {expected}, got {short_repr(value)}")
 
 
 def _convert_sequence(base: type, args: tuple, value: Any, where: str) -> Any:
     if isinstance(value, Override):
-        inner = parsed(value, where)
-        value = inner if isinstance(inner, list) else [Override(v) for v in value.split(",")]
+        items = parse_value(value, where)
+        value = items if isinstance(items, list) else [Override(v) for v in value.split(",")]
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where}: expected a list like [a, b], got {short(value)}")
+        raise ConfigError(f"{where}: expected a list like [a, b], got {short_repr(value)}")
     if base is tuple and args and Ellipsis not in args:
         if len(value) != len(args):
-            raise ConfigError(f"{where}: expected {len(args)} values, got {short(value)}")
+            raise ConfigError(f"{where}: expected {len(args)} values, got {short_repr(value)}")
         hints: Sequence[Any] = args
     else:
         hints = [args[0] if args else Any] * len(value)
-    items = [
+    converted = [
         _convert(hint, item, f"{where}[{i}]")
         for i, (hint, item) in enumerate(zip(hints, value, strict=True))
     ]
-    return items if base is list else tuple(items)
+    return converted if base is list else tuple(converted)
 
 
 def _convert_mapping(args: tuple, value: Any, where: str) -> dict:
     if isinstance(value, Override):
-        value = parsed(value, where)
+        value = parse_value(value, where)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: expected a mapping like {{key: value}}, got {short(value)}")
+        shown = short_repr(value)
+        raise ConfigError(f"{where}: expected a mapping like {{key: value}}, got {shown}")
     key_hint, value_hint = args or (Any, Any)
     return {
         _convert(key_hint, key, where): _convert(value_hint, item, join(where, key))

@@ -12,7 +12,7 @@ from .types import Choice, choice_of, type_name
 from .yaml_text import to_yaml
 
 WIDTH = 96
-FEW = 8  # choices with at most this many names are listed on the key's own line
+MAX_INLINE_NAMES = 8  # a choice with at most this many names lists them on the key's own line
 
 
 class Key(NamedTuple):
@@ -22,24 +22,24 @@ class Key(NamedTuple):
     """Full dotted name, e.g. `optim.lr`."""
     kind: str
     """Type and default, in YAML notation."""
-    words: str
-    """The docstring under the field, or else the comment on its line."""
+    doc: str
+    """The field's docstring or, without one, the comment on its line."""
     choices: list[str]
-    """The names of a long choice, one line per family."""
+    """Names of a choice with more than `MAX_INLINE_NAMES`, one line per family."""
     section: bool
     """Whether the keys that follow are nested under this one."""
 
 
 def describe(cls: type, prefix: str = "") -> str:
-    """One paragraph per key of the dataclass `cls`, nested dataclasses as `key.sub`.
+    """Help text with one paragraph per key of the dataclass `cls`; nested keys as `key.sub`.
 
     prefix: prepended to every key, for a dataclass that is itself a field.
     """
     lines = []
     for key in keys(cls, prefix):
         lines += [""] * key.section + [f"{key.name}: {key.kind}"]
-        if key.words:
-            lines.append(textwrap.indent(textwrap.fill(key.words, WIDTH - 4), " " * 4))
+        if key.doc:
+            lines.append(textwrap.indent(textwrap.fill(key.doc, WIDTH - 4), " " * 4))
         lines += [
             textwrap.fill(
                 line,
@@ -80,16 +80,16 @@ def _own_docs(cls: type) -> dict[str, str]:
             continue
         text = following.value if isinstance(following, ast.Expr) else None
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
-            words = text.value
+            doc = text.value
         else:
-            end = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
-            words = end.partition("#")[2]
-        docs[node.target.id] = " ".join(words.split())
+            rest = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
+            doc = rest.partition("#")[2]
+        docs[node.target.id] = " ".join(doc.split())
     return docs
 
 
 def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
-    """`instance` supplies the defaults if the field that holds `cls` overrides them."""
+    """Keys of `cls`; `instance` supplies the defaults if the parent's field overrides them."""
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = field_docs(cls)
     plain: list[Key] = []
@@ -98,14 +98,14 @@ def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
         if not field.init:
             continue
         hint, default = hints[field.name], _default(field, instance)
-        name, inside = f"{prefix}{field.name}", _nested_class(hint)
+        name, nested_class = f"{prefix}{field.name}", _nested_class(hint)
         choice = choice_of(hint)
-        names = _names(choice) if choice and len(choice.table()) > FEW else []
-        words = docs.get(field.name, "")
-        key = Key(name, _kind(hint, default), words, names, inside is not None)
-        if inside:
-            inner = default if dataclasses.is_dataclass(default) else None
-            nested += [key, *_keys(inside, inner, f"{name}.")]
+        names = _names(choice) if choice and len(choice.table()) > MAX_INLINE_NAMES else []
+        doc = docs.get(field.name, "")
+        key = Key(name, _kind(hint, default), doc, names, nested_class is not None)
+        if nested_class:
+            nested_default = default if dataclasses.is_dataclass(default) else None
+            nested += [key, *_keys(nested_class, nested_default, f"{name}.")]
         else:
             plain.append(key)
     return plain + nested
@@ -116,8 +116,8 @@ def _kind(hint: Any, default: Any) -> str:
     choice = choice_of(hint)
     kind = type_name(hint)
     if choice:
-        few = len(choice.table()) <= FEW
-        kind = " | ".join(choice.table()) if few else "one of the names below"
+        inline = len(choice.table()) <= MAX_INLINE_NAMES
+        kind = " | ".join(choice.table()) if inline else "one of the names below"
     if default is dataclasses.MISSING:
         return f"{kind}  (required)"
     if dataclasses.is_dataclass(default) and not choice:
@@ -142,9 +142,7 @@ def _default(field: dataclasses.Field, instance: Any) -> Any:
 
 
 def _nested_class(hint: Any) -> type | None:
-    """The dataclass of a plain or optional nested field; None for a Choice, which is described by
-    its names.
-    """
+    """The dataclass of a nested field; None for a Choice, which is described by its names."""
     if choice_of(hint):
         return None
     candidates = [hint, *typing.get_args(hint)]

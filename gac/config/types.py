@@ -1,6 +1,4 @@
-"""Shared by the configuration modules: the error, field annotations, type names and scalar
-conversion.
-"""
+"""Field annotations, type names and scalar conversion for the configuration modules."""
 
 import difflib
 import enum
@@ -15,8 +13,8 @@ from gac.errors import ConfigError
 
 from .yaml_text import YamlError, parse_yaml
 
-MANY = 40  # longer lists of valid names are abbreviated in errors
-TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
+MAX_LISTED_NAMES = 40  # longer lists of valid names are abbreviated in errors
+TRUE_TEXTS, FALSE_TEXTS = ("true", "yes", "on"), ("false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Override(str):
 def choice_of(hint: Any) -> Choice | None:
     """The Choice in an annotation, also inside an optional; None if there is none."""
     if get_origin(hint) is Annotated:
-        return next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
+        return next((a for a in get_args(hint)[1:] if isinstance(a, Choice)), None)
     if get_origin(hint) in (Union, types.UnionType):
         return next(filter(None, map(choice_of, get_args(hint))), None)
     return None
@@ -71,59 +69,67 @@ def type_name(hint: Any) -> str:
     )
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'?` with the closest valid name, or an empty string."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def unknown_word(where: str, key: Any, valid: Mapping[str, Any], noun: str) -> str:
-    near = nearest(str(key), valid)
+def unknown_name_message(where: str, key: Any, valid: Mapping[str, Any], noun: str) -> str:
+    """Error message for a key or name that is not in `valid`."""
+    suggestion = did_you_mean(str(key), valid)
     listed = ", ".join(valid)
-    if len(valid) > MANY:
-        few = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.0)
-        listed = f"{', '.join(few)} and {len(valid) - len(few)} more; the help lists them"
-    return f"{where}: unknown {noun} {str(key)!r}{near or '.'} Valid {noun}s: {listed}"
+    if len(valid) > MAX_LISTED_NAMES:
+        closest = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.0)
+        listed = f"{', '.join(closest)} and {len(valid) - len(closest)} more; the help lists them"
+    return f"{where}: unknown {noun} {str(key)!r}{suggestion or '.'} Valid {noun}s: {listed}"
 
 
 def join(where: str, key: Any) -> str:
+    """The dotted key of a nested `key`."""
     return f"{where}.{key}" if where else str(key)
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """`repr(value)`, cut to 60 characters."""
     text = repr(str(value)) if isinstance(value, Override) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def parsed(text: str, where: str) -> Any:
+def parse_value(text: str, where: str) -> Any:
+    """Parse the value of an override as YAML. Raises ConfigError."""
     try:
         return parse_yaml(str(text))
     except YamlError as error:
         raise ConfigError(f"{where}: {str(text)!r} is not valid YAML: {error}") from error
 
 
-def without_overrides(value: Any) -> Any:
+def parse_overrides(value: Any) -> Any:
+    """`value` with every nested Override parsed as YAML."""
     if isinstance(value, Override):
-        return parsed(value, "override")
+        return parse_value(value, "override")
     if isinstance(value, Mapping):
-        return {key: without_overrides(item) for key, item in value.items()}
+        return {key: parse_overrides(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_overrides(item) for item in value]
+        return [parse_overrides(item) for item in value]
     return value
 
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    """Convert `value` to the scalar type `hint`; for other types, only parse overrides."""
     convert = {str: _as_str, Path: _as_path, bool: _as_bool, int: _as_int, float: _as_float}
     if hint not in convert:
-        return without_overrides(value)  # Any, object and types that have no YAML equivalent
+        return parse_overrides(value)  # Any, object and types that have no YAML equivalent
     if isinstance(value, Override) and hint not in (str, Path):
-        value = parsed(value, where)
+        value = parse_value(value, where)
     try:
         return convert[hint](value)
     except (TypeError, ValueError, OverflowError):
         expected = {str: "text", Path: "a path", bool: "true or false", int: "a whole number"}
-        hint_text = expected.get(hint, "a number")
-        quote = " (put it in quotes)" if hint is str and not isinstance(value, dict | list) else ""
-        raise ConfigError(f"{where}: expected {hint_text}{quote}, got {short(value)}") from None
+        kind = expected.get(hint, "a number")
+        if hint is str and not isinstance(value, dict | list):
+            kind += " (put it in quotes)"
+        raise ConfigError(f"{where}: expected {kind}, got {short_repr(value)}") from None
 
 
 def _as_str(value: Any) -> str:
@@ -137,8 +143,8 @@ def _as_path(value: Any) -> Path:
 
 
 def _as_bool(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
-        return value.lower() in TRUE_WORDS
+    if isinstance(value, str) and value.lower() in TRUE_TEXTS + FALSE_TEXTS:
+        return value.lower() in TRUE_TEXTS
     if not isinstance(value, bool):
         raise TypeError
     return value
@@ -162,24 +168,26 @@ def _as_int(value: Any) -> int:
 
 
 def convert_literal(options: tuple, value: Any, where: str) -> Any:
-    candidates = [value, parsed(value, where)] if isinstance(value, Override) else [value]
+    """The literal in `options` that equals `value`. Raises ConfigError if there is none."""
+    candidates = [value, parse_value(value, where)] if isinstance(value, Override) else [value]
     for option in options:
         if any(option == item and type(option) is _plain_type(item) for item in candidates):
             return option
     listed = ", ".join(map(str, options))
-    near = nearest(str(value), map(str, options))
-    raise ConfigError(f"{where}: {short(value)} is not one of {listed}{near}")
+    suggestion = did_you_mean(str(value), map(str, options))
+    raise ConfigError(f"{where}: {short_repr(value)} is not one of {listed}{suggestion}")
 
 
 def convert_enum(hint: type[enum.Enum], value: Any, where: str) -> enum.Enum:
+    """The member of `hint` with the name or value `value`. Raises ConfigError if there is none."""
     if isinstance(value, hint):
         return value
     for member in hint:
         if str(value).lower() in (member.name.lower(), str(member.value).lower()):
             return member
     names = [member.name.lower() for member in hint]
-    near = nearest(str(value).lower(), names)
-    raise ConfigError(f"{where}: {short(value)} is not one of {', '.join(names)}{near}")
+    suggestion = did_you_mean(str(value).lower(), names)
+    raise ConfigError(f"{where}: {short_repr(value)} is not one of {', '.join(names)}{suggestion}")
 
 
 def _plain_type(value: Any) -> type:

@@ -1,4 +1,4 @@
-"""YAML 1.2 scalars: 1e-4 is a number, `off` is a string, and a duplicate key is an error."""
+"""Reads and writes YAML 1.2: 1e-4 is a number, `off` is text, and a duplicate key is an error."""
 
 import re
 from typing import Any
@@ -45,7 +45,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
 
 
 def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))  # 010 is ten, not an octal eight
+    return int(loader.construct_scalar(node))  # 010 is ten, not octal eight
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)

@@ -1,4 +1,4 @@
-"""Training data: sources, examples and their order, the rows and micro-batches of a step.
+"""Training data: sources, examples and their order, and the rows and micro-batches of a step.
 
 It may import `models` and earlier packages.
 """

@@ -1,5 +1,4 @@
-"""Balances the rows of a step over the ranks, so that each trains on about the same number of
-tokens.
+"""Balances a step's rows over the ranks, so that all train on similar numbers of tokens.
 
 Prompts are assigned before the response lengths are known; without balancing, every step waits for
 the rank with the longest responses. The assignment does not affect the results.
@@ -16,27 +15,28 @@ from gac.parallel import collectives
 from .rows import Row
 
 
-def shares(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]]:
+def assign_rows(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]]:
     """Assign `rows` to ranks, keeping their order. Deterministic, so all ranks get the same result.
 
     Greedy: longest first, each to the rank with the fewest tokens in its group, ties broken by
     total tokens. A group is the rows that may share a forward: one kind, with or without a
     gradient.
+
     together: number of consecutive rows of one kind that must stay on one rank.
     """
     kinds: dict[tuple, list[int]] = {}
     for i, row in enumerate(rows):
         kinds.setdefault(row.kind, []).append(i)
     units = [k[i : i + together] for k in kinds.values() for i in range(0, len(k), together)]
-    sorts: dict[tuple, list[tuple[int, list[int]]]] = {}
+    groups: dict[tuple, list[tuple[int, list[int]]]] = {}
     for unit in units:
         first = rows[unit[0]]
-        sort = (*first.kind, first.is_demo or first.advantage != 0)
-        sorts.setdefault(sort, []).append((sum(len(rows[i].ids) for i in unit), unit))
+        group = (*first.kind, first.is_demo or first.advantage != 0)
+        groups.setdefault(group, []).append((sum(len(rows[i].ids) for i in unit), unit))
     owner, total = [0] * len(rows), [0] * ranks
-    for sort in sorted(sorts):
+    for group in sorted(groups):
         load = [0] * ranks
-        for tokens, unit in sorted(sorts[sort], key=lambda u: (-u[0], u[1])):
+        for tokens, unit in sorted(groups[group], key=lambda u: (-u[0], u[1])):
             chosen = min(range(ranks), key=lambda r: (load[r], total[r], r))
             load[chosen] += tokens
             total[chosen] += tokens
@@ -45,15 +45,13 @@ def shares(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]
     return [[row for row, r in zip(rows, owner, strict=True) if r == rank] for rank in range(ranks)]
 
 
-def exchanged(rows: Sequence[Row], together: int = 1) -> list[Row]:
-    """Exchange rows between ranks; returns this rank's balanced share, renumbered. Call it on every
-    rank.
-    """
+def rebalance(rows: Sequence[Row], together: int = 1) -> list[Row]:
+    """Exchange rows between ranks and return this rank's, renumbered. Call it on every rank."""
     # token ids are unpacked only by the rank that trains on them
     compact = [row._replace(ids=_packed(row.ids)) for row in rows]
-    everyone = [row for found in collectives.gather(compact) for row in found]
-    mine = shares(everyone, collectives.ranks(), together)[collectives.rank()]
-    return [row._replace(ids=tuple(row.ids), sequence=i) for i, row in enumerate(mine)]
+    everyone = [row for part in collectives.gather(compact) for row in part]
+    own = assign_rows(everyone, collectives.world_size(), together)[collectives.rank()]
+    return [row._replace(ids=tuple(row.ids), sequence=i) for i, row in enumerate(own)]
 
 
 def _packed(ids: tuple[int, ...]) -> Any:

@@ -76,8 +76,7 @@ class DataConfig:
     """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
     demo_shifts: tuple[DemoShift, ...] | None = None
     """Switches to other `demos` at given steps, for experiments, e.g. [{step: 64, demos:
-    worse.jsonl}].
-    """
+    worse.jsonl}]."""
     prompt_field: str = "prompt"
     """Field with the question."""
     answer_field: str | None = "answer"
@@ -93,9 +92,8 @@ class DataConfig:
     where: Mapping[str, Any] = field(default_factory=dict)
     """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
     template: str | None = None
-    """Prompt template with `{prompt}` and, optionally, other fields of the row; `{{` is a literal
-    brace.
-    """
+    """Template of the prompt, with `{prompt}` and, optionally, other fields of the row; `{{` is a
+    literal brace."""
     demo_template: str | None = None
     """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
     chat: bool = False
@@ -139,9 +137,8 @@ def _check_template(name: str, template: str | None, needed: str) -> None:
     try:
         fields = {part[1] for part in string.Formatter().parse(template)}
     except ValueError as error:
-        raise ValueError(
-            f"{name}: {error} in {template!r}; write {{{{ for a literal brace"
-        ) from error
+        message = f"{name}: {error} in {template!r}; write {{{{ for a literal brace"
+        raise ValueError(message) from error
     if needed not in fields:
         raise ValueError(f"{name} must contain {{{needed}}}, got {template!r}")
 
@@ -152,12 +149,12 @@ def load_prompts(
     """Load the rows of `config.prompts`; `demo` is set for rows that have `config.demo_field`.
 
     Args:
-        config: what to read.
+        config: the data source and its format.
         tokenizer: any Hugging Face tokenizer; needs an EOS token if there are demonstrations.
         training: if True, reject rows with a `canary` field, whose authors forbid training on them.
 
     Returns:
-        Examples in file order; `.dropped` says how many rows were left out and why (also logged).
+        Examples in file order; `.dropped` counts the dropped rows by reason (also logged).
 
     Raises:
         DataError: an invalid row; the message gives file, line and field.
@@ -168,18 +165,18 @@ def load_prompts(
     dropped: Counter[str] = Counter()
     rows = _select(config, "prompts", config.prompts, dropped)
     if training:
-        _refuse_canaries(rows)
+        _reject_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    kept = [_within(config, example, dropped) for example in examples]
+    kept = [_apply_limits(config, example, dropped) for example in examples]
     return _finish(config.prompts, [example for example in kept if example], dropped)
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """Load the demonstrations: all rows of `config.demos` if set, else the rows of `config.prompts`
-    that have one.
+    """Load the demonstrations: the rows of `config.demos` if set, else those of `config.prompts`.
 
-    Every example has a `demo`; `answer` is set if the row has one. Arguments, `.dropped` and
-    errors as in `load_prompts`; rows with a `canary` field are always refused.
+    Rows of `config.prompts` without a demonstration are left out. Every example has a `demo`;
+    `answer` is set if the row has one. Arguments, `.dropped` and errors as in `load_prompts`; rows
+    with a `canary` field are always rejected.
     """
     source = config.demos or config.prompts
     if source is None or config.demo_field is None:
@@ -190,22 +187,22 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
         rows = [row for row in rows if row.fields.get(config.demo_field) is not None]
         if not rows:
             raise ValueError(
-                f"no row of {source} carries the demonstration field {config.demo_field!r}: "
-                "set demo_field, or demos to a file that has it"
+                f"no row of {source} has the demonstration field {config.demo_field!r}: set "
+                "demo_field, or set demos to a source that has it"
             )
     for row in rows:
         row.text(config.demo_field, key="demo_field")
-    _refuse_canaries(rows)
+    _reject_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=False)
-    kept = [_within(config, example, dropped) for example in examples]
+    kept = [_apply_limits(config, example, dropped) for example in examples]
     return _finish(source, [example for example in kept if example and example.demo], dropped)
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
-    """The rows of `config.prompts`, each with its reference solution: `demo_field` if present, else
-    `answer_field`.
+    """Load the rows of `config.prompts`, each with its reference solution.
 
-    Needs no tokenizer: the examples have no token ids. Rows without a solution are left out.
+    That is `demo_field` if present, else `answer_field`. Needs no tokenizer: the examples have no
+    token ids. Rows without a solution are left out.
 
     Raises:
         DataError: an invalid row; the message gives file, line and field.
@@ -214,50 +211,50 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     if config.prompts is None:
         raise ValueError("prompts is not set: give a .jsonl file, a folder or 'name:split'")
     dropped: Counter[str] = Counter()
-    found = []
+    references = []
     for row in _select(config, "prompts", config.prompts, dropped):
         answer = _answer(config, row, required=False)
         demo = row.text(config.demo_field, required=False) if config.demo_field else None
         if (solution := demo or answer) is None:
             dropped["without a solution"] += 1
             continue
-        name = row.text(config.id_field, required=False) or row.place
+        name = row.text(config.id_field, required=False) or row.location
         text = row.text(config.prompt_field) or ""
-        found.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
-    if not found:
+        references.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
+    if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
         raise ValueError(f"{config.prompts}: no rows left (dropped: {reasons})")
-    return found
+    return references
 
 
 def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
     """Read `source` (the value of data.`key`): the rows that pass `where`, at most `limit`."""
-    rows: list[SourceRow] = []
+    selected: list[SourceRow] = []
     try:
-        found = read_rows(source)
+        rows = read_rows(source)
     except MissingData as error:
         unset = re.findall(r"\$\w+", os.path.expandvars(source))
-        why = f"{unset[0]} is not set" if unset else "no such file or folder"
-        raise MissingData(f"data.{key}={source!r}: {why}") from error
-    for row in found:
-        wanted = True
+        problem = f"{unset[0]} is not set" if unset else "no such file or folder"
+        raise MissingData(f"data.{key}={source!r}: {problem}") from error
+    for row in rows:
+        passes = True
         for name, value in config.where.items():
             allowed = value if isinstance(value, list | tuple) else [value]
-            wanted = wanted and row.get(name, key="where") in allowed
-        if wanted:
-            rows.append(row)
+            passes = passes and row.get(name, key="where") in allowed
+        if passes:
+            selected.append(row)
         else:
             dropped["excluded by where"] += 1
-        if len(rows) == config.limit:
+        if len(selected) == config.limit:
             break
-    return rows
+    return selected
 
 
-def _refuse_canaries(rows: Sequence[SourceRow]) -> None:
+def _reject_canaries(rows: Sequence[SourceRow]) -> None:
     for row in rows:
         if "canary" in row.fields:
             row.fail(
-                "canary", "this row must not be used for training: it carries its authors' canary"
+                "canary", "its authors forbid training on this row: use it for evaluation only"
             )
 
 
@@ -274,17 +271,17 @@ def _encode(
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     prompts = _tokenize(tokenizer, texts, special=not config.chat)
     demo_texts = [_demo_text(config, row) for row in rows]
-    carried = [text for text in demo_texts if text is not None]
-    if carried and tokenizer.eos_token_id is None:
+    present = [text for text in demo_texts if text is not None]
+    if present and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
-    encoded = iter(_tokenize(tokenizer, carried, special=False))
+    encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
     for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         examples.append(
             Example(
-                id=row.text(config.id_field, required=False) or row.place,
+                id=row.text(config.id_field, required=False) or row.location,
                 prompt=tuple(prompt),
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
@@ -326,16 +323,15 @@ def _demo_text(config: DataConfig, row: SourceRow) -> str | None:
 
 
 def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
-    """The row's fields formatted for a template: choices get letters, other lists one item per
-    line.
-    """
+    """The row's fields for a template: choices get letters, other lists have an item per line."""
     shown = dict(row.fields)
     for name, value in row.fields.items():
         if isinstance(value, list):
             lines = [str(item) for item in value]
             if name == config.choices_field:
                 if len(lines) > len(string.ascii_uppercase):
-                    row.fail(name, f"{len(lines)} choices are more than there are letters")
+                    supported = len(string.ascii_uppercase)
+                    row.fail(name, f"has {len(lines)} choices, but only {supported} are supported")
                 pairs = zip(string.ascii_uppercase, lines, strict=False)
                 lines = [f"({letter}) {line}" for letter, line in pairs]
             shown[name] = "\n".join(lines)
@@ -361,8 +357,8 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
     return matches[-1].strip()
 
 
-def _within(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
-    """Apply the length limits: None if the prompt is too long, no `demo` if the demonstration is."""
+def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
+    """Apply the length limits: None if the prompt is too long, no `demo` if that is too long."""
     limit = config.max_prompt_tokens
     if limit is not None and len(example.prompt) > limit:
         dropped[f"prompt longer than {limit} tokens"] += 1

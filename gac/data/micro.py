@@ -24,18 +24,17 @@ class MicroBatches:
     unit: int = 1
     """Number of consecutive rows that are never split across micro-batches."""
 
-    def split(self, rows: Sequence[Row], least: int = 1) -> list[list[Row]]:
-        """Split `rows` into micro-batches; with packing, into at least `least` if there are enough
-        units.
+    def split(self, rows: Sequence[Row], min_count: int = 1) -> list[list[Row]]:
+        """Split `rows` into micro-batches. Raises ValueError if a unit exceeds `tokens`.
 
-        Raises ValueError if a unit exceeds `tokens`.
+        min_count: with packing, the minimum number of micro-batches, if there are enough units.
         """
         if self.tokens is None:
             size = max(self.rows // self.unit, 1) * self.unit if self.rows else max(len(rows), 1)
             return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
         units = [rows[i : i + self.unit] for i in range(0, len(rows), self.unit)]
         self._check(units)
-        parts = self._pack(units, least) if self.packed else self._fill(units)
+        parts = self._pack(units, min_count) if self.packed else self._fill(units)
         return [[row for unit in part for row in unit] for part in parts]
 
     def _cost(self, unit: Unit) -> int:
@@ -45,18 +44,21 @@ class MicroBatches:
     def _check(self, units: Sequence[Unit]) -> None:
         longest = max(map(self._cost, units), default=0)
         if self.tokens is not None and longest > self.tokens:
-            what = "a row" if self.unit == 1 else f"{self.unit} rows that stay together"
+            what = "a row" if self.unit == 1 else f"a unit of {self.unit} rows"
             raise ValueError(
-                f"micro_tokens={self.tokens}: {what} of this step need {longest} tokens in one "
-                f"forward: use {longest} or more, or null"
+                f"micro_tokens={self.tokens}: this step has {what} with {longest} tokens, which "
+                f"must fit into one forward: use {longest} or more, or null"
             )
 
-    def _pack(self, units: Sequence[Unit], least: int) -> list[list[Unit]]:
-        """Few parts with nearly equal tokens: greedy, longest unit first, to the emptiest part."""
+    def _pack(self, units: Sequence[Unit], min_count: int) -> list[list[Unit]]:
+        """Few parts with similar numbers of tokens.
+
+        Greedy: longest unit first, each to the part with the fewest tokens.
+        """
         assert self.tokens is not None
         costs = list(map(self._cost, units))
         order = sorted(range(len(units)), key=lambda i: (-costs[i], i))
-        count = max(-(-sum(costs) // self.tokens), min(least, len(units)))
+        count = max(-(-sum(costs) // self.tokens), min(min_count, len(units)))
         while True:
             heap = [(0, part) for part in range(count)]
             parts: list[list[int]] = [[] for _ in heap]
@@ -72,14 +74,12 @@ class MicroBatches:
         """Group units of similar length, as many as fit including their padding."""
         assert self.tokens is not None
         parts: list[list[Unit]] = []
-        widest = room = 0
+        cost = remaining = 0  # of each unit in the current part; of the part's budget
         for unit in sorted(units, key=self._cost, reverse=True):
-            if not parts or widest > room:
+            if not parts or cost > remaining:
                 parts.append([])
-                widest, room = (
-                    self._cost(unit),
-                    self.tokens,
-                )  # units are sorted, so the first of a part is the longest
+                # the first unit of a part is the longest, and the others are padded to it
+                cost, remaining = self._cost(unit), self.tokens
             parts[-1].append(unit)
-            room -= widest
+            remaining -= cost
         return parts

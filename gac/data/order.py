@@ -7,8 +7,7 @@ from typing import Any
 
 
 class Order:
-    """Infinite epochs over `n` rows, each a new permutation that depends only on the seed and the
-    epoch.
+    """Infinite epochs over `n` rows; each epoch's permutation depends only on seed and epoch.
 
     The permutation comes from `random.Random` with a string seed, which is stable across machines
     and Python versions, so every rank computes the same order and only the position is saved.
@@ -71,8 +70,8 @@ class Order:
         for name in ("n", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"{name} is {getattr(self, name)} here and {state[name]} in the saved order: "
-                    "resume with the same data and seed, or start a new run"
+                    f"{name} is {getattr(self, name)} in this run and {state[name]} in the saved "
+                    "order: resume with the same data and seed, or start a new run"
                 )
         self._position = int(state["position"])
         self._permutation = self._permute(self.epoch)

@@ -1,4 +1,4 @@
-"""Converts token lists to the tensors of one forward pass.
+"""Converts token lists to the tensors of one forward.
 
 Legend: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
 response tokens have a loss. Rows are padded on the right, or packed end to end; either way
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac_kernels import LossSpec
 
 from .examples import Example
@@ -31,9 +31,7 @@ class Row(NamedTuple):
     sequence: int = -1  # index of the row within the step, to look up its log-probs
     weight: float = 1.0  # factor of the row's loss, > 0
     switch: int = -1  # a rollout's tokens from `start` up to this index belong to a demonstration
-    unit: int = (
-        -1
-    )  # id of a group of statistically dependent rollouts, such as a prompt's; -1: independent
+    unit: int = -1  # id of dependent rollouts, such as those of one prompt; -1: independent
 
     @property
     def response_tokens(self) -> int:
@@ -46,13 +44,13 @@ class Row(NamedTuple):
             return self.response_tokens
         return max(self.switch - self.start, 0)
 
-    def scored(self, at: int) -> slice:
-        """Positions that predict the row's loss tokens, for a row that starts at position `at`."""
-        return slice(at + max(self.start, 1) - 1, at + len(self.ids) - 1)
+    def scored(self, offset: int) -> slice:
+        """Positions that predict the row's loss tokens, for a row that starts at `offset`."""
+        return slice(offset + max(self.start, 1) - 1, offset + len(self.ids) - 1)
 
     @property
     def mixed(self) -> bool:
-        """Whether the loss tokens are a demonstration prefix followed by the policy's own tokens."""
+        """Whether the loss tokens are a demonstration prefix and then the policy's own tokens."""
         return self.switch > self.start and not self.is_demo
 
     @property
@@ -62,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The tensors of one forward pass: `[B, T]` padded, or `[1, N]` packed.
+    """The tensors of one forward: `[B, T]` padded, or `[1, N]` packed.
 
     The S sequences are the rows, or two per row in a batch of mixed rows.
     """
@@ -74,9 +72,7 @@ class Batch(NamedTuple):
     starts: tuple[int, ...]  # offset of each row in the flattened tokens
     longest: int  # length of the longest row
     attention_mask: Tensor | None = None  # int64 [B, T]; padded batches only
-    position_ids: Tensor | None = (
-        None  # int64 [1, N], restarting from 0 in each row; packed batches only
-    )
+    position_ids: Tensor | None = None  # int64 [1, N], from 0 in each row; packed batches only
     row_bounds: Tensor | None = None  # int32 [rows + 1]; packed batches only
     cu_seqlens: Tensor | None = None  # int32 [S + 1]; None if the sequences are the padded rows
 
@@ -96,7 +92,7 @@ class Batch(NamedTuple):
             "max_length_k": self.longest,
         }
 
-    def laid_out(self, *like_targets: Tensor | None) -> Iterator[Any]:
+    def to_loss_layout(self, *like_targets: Tensor | None) -> Iterator[Any]:
         """Yield each tensor in the layout that the loss expects for this batch."""
         for x in like_targets:
             yield x if x is None or self.cu_seqlens is None else x.flatten()
@@ -113,49 +109,47 @@ def collate(
     """Pad or pack `rows` into a batch; without rows, a batch of one dummy token without loss."""
     rows = rows or (Row((pad_token,), 1, False),)
     lengths = np.array([len(row.ids) for row in rows])
-    first = np.array(
-        [max(row.start, 1) for row in rows]
-    )  # the first token of a row is never predicted
+    first = np.array([max(row.start, 1) for row in rows])  # a row's first token is never predicted
     width = int(lengths.max())
     if packed:
         starts = (0, *itertools.accumulate(lengths.tolist()))
         ids = token_ids(row.ids for row in rows)[None]
-        places = np.concatenate([np.arange(n) for n in lengths])[None]
+        positions = np.concatenate([np.arange(n) for n in lengths])[None]
         first, ends = (np.repeat(x, lengths)[None] for x in (first, lengths))
     else:
         starts = tuple(range(0, (len(rows) + 1) * width, width))
         padded = (row.ids + (pad_token,) * (width - len(row.ids)) for row in rows)
         ids = token_ids(padded).reshape(len(rows), width)
-        places, first, ends = np.arange(width)[None], first[:, None], lengths[:, None]
-    scored = (places >= first - 1) & (places < ends - 1)
+        positions, first, ends = np.arange(width)[None], first[:, None], lengths[:, None]
+    scored = (positions >= first - 1) & (positions < ends - 1)
     targets = np.where(scored, np.roll(ids, -1), -100)
     advantages = torch.tensor([row.advantage for row in rows])
     is_demo = torch.tensor([row.is_demo for row in rows])
     bounds = starts if packed else None
     if any(row.mixed for row in rows):
         # position t predicts token t + 1, so the demonstration part ends one position earlier
-        cuts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
-        bounds = (*itertools.chain(*cuts), starts[-1])
+        parts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
+        bounds = (*itertools.chain(*parts), starts[-1])
         advantages = advantages.repeat_interleave(2)
         is_demo = torch.tensor([True, False]).repeat(len(rows))
 
-    def there(x: np.ndarray) -> Tensor:
+    def to_device(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(device)
 
-    def ends_of(bounds: tuple[int, ...] | None) -> Tensor | None:
-        return None if bounds is None else there(np.array(bounds, np.int32))
+    def to_bounds(bounds: tuple[int, ...] | None) -> Tensor | None:
+        return None if bounds is None else to_device(np.array(bounds, np.int32))
 
     return Batch(
-        there(ids),
-        there(targets),
+        to_device(ids),
+        to_device(targets),
         advantages,
         is_demo,
         starts[:-1],
         width,
-        attention_mask=None if packed else there((places < ends).astype(np.int64)),
-        position_ids=there(places) if packed else None,
-        row_bounds=ends_of(starts) if packed else None,
-        cu_seqlens=ends_of(bounds),
+        attention_mask=None if packed else to_device((positions < ends).astype(np.int64)),
+        position_ids=to_device(positions) if packed else None,
+        row_bounds=to_bounds(starts) if packed else None,
+        cu_seqlens=to_bounds(bounds),
     )
 
 
@@ -171,33 +165,33 @@ class Counts(NamedTuple):
 
 
 def count(rows: Sequence[Row]) -> Counts:
-    """The counts of this rank's rows; sum them over ranks for the global counts."""
-    shown = [row.demo_tokens for row in rows]
-    own = [row.response_tokens - tokens for row, tokens in zip(rows, shown, strict=True)]
+    """Counts of this rank's rows; sum them over ranks for the global counts."""
+    demo = [row.demo_tokens for row in rows]
+    rollout = [row.response_tokens - tokens for row, tokens in zip(rows, demo, strict=True)]
     return Counts(
-        sum(n > 0 for n in own),
-        sum(own),
-        sum(n > 0 for n in shown),
-        sum(shown),
+        sum(n > 0 for n in rollout),
+        sum(rollout),
+        sum(n > 0 for n in demo),
+        sum(demo),
         sum(row.response_tokens > 0 for row in rows),
         sum(len(row.ids) for row in rows),
     )
 
 
-def norms(counts: Counts, spec: LossSpec, pooled: bool = False) -> Pair:
-    """The divisors of the two terms, from global counts; pooled: both use one count over all rows."""
-    rows = Pair(counts.demos, counts.rollouts)
-    tokens = Pair(counts.demo_tokens, counts.rollout_tokens)
+def loss_divisors(counts: Counts, spec: LossSpec, pooled: bool = False) -> TermPair:
+    """The divisors of the two terms, from global counts. pooled: both use the count of all rows."""
+    rows = TermPair(counts.demos, counts.rollouts)
+    tokens = TermPair(counts.demo_tokens, counts.rollout_tokens)
     if pooled:
-        rows, tokens = Pair(counts.rows, counts.rows), Pair(sum(tokens), sum(tokens))
-    of_demos = tokens if spec.demo_reduction == "token" else rows
-    of_rollouts = tokens if spec.rollout_reduction == "token" else rows
-    return Pair(of_demos.demo, of_rollouts.rollout)
+        rows, tokens = TermPair(counts.rows, counts.rows), TermPair(sum(tokens), sum(tokens))
+    demo_counts = tokens if spec.demo_reduction == "token" else rows
+    rollout_counts = tokens if spec.rollout_reduction == "token" else rows
+    return TermPair(demo_counts.demo, rollout_counts.rollout)
 
 
 def demo_row(example: Example, tokens: int | None = None) -> Row:
     """The row of an example's demonstration; only its last `tokens` have a loss (None: all)."""
     demo = example.demo or ()
-    learnt = len(demo) if tokens is None else min(tokens, len(demo))
+    with_loss = len(demo) if tokens is None else min(tokens, len(demo))
     ids = example.prompt + demo
-    return Row(ids, len(ids) - learnt, True, 1.0)
+    return Row(ids, len(ids) - with_loss, True, 1.0)

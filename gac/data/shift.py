@@ -15,7 +15,7 @@ from .order import Order
 
 @dataclass(frozen=True)
 class DemoShift:
-    """From optimiser step `step` on, demonstrations come from `demos`."""
+    """From optimizer step `step` on, demonstrations come from `demos`."""
 
     step: int
     """The first step (from 0) that uses the new set; must be > 0."""
@@ -37,7 +37,7 @@ def check_shifts(shifts: Sequence[DemoShift]) -> None:
 
 
 class ShiftingOrder:
-    """Selects the set and the rows of a step, with one `Order` per set.
+    """Selects the demonstration set of a step and its rows, with one `Order` per set.
 
     Args:
         starts: the first step of each set, increasing; the first is 0.
@@ -50,8 +50,8 @@ class ShiftingOrder:
 
     def take(self, step: int, k: int) -> list[tuple[int, int]]:
         """(set, row) of the next `k` demonstrations; `step` must not decrease."""
-        number = max(i for i, start in enumerate(self.starts) if start <= step)
-        return [(number, row) for row in self.orders[number].take(k)]
+        index = max(i for i, start in enumerate(self.starts) if start <= step)
+        return [(index, row) for row in self.orders[index].take(k)]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types: the first set's order, and those of the later ones."""
@@ -67,8 +67,8 @@ class ShiftingOrder:
         states = [state, *state.get("later", [])]
         if len(states) != len(self.orders):
             raise ValueError(
-                f"demo_shifts: {len(self.orders)} sets of demonstrations here and {len(states)} in "
-                "the saved order: resume with the same data, or start a new run"
+                f"demo_shifts: this run has {len(self.orders)} sets of demonstrations and the "
+                f"saved order has {len(states)}: resume with the same data, or start a new run"
             )
-        for order, one in zip(self.orders, states, strict=True):
-            order.load_state_dict(dict(one))
+        for order, order_state in zip(self.orders, states, strict=True):
+            order.load_state_dict(dict(order_state))

@@ -18,23 +18,23 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson")
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One row and its location, so that later errors can refer to it."""
+    """One row and its location, for error messages."""
 
     fields: Mapping[str, Any]
     """The row as read."""
     source: str
     """The file, or the dataset's name and split."""
     number: int
-    """Line of the file, or row of the data set, counted from 1."""
+    """Line of the file, or row of the dataset, counted from 1."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """E.g. `file.jsonl, line 3`."""
         return f"{self.source}, line {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:
         """Raise `DataError` for `field` of this row."""
-        raise DataError(f"{self.place}, field {field!r}: {problem}")
+        raise DataError(f"{self.location}, field {field!r}: {problem}")
 
     def get(self, field: str, *, required: bool = True, key: str | None = None) -> Any:
         """The field's value; None when it is absent or null and not `required`.
@@ -44,8 +44,9 @@ class SourceRow:
         value = self.fields.get(field)
         if value is None and required:
             state = "is null" if field in self.fields else "is missing"
-            had = ", ".join(sorted(self.fields)) or "no field"
-            self.fail(field, f"{state}; the row's fields are {had}{f': set {key}' if key else ''}")
+            present = ", ".join(sorted(self.fields)) or "none"
+            hint = f": set {key}" if key else ""
+            self.fail(field, f"{state}; the row's fields are {present}{hint}")
         return value
 
     def text(self, field: str, *, required: bool = True, key: str | None = None) -> str | None:
@@ -91,19 +92,20 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as lines:
         for number, line in enumerate(_undamaged(lines, path), start=1):
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             if not line.strip():
-                raise DataError(f"{place}: the line is empty; delete it")
+                raise DataError(f"{location}: the line is empty; delete it")
             try:
                 fields = json.loads(line.decode("utf-8"))
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise DataError(f"{place}: not valid UTF-8 JSON ({error})") from error
+                raise DataError(f"{location}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):
-                raise DataError(f"{place}: expected an object, found {type(fields).__name__}")
+                raise DataError(f"{location}: expected an object, found {type(fields).__name__}")
             yield SourceRow(fields, str(path), number)
 
 
 def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """Yield `lines`; raise DataError if the compressed file is corrupt."""
     try:
         yield from lines
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -119,7 +121,8 @@ def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
         saved = _datasets().load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise DataError(
-            f"data source {str(folder)!r} is a folder without a saved dataset: give a .jsonl file in it, or a folder written by datasets' save_to_disk"
+            f"data source {str(folder)!r} is a folder without a saved dataset: give a .jsonl file "
+            "in it, or a folder written by datasets' save_to_disk"
         ) from error
     if isinstance(saved, dict):
         if split not in saved:
@@ -135,7 +138,8 @@ def _read_hub(source: str) -> Iterator[SourceRow]:
     name, *rest = source.split(":")
     if len(rest) not in (1, 2) or not all([name, *rest]):
         raise ValueError(
-            f"data source {source!r}: no such file, and not of the form 'name:split' or 'name:configuration:split' (Hugging Face Hub)"
+            f"data source {source!r}: no such file, and not a Hub dataset 'name:split' or "
+            "'name:configuration:split'"
         )
     *configuration, split = rest
     datasets = _datasets()
@@ -143,9 +147,8 @@ def _read_hub(source: str) -> Iterator[SourceRow]:
         table = datasets.load_dataset(name, *configuration, split=split)
     except (OSError, ValueError) as error:  # no network, no such dataset, no such split
         problem = " ".join(str(error).split())[:300]
-        raise DataError(
-            f"data source {source!r} could not be read from the Hub: {problem}"
-        ) from error
+        message = f"data source {source!r} could not be read from the Hub: {problem}"
+        raise DataError(message) from error
     return _enumerate(table, source)
 
 

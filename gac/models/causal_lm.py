@@ -1,4 +1,4 @@
-"""Any transformers causal LM, with a forward that exposes its LM head.
+"""Loads any transformers causal LM, with a forward that exposes its LM head.
 
 `attach_head(model)` lets `model(..., request=f)` return `f(head)`, where the head can compute the
 fused loss from the hidden states without materializing the logits. The loss runs inside the model's
@@ -23,10 +23,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
-from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, loading
-from gac.models.row_attention import bounds_given
-from gac.models.weights import empty_model, read_model
-from gac.parallel.arrival import Arrival
+from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
+from gac.models.row_attention import without_mask
+from gac.models.weights import meta_model, read_model
+from gac.parallel.sharded_loading import ShardedLoading
 from gac_kernels import (
     LossOutput,
     fused_gac_loss,
@@ -101,7 +101,7 @@ class Head:
         return Head(flat[0], self.weight, self.bias, flat[1])
 
     def detached(self) -> Head:
-        """A detached copy that stays valid after the forward, when FSDP frees the gathered weights."""
+        """A detached copy, valid after the forward, when FSDP frees the gathered weights."""
         parts = (self.hidden, self.weight, self.bias, self.logits)
         return Head(*(None if x is None else x.detach().clone() for x in parts))
 
@@ -116,13 +116,13 @@ class Head:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, with EOS as the padding token if it has none."""
+    """Load the tokenizer; EOS becomes its padding token if it has none."""
     key = "model.tokenizer" if config.tokenizer else "model.path"
     name = config.tokenizer or config.path
     check_source(key, name)
-    remedy = "set model.tokenizer to the folder or hub name of one"
+    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
     check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
-    with loading(key, name):
+    with one_line_errors(key, name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
@@ -132,7 +132,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: ModelConfig, seed: int = 0) -> Any:
-    """The PreTrainedModel (or peft's wrapper of it) with its head attached, in training mode.
+    """Load the PreTrainedModel (or peft's wrapper of it) with its head attached, in training mode.
 
     Args:
         config: which model, and how to load it.
@@ -143,10 +143,10 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
     return model
 
 
-def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -> Any:
+def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = None) -> Any:
     """`load_model` without `check_head`.
 
-    arrival: keeps this rank's shard of each loaded weight; the model then holds placeholders.
+    loading: keeps this rank's shard of each loaded weight; the model then holds placeholders.
     """
     check_source("model.path", config.path)
     remedy = "give a folder written by transformers' save_pretrained"
@@ -158,27 +158,27 @@ def make_model(config: ModelConfig, seed: int, arrival: Arrival | None = None) -
     if not config.random_init:
         remedy = "give a folder with weights, or set model.random_init=true"
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
-    with loading("model.path", config.path):
+    with one_line_errors("model.path", config.path):
         if config.random_init:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(config.path), **keywords
             )
         else:
-            with arrival or contextlib.nullcontext():
-                model = read_model("model.path", config.path, arrival is not None, **keywords)
-    _teach_request(model)
-    return adapted(model, config).train()
+            with loading or contextlib.nullcontext():
+                model = read_model("model.path", config.path, loading is not None, **keywords)
+    _patch_forward(model)
+    return apply_training_options(model, config).train()
 
 
-def hollow_model(config: ModelConfig) -> Any:
-    """The model on the meta device: no weight values, no adapters."""
-    return empty_model(config.path, dtype=DTYPES[config.dtype])
+def load_meta_model(config: ModelConfig) -> Any:
+    """The model on the meta device: without weight values and adapters."""
+    return meta_model(config.path, dtype=DTYPES[config.dtype])
 
 
-def adapted(model: Any, config: ModelConfig) -> Any:
-    """The model with gradient checkpointing and adapters, if `config` enables them."""
+def apply_training_options(model: Any, config: ModelConfig) -> Any:
+    """Enable gradient checkpointing and add adapters, as `config` says; returns the model."""
     if config.gradient_checkpointing:
-        # renamed within transformers 5
+        # newer releases of transformers 5 renamed the method
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
@@ -187,7 +187,7 @@ def adapted(model: Any, config: ModelConfig) -> Any:
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
-    model.enable_input_require_grads()  # gradient checkpointing needs an input that requires a gradient
+    model.enable_input_require_grads()  # needed by gradient checkpointing
     return peft.get_peft_model(
         model,
         peft.LoraConfig(
@@ -211,17 +211,19 @@ def attach_head(model: PreTrainedModel) -> bool:
     Returns:
         Whether the head is a plain linear layer; also stored as `model.plain_head`.
     """
-    _teach_request(model)
+    _patch_forward(model)
     return check_head(model)
 
 
-def _teach_request(model: PreTrainedModel) -> None:
-    """Call it before the model is wrapped in adapters or sharded; call `check_head` afterwards."""
+def _patch_forward(model: PreTrainedModel) -> None:
+    """Add `request` to the model's forward. Call it before adding adapters or sharding.
+
+    Call `check_head` afterwards.
+    """
     original = model.forward
 
-    @functools.wraps(
-        type(model).forward
-    )  # `generate` inspects the signature of the model's forward
+    # `generate` inspects the signature of the model's forward
+    @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel,
         *args: Any,
@@ -230,7 +232,7 @@ def _teach_request(model: PreTrainedModel) -> None:
     ) -> Any:
         if request is None:
             return original(*args, **keywords)
-        with bounds_given(keywords.get("cu_seq_lens_q") is not None):
+        with without_mask(keywords.get("cu_seq_lens_q") is not None):
             if not self.__dict__["plain_head"]:
                 logits = original(*args, **keywords, use_cache=False).logits
                 return request(Head(None, logits=logits))
@@ -244,25 +246,23 @@ def _teach_request(model: PreTrainedModel) -> None:
 
 
 def check_head(model: nn.Module) -> bool:
-    """Set `plain_head` of a patched model: whether a request gets hidden states and weight, or
-    logits.
+    """Test whether a patched model's head is a plain linear layer, and store it as `plain_head`.
 
-    Whether the head is a plain linear layer is tested on a few tokens; a model with a scaled or
-    soft-capped head falls back to its logits, with a warning. Call it on every rank of a sharded
-    model.
+    See `attach_head`. Call it on every rank of a sharded model.
     """
-    taught = _taught(model)
-    plain = taught.__dict__["plain_head"] and _plain_head(model)
-    taught.__dict__["plain_head"] = plain
+    patched = _patched_model(model)
+    plain = patched.__dict__["plain_head"] and _plain_head(model)
+    patched.__dict__["plain_head"] = plain
     if not plain:
         logger.warning(
-            "the head of %s is not a plain linear layer: the loss falls back to its logits, which need memory for [tokens, vocabulary]",
-            type(taught).__name__.removeprefix("FSDP"),
+            "the head of %s is not a plain linear layer: the loss falls back to its logits, which "
+            "need memory for [tokens, vocabulary]",
+            type(patched).__name__.removeprefix("FSDP"),
         )
     return plain
 
 
-def _taught(model: nn.Module) -> Any:
+def _patched_model(model: nn.Module) -> Any:
     """The patched model inside any wrappers."""
     return next(m for m in model.modules() if "plain_head" in m.__dict__)
 
@@ -272,24 +272,26 @@ def _plain_head(model: nn.Module) -> bool:
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    ids = torch.arange(4, device=device)[None] % _taught(model).get_output_embeddings().out_features
-    product = lambda head: functional.linear(head.hidden, head.weight, head.bias)  # noqa: E731 - one expression
+    vocab_size = _patched_model(model).get_output_embeddings().out_features
+    ids = torch.arange(4, device=device)[None] % vocab_size
+
+    def linear(head: Head) -> Tensor:
+        return functional.linear(head.hidden, head.weight, head.bias)
+
     logits = model(input_ids=ids, use_cache=False).logits
-    same = torch.allclose(
-        logits, model(input_ids=ids, request=product).to(logits.dtype), rtol=1e-3, atol=1e-5
-    )
+    expected = model(input_ids=ids, request=linear).to(logits.dtype)
     model.train(was_training)
-    return same
+    return torch.allclose(logits, expected, rtol=1e-3, atol=1e-5)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response: EOS and each string in `extra`, which must be a single token."""
+    """Token ids that end a response: EOS, and each string in `extra`, which must be one token."""
     ids = [tokenizer.eos_token_id]
     for text in extra:
-        token = tokenizer.encode(text, add_special_tokens=False)
-        if len(token) != 1:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
             raise ConfigError(
-                f"stop={text!r} is {len(token)} tokens: use a string that is a single token"
+                f"stop={text!r} is {len(tokens)} tokens: use a string that is a single token"
             )
-        ids.append(token[0])
+        ids.append(tokens[0])
     return ids

@@ -23,7 +23,7 @@ def check_source(key: str, name: str, example: str = "./base") -> None:
     if not name:
         raise ConfigError(
             f"{key} is empty: give a folder with a transformers model, or the name of one on the "
-            f"hub, e.g. {key}={example}"
+            f"Hub, e.g. {key}={example}"
         )
     path = Path(name).expanduser()
     if path.is_dir():
@@ -44,10 +44,11 @@ def _check_hub(key: str, name: str) -> None:
     )
     if cached:
         return
-    missing = f"{key}={name!r}: no such folder here, and"
+    missing = f"{key}={name!r}: no such local folder, and"
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset HF_HUB_OFFLINE"
+            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset "
+            "HF_HUB_OFFLINE"
         )
     try:
         auth_check(name)
@@ -58,16 +59,15 @@ def _check_hub(key: str, name: str) -> None:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"{missing} no model of that name on the hub; if it is private, log in with "
+            f"{missing} no model of that name on the Hub; if it is private, log in with "
             "`hf auth login` or set HF_TOKEN"
         ) from None
     except errors.HFValidationError:
         raise ConfigError(f"{missing} it is not a valid Hub name") from None
     except errors.HfHubHTTPError:
         return  # a mirror that does not support auth_check; loading reports any problem
-    except (
-        Exception
-    ) as error:  # the exception for a missing network depends on the Hub's HTTP client
+    # which exception a missing network raises depends on the Hub's HTTP client
+    except Exception as error:
         raise ConfigError(
             f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
             "the folder of a model that is already on this machine"
@@ -75,8 +75,9 @@ def _check_hub(key: str, name: str) -> None:
 
 
 def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
-    """Raise ConfigError if `name` is a folder in which no file matches `files`; kind: what they
-    would be.
+    """Raise ConfigError if `name` is a folder in which no file matches `files`.
+
+    kind: what the files contain, for the message. remedy: what to do, for the message.
     """
     path = Path(name).expanduser()
     if path.is_dir() and not any(any(path.glob(file)) for file in files):
@@ -84,7 +85,7 @@ def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> Non
 
 
 @contextlib.contextmanager
-def loading(key: str, name: str) -> Iterator[None]:
+def one_line_errors(key: str, name: str) -> Iterator[None]:
     """Turn transformers' loading errors into a one-line ConfigError that names the key."""
     try:
         yield
@@ -92,10 +93,9 @@ def loading(key: str, name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:  # SafetensorError cannot be caught by type
-        if (
-            type(error).__name__ != "SafetensorError"
-        ):  # safetensors is imported only with the weights
+    except Exception as error:
+        # compare by name, because safetensors is imported only with the weights
+        if type(error).__name__ != "SafetensorError":
             raise
         raise ConfigError(
             f"{key}={name!r}: the weights are corrupt ({error}): copy or download them again"

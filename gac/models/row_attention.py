@@ -1,8 +1,8 @@
 """Attention over packed rows, one row at a time.
 
 PyTorch's SDPA treats packed rows as one masked row, so its cost is quadratic in their total length.
-Here it is quadratic in each row's length, using flash attention's row bounds. Registered with
-transformers as NAME.
+Here it is quadratic in each row's length: the rows are split at flash attention's row bounds.
+Registered with transformers as NAME.
 
 For CPUs only: on a GPU every row would need its own kernel launch.
 """
@@ -25,7 +25,7 @@ _unmasked = ContextVar("_unmasked", default=False)
 
 
 def enable(model: Any) -> bool:
-    """Replace SDPA in `model` by this attention; False if that is not possible.
+    """Replace SDPA in `model` with this attention; False if that is not possible.
 
     Only causal and sliding-window layers are supported, because the attention mask is ignored.
     """
@@ -61,9 +61,9 @@ def plain(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bounds_given(given: bool) -> Iterator[None]:
-    """Context for a forward; if `given`, it receives row bounds, so no attention mask is created."""
-    token = _unmasked.set(given)
+def without_mask(enabled: bool) -> Iterator[None]:
+    """Context for a forward with row bounds; if `enabled`, no attention mask is created."""
+    token = _unmasked.set(enabled)
     try:
         yield
     finally:
@@ -83,31 +83,33 @@ def _attention(
     cu_seq_lens_q: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each row for query, key, value [1, heads, N, D]; without row bounds,
-    PyTorch's SDPA.
+    """Attention within each row for query, key, value [1, heads, N, D].
+
+    Without row bounds, PyTorch's SDPA.
     """
     if cu_seq_lens_q is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
     lengths = cu_seq_lens_q.diff().tolist()
     window = keywords.get("sliding_window")
     # split instead of slicing: the gradient of each slice would have the length of all rows
-    parts = zip(lengths, *(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-    rows = [
+    rows = zip(lengths, *(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    outputs = [
         sdpa_attention_forward(module, q, k, v, _band(n, window, query), **keywords)[0]
-        for n, q, k, v in parts
+        for n, q, k, v in rows
     ]
-    return torch.cat(rows, 1), None
+    return torch.cat(outputs, 1), None
 
 
 def _band(length: int, window: int | None, like: Tensor) -> Tensor | None:
-    """[1, 1, length, length] mask of the last `window` positions, own included; None if they cover
-    the row.
+    """[1, 1, length, length] mask of each position's last `window` positions, itself included.
+
+    None if the window covers the row.
     """
     if window is None or length <= window:
         return None
-    places = torch.arange(length, device=like.device)
-    back = places[:, None] - places
-    return ((back >= 0) & (back < window))[None, None]
+    positions = torch.arange(length, device=like.device)
+    distance = positions[:, None] - positions
+    return ((distance >= 0) & (distance < window))[None, None]
 
 
 AttentionInterface.register(NAME, _attention)

@@ -15,83 +15,80 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from gac.errors import ConfigError
 
-FIND: dict[str, Any] = {  # return None instead of raising; `from_pretrained` reports the error
+# makes `cached_file` return None instead of raising; `from_pretrained` reports the error
+RETURN_NONE: dict[str, Any] = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
 }
 
 
-def on_adapters(path: str) -> bool:
-    """Whether `path` holds adapters, whose base model may be elsewhere."""
-    return cached_file(path, "adapter_config.json", **FIND) is not None
+def has_adapters(path: str) -> bool:
+    """Whether `path` contains adapters, whose base model may be elsewhere."""
+    return cached_file(path, "adapter_config.json", **RETURN_NONE) is not None
 
 
-def empty_model(path: str, **keywords: Any) -> Any:
+def meta_model(path: str, **keywords: Any) -> Any:
     """The model configured by `path`, entirely on the meta device.
 
     keywords: passed to transformers' `from_config`.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **keywords)
-    return named(model, path)
+    return add_pretrained_metadata(model, path)
 
 
-def named(model: Any, path: str) -> Any:
-    """Give a model built from a configuration the other attributes that `from_pretrained` reads
-    from `path`.
-    """
+def add_pretrained_metadata(model: Any, path: str) -> Any:
+    """Set the attributes that `from_pretrained` reads from `path` in addition to the weights."""
     model.config.name_or_path = path
-    with contextlib.suppress(
-        OSError
-    ):  # without that file, the model keeps the one made from its configuration
+    with contextlib.suppress(OSError):  # without the file, keep the defaults of the configuration
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
-def read_model(key: str, path: str, one_by_one: bool, **keywords: Any) -> Any:
+def read_model(key: str, path: str, lazily: bool, **keywords: Any) -> Any:
     """transformers' `from_pretrained`, but a missing weight or a wrong shape is an error.
 
-    one_by_one: read each tensor only when it is set in the model; ignored if there are no
+    lazily: read each tensor only when it is set in the model; ignored if there are no
         safetensors files. keywords: passed to `from_pretrained`.
     """
-    tensors = stored(key, path) if one_by_one else None
+    tensors = lazy_tensors(key, path) if lazily else None
     # report a wrong shape in the loading info instead of a long error message
     keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if tensors is None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **keywords)
     else:
         config = AutoConfig.from_pretrained(path)
-        kind = type(empty_model(path))
-        loaded = kind.from_pretrained(None, config=config, state_dict=tensors, **keywords)
-        named(loaded[0], path)
-    model, found = loaded
-    _check(key, path, found)
+        model_class = type(meta_model(path))
+        loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, **keywords)
+        add_pretrained_metadata(loaded[0], path)
+    model, loading_info = loaded
+    _check(key, path, loading_info)
     return model
 
 
-def _check(key: str, path: str, found: dict[str, Any]) -> None:
+def _check(key: str, path: str, loading_info: dict[str, Any]) -> None:
     """Raise ConfigError for missing or mismatched weights."""
-    wrong = sorted(found["mismatched_keys"])
-    if wrong:
-        name, there, wanted = wrong[0]
+    mismatched = sorted(loading_info["mismatched_keys"])
+    if mismatched:
+        name, shape, expected = mismatched[0]
         raise ConfigError(
-            f"{key}={path!r}: {name} is {list(there)} in the weights, and the model that "
-            f"config.json describes has {list(wanted)}: give weights and config.json of one model"
+            f"{key}={path!r}: {name} has shape {list(shape)} in the weights but {list(expected)} "
+            "in the model of config.json: give weights and config.json of the same model"
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ConfigError(
-            f"{key}={path!r}: the weights do not contain {missing[0]}{more}: copy or download them again, "
-            "or give a causal language model"
+            f"{key}={path!r}: the weights do not contain {missing[0]}{more}: copy or download them "
+            "again, or give a causal language model"
         )
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor in a file, read when indexed, which is all that transformers' loader needs.
 
-    The file is mapped separately for each tensor, so its pages are released with the tensor.
+    The file is memory-mapped separately for each tensor, so its pages are released with the tensor.
     """
 
     file: str
@@ -104,7 +101,7 @@ class Stored:
             return file.get_slice(self.name)[index]
 
 
-def stored(key: str, path: str) -> dict[str, Stored] | None:
+def lazy_tensors(key: str, path: str) -> dict[str, LazyTensor] | None:
     """All tensors in a model's safetensors files, by name; None if there are no such files.
 
     Raises ConfigError if a file listed in the index is missing.
@@ -117,20 +114,21 @@ def stored(key: str, path: str) -> dict[str, Stored] | None:
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(
-                f"{key}={path!r}: the weights lack {Path(file).name}, which their index names: "
+                f"{key}={path!r}: {Path(file).name} is listed in the weights' index but missing: "
                 "copy or download it again"
             )
-    found = {}
+    tensors = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
-            found.update({tensor: Stored(name, tensor) for tensor in file.keys()})  # noqa: SIM118 - no mapping
-    return found
+            names = file.keys()  # not a mapping: iterating over `file` itself is not supported
+            tensors.update({tensor: LazyTensor(name, tensor) for tensor in names})
+    return tensors
 
 
 def _files(path: str) -> list[str] | None:
-    if on_adapters(path):
+    if has_adapters(path):
         return None
-    if single := cached_file(path, SAFE_WEIGHTS_NAME, **FIND):
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **RETURN_NONE):
         return [single]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **FIND)
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **RETURN_NONE)
     return get_checkpoint_shard_files(path, index)[0] if index else None

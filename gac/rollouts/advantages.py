@@ -23,18 +23,18 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
     valid = ~rewards.isnan()
     count = valid.sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(valid, rewards - mean, 0)
+    centered = torch.where(valid, rewards - mean, 0)
     low = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
     high = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
-    centred = torch.where(low == high, 0, centred)  # the mean of equal numbers may be inexact
+    centered = torch.where(low == high, 0, centered)  # the mean of equal numbers may be inexact
     if kind == "centered":
-        return centred
+        return centered
     if kind == "std":
-        var = (centred * centred).sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        var = (centered * centered).sum(1, keepdim=True) / (count - 1).clamp(min=1)
     else:
         flat = rewards[valid]
         var = flat.var() if flat.numel() > 1 else torch.ones(())
-    return centred / (var.sqrt() + 1e-4)
+    return centered / (var.sqrt() + 1e-4)
 
 
 class Credit(NamedTuple):
@@ -45,9 +45,7 @@ class Credit(NamedTuple):
     demos: Tensor
     """[Q] advantages of the prompts' own demonstrations."""
     rollout_weight: Tensor
-    """[Q] loss weights of each prompt's rollouts, used if it also has a demonstration; 0 drops
-    them.
-    """
+    """[Q] loss weights of each prompt's rollouts, used if it has a demonstration; 0 drops them."""
     demo_weight: Tensor
     """[Q] loss weights of each prompt's demonstration; 0 drops it."""
 

@@ -11,14 +11,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import import_extra
 
-from .generation import Draws, Responses, RolloutConfig, generate
+from .generation import Responses, RolloutConfig, SamplingParams, generate
 from .paged import generate_paged
 
 Policy = Callable[[Sequence[tuple[int, ...]], int], Responses]
 """policy(prompts, samples): `samples` responses per prompt, in order."""
 Engine = Callable[[Any], Policy]
-"""engine(model): a `Policy` that samples from the model's current weights. Call both on every rank.
-"""
+"""engine(model): a `Policy` with the model's current weights. Call both on every rank."""
 
 
 def make_engine(
@@ -31,28 +30,30 @@ def make_engine(
 ) -> Engine:
     """Create the engine selected by `config`.
 
-    For a server, which is contacted immediately: `served` is the model it must serve, `longest` the
-    maximum length of prompt plus response, `folder` where its weights are written unless `config`
-    sets one.
+    For a server, which is contacted immediately: `served` is the model that it must serve,
+    `longest` the maximum length of prompt plus response, and `folder` the folder for its weights
+    unless `config` sets one.
     """
-    draws = Draws(config.max_new_tokens, config.temperature, config.top_p, stop=config.stop)
+    params = SamplingParams(
+        config.max_new_tokens, config.temperature, config.top_p, stop=config.stop
+    )
     if config.engine == "vllm":
         module = import_extra("gac.rollouts.vllm", "rollouts.engine=vllm")
         server = module.Server(config.vllm, tokenizer, served, longest, folder)
-        return functools.partial(server.load, draws=draws)
+        return functools.partial(server.load, params=params)
 
     def engine(model: Any) -> Policy:
         def policy(prompts: Sequence[tuple[int, ...]], samples: int) -> Responses:
-            mine = draws._replace(samples=samples)
+            call_params = params._replace(samples=samples)
             if config.engine == "paged":
-                return generate_paged(model, tokenizer, prompts, mine, config.paged)
+                return generate_paged(model, tokenizer, prompts, call_params, config.paged)
             return generate(
                 model,
                 tokenizer,
                 prompts,
                 batch=config.batch,
                 batch_tokens=config.batch_tokens,
-                **mine._asdict(),
+                **call_params._asdict(),
             )
 
         return policy

@@ -1,4 +1,7 @@
-"""Sampling from a policy. Legend: Q prompts, K rollouts per prompt."""
+"""Sampling from a policy: configuration, and the engine `generate`.
+
+Legend: Q prompts, K rollouts per prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.rows import token_ids
 from gac.models import row_attention
 from gac.models.causal_lm import stop_tokens
-from gac.parallel.setup import calls, in_lockstep
+from gac.parallel.setup import in_lockstep, required_calls
 
 from .advantages import ADVANTAGES
 
@@ -34,10 +37,10 @@ class PagedConfig:
     """Tokens per page, >= 4."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch_tokens", 1), ("num_blocks", 1), ("page_size", 4)):
+        for name, minimum in (("max_batch_tokens", 1), ("num_blocks", 1), ("page_size", 4)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value!r}: use a number >= {least}")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value!r}: use a number >= {minimum}")
 
 
 @dataclass(frozen=True)
@@ -51,22 +54,20 @@ class VLLMConfig:
     weights: str = "disk"
     """How the server receives the weights before each sampling. disk: through a folder shared with
     the trainer. nccl: by TRL's transfer between GPUs, which needs vllm in the trainer's environment
-    too.
-    """
+    too."""
     folder: str | None = None
     """disk: the shared folder, under the same path for both, e.g. in /dev/shm; null: in the run
-    directory.
-    """
+    directory."""
     timeout: float = 600.0
     """Request timeout in seconds."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r}: must begin with http:// or https://")
+            raise ValueError(f"url={self.url!r}: use a URL that begins with http:// or https://")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
         if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r}: use seconds > 0")
+            raise ValueError(f"timeout={self.timeout!r}: use a number of seconds > 0")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RolloutConfig:
     """How the policy is sampled."""
 
     prompts: int = 32
-    """Prompts per optimiser step, over all ranks."""
+    """Prompts per optimizer step, over all ranks."""
     completions: int = 8
     """Rollouts per prompt."""
     max_new_tokens: int = 1024
@@ -83,19 +84,16 @@ class RolloutConfig:
     """Sampling temperature, also used in the rollout loss."""
     top_p: float = 1.0
     """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
-    policy in the loss.
-    """
+    policy in the loss."""
     stop: tuple[str, ...] = ()
-    """Strings, each a single token, that end a response in addition to the tokenizer's EOS token.
-    """
+    """Strings, each a single token, that end a response in addition to the EOS token."""
     reuse: int = 1
-    """Optimiser steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
+    """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
     batch: int | None = None
     """Rollouts generated at once; null: all."""
     batch_tokens: int | None = None
     """Token budget per generation batch, instead of `batch`: groups prompts of similar length and
-    counts each rollout as its padded prompt plus `max_new_tokens`.
-    """
+    counts each rollout as its padded prompt plus `max_new_tokens`."""
     engine: str = "generate"
     """generate: static batches, each of which runs until its longest response ends. paged:
     transformers' continuous batching, which starts a new response whenever one ends. vllm: an
@@ -118,18 +116,18 @@ class RolloutConfig:
             raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
         if self.engine not in ENGINES:
             raise ValueError(f"engine={self.engine!r}: use one of {', '.join(ENGINES)}")
-        least = self.completions * (self.max_new_tokens + 1)
-        if self.batch_tokens is not None and self.batch_tokens < least:
+        minimum = self.completions * (self.max_new_tokens + 1)
+        if self.batch_tokens is not None and self.batch_tokens < minimum:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens!r}: the {self.completions} rollouts of a prompt "
-                f"take at least {least} tokens, without the prompt: use more, or null"
+                f"need at least {minimum} tokens: use more, or null"
             )
         if self.advantages not in ADVANTAGES:
             raise ValueError(f"advantages={self.advantages!r}: use one of {', '.join(ADVANTAGES)}")
 
 
-class Draws(NamedTuple):
-    """Sampling parameters, common to all engines."""
+class SamplingParams(NamedTuple):
+    """Sampling parameters that all engines share."""
 
     max_new_tokens: int
     temperature: float
@@ -153,18 +151,18 @@ def generate(
     batch_tokens: int | None = None,
     **keywords: Any,
 ) -> Responses:
-    """Responses to each prompt, in order; keywords as in `Draws`.
+    """Sample responses to each prompt, in order; keywords as in `SamplingParams`.
 
-    batch: responses generated at once; None = all. batch_tokens: see `RolloutConfig`.
+    batch: responses generated at once; None: all. batch_tokens: see `RolloutConfig`.
     """
-    draws = Draws(**keywords)
-    stops = stop_tokens(tokenizer, draws.stop)
+    params = SamplingParams(**keywords)
+    stops = stop_tokens(tokenizer, params.stop)
     pad_token: int = tokenizer.pad_token_id
-    settings = generation_config(draws, stops, pad_token)
+    settings = generation_config(params, stops, pad_token)
     device = next(model.parameters()).device
-    parts = _parts(prompts, draws, batch, batch_tokens)
+    parts = _parts(prompts, params, batch, batch_tokens)
     responses: list[Responses] = [[] for _ in prompts]
-    idle = calls(model, len(parts)) - len(parts)
+    idle = required_calls(model, len(parts)) - len(parts)
     with sampling_mode(model):
         for part in parts + [[]] * idle:
             texts = [prompts[i] for i in part] or [(stops[0],)]
@@ -180,46 +178,49 @@ def generate(
                 generation_config=settings,
                 synced_gpus=in_lockstep(model),
             )
-            found = [until(row, stops) for row in out[:, width:].tolist()]
+            new = [truncate_at_stop(row, stops) for row in out[:, width:].tolist()]
             for at, i in enumerate(part):
-                responses[i] = found[at * draws.samples : (at + 1) * draws.samples]
-    return [response for drawn in responses for response in drawn]
+                responses[i] = new[at * params.samples : (at + 1) * params.samples]
+    return [response for group in responses for response in group]
 
 
 def _parts(
-    prompts: Sequence[tuple[int, ...]], draws: Draws, batch: int | None, tokens: int | None
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    batch: int | None,
+    tokens: int | None,
 ) -> list[list[int]]:
     """Group prompts of similar length into generation batches, longest first.
 
     tokens: budget per batch, counting padded prompts and full-length responses; a batch has at
         least one prompt.
     """
-    per_call = max((batch or len(prompts) * draws.samples) // draws.samples, 1)
+    per_call = max((batch or len(prompts) * params.samples) // params.samples, 1)
     if tokens is None and per_call >= len(prompts):
         return [list(range(len(prompts)))] if prompts else []
     parts: list[list[int]] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        full = not parts or len(parts[-1]) == per_call
-        if full:
+        if not parts or len(parts[-1]) == per_call:
             parts.append([])
-            each = draws.samples * (
-                len(prompts[i]) + draws.max_new_tokens
-            )  # the longest prompt comes first
-            per_call = max(tokens // each, 1) if tokens else per_call
+            # the longest prompt comes first, and the others are padded to it
+            cost = params.samples * (len(prompts[i]) + params.max_new_tokens)
+            per_call = max(tokens // cost, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
 
 
-def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> GenerationConfig:
+def generation_config(
+    params: SamplingParams, stops: list[int], pad_token: int | None
+) -> GenerationConfig:
     """Settings to sample from the policy itself: no top-k, no penalties."""
-    drawn = draws.temperature > 0
+    sample = params.temperature > 0
     return GenerationConfig(
-        max_new_tokens=draws.max_new_tokens,
-        do_sample=drawn,
-        temperature=draws.temperature or None,
-        top_p=draws.top_p if drawn else None,
-        top_k=0 if drawn else None,
-        num_return_sequences=draws.samples,
+        max_new_tokens=params.max_new_tokens,
+        do_sample=sample,
+        temperature=params.temperature or None,
+        top_p=params.top_p if sample else None,
+        top_k=0 if sample else None,
+        num_return_sequences=params.samples,
         eos_token_id=stops,
         pad_token_id=pad_token,
         use_cache=True,
@@ -228,8 +229,9 @@ def generation_config(draws: Draws, stops: list[int], pad_token: int | None) -> 
 
 @contextlib.contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Put the model in eval mode, with PyTorch's attention, which every engine supports, and
-    without its own generation defaults, which would be off-policy.
+    """Context for sampling: eval mode, PyTorch's attention, no generation defaults of the model.
+
+    Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
     """
     # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
     training = [module for module in model.modules() if module.training]
@@ -245,7 +247,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def until(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
+def truncate_at_stop(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
     """`tokens` up to and including the first stop token."""
     ends = [tokens.index(stop) + 1 for stop in stops if stop in tokens]
     return tuple(tokens[: min(ends, default=None)])

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class Stage(NamedTuple):
-    """A group of rollouts per prompt, sampled together; later stages can depend on earlier rewards."""
+    """Rollouts per prompt that are sampled together; later stages can depend on their rewards."""
 
     size: int
     """Rollouts per prompt."""
@@ -17,16 +17,16 @@ class Stage(NamedTuple):
     below: float = math.inf
     """The prefix is given only while the mean reward of the earlier stages is below this."""
     trained: int = 0
-    """Number of rollouts, from the end of the stage, whose prefix is trained on as a demonstration.
-    """
+    """Number of rollouts, from the end of the stage, whose prefix is trained on as a
+    demonstration."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How prompts and demonstrations become training rows, in every step of a run."""
 
-    demos: Literal["apart", "prompt"] = "apart"
-    """"apart": a separate batch from the demonstration set in every step that uses demonstrations.
+    demos: Literal["separate", "prompt"] = "separate"
+    """"separate": a batch from the demonstration set in every step that uses demonstrations.
     "prompt": the demonstrations of the sampled prompts themselves."""
     stages: tuple[Stage, ...] = ()
     """How the K rollouts of a prompt are sampled; empty: all in one stage."""

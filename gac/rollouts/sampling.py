@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data import Example
 from gac.data.rows import Batch, Row, demo_row
 from gac.parallel import collectives
-from gac.parallel.collectives import rank, ranks
+from gac.parallel.collectives import rank, world_size
 
 from .advantages import Credit
 from .engines import Engine, Policy
@@ -39,7 +39,7 @@ class SamplingStats(NamedTuple):
     def columns(self) -> dict[str, Any]:
         """Metrics columns: totals over all ranks, and the mean time per rank."""
         responses, tokens, seconds = collectives.total(self)
-        seconds /= ranks()
+        seconds /= world_size()
         return {
             "sampled_responses": int(responses),
             "sampled_tokens": int(tokens),
@@ -56,7 +56,7 @@ class Rollouts:
     """Training rows; `Row.sequence` is the index in this list."""
     rewards: list[float]
     """Rewards of all scored rollouts, including those that are not trained on."""
-    drawn: SamplingStats
+    stats: SamplingStats
     """Amount and duration of the sampling."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
@@ -65,22 +65,22 @@ class Rollouts:
 class Sample(NamedTuple):
     """One rollout of one prompt."""
 
-    given: tuple[int, ...]  # demonstration prefix before the response
+    prefix: tuple[int, ...]  # demonstration tokens given before the response
     response: tuple[int, ...]
     reward: float  # nan: dropped
-    learns_given: bool
+    train_prefix: bool
 
 
 def scatter_logps(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
     """Scatter each row's response log-probs into a tensor shaped like `batch.targets`."""
     out = torch.zeros(batch.targets.numel())
-    for set_step, row, values in zip(batch.starts, rows, logps, strict=True):
-        out[row.scored(set_step)] = values
+    for offset, row, values in zip(batch.starts, rows, logps, strict=True):
+        out[row.scored(offset)] = values
     return out.view(batch.targets.shape).to(batch.targets.device)
 
 
 class Sampler:
-    """Samples and scores rollouts as the method's plan requires: turns examples into training rows."""
+    """Samples and scores rollouts by the method's plan, and turns them into training rows."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Sampler:
     ) -> None:
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit = plan, credit
-        self.drawn = SamplingStats()
+        self.stats = SamplingStats()
         self.stages = plan.stages or (Stage(config.completions),)
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
@@ -101,46 +101,48 @@ class Sampler:
         self.reward.set_step(step)
         began = time.perf_counter()
         policy = self.engine(model)
-        self.drawn = SamplingStats(seconds=time.perf_counter() - began)
-        params: list[list[Sample]] = [[] for _ in examples]
+        self.stats = SamplingStats(seconds=time.perf_counter() - began)
+        groups: list[list[Sample]] = [[] for _ in examples]
         for stage in self.stages:
-            self._draw(policy, examples, stage, params)
-        rewards = torch.tensor([[d.reward for d in drawn] for drawn in params], dtype=torch.float64)
+            self._sample(policy, examples, stage, groups)
+        rewards = torch.tensor([[s.reward for s in g] for g in groups], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
         rows: list[Row] = []
-        for unit, (example, drawn, *share) in enumerate(
-            zip(examples, params, *(part.tolist() for part in credit), strict=True)
-        ):
-            mine = _pair(example, drawn) if self.plan.pairs else self._rows(example, drawn, *share)
+        for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
+            if self.plan.pairs:
+                own = _pair(example, group)
+            else:
+                own = self._rows(example, group, Credit(*(values[i] for values in credit)))
             # numbered as in a single process, so that ids are unique across ranks
-            unit = unit * ranks() + rank()
-            rows += [row._replace(unit=unit, sequence=i) for i, row in enumerate(mine, len(rows))]
-        sampled = [d.reward for drawn in params for d in drawn if d.response]
-        return Rollouts(rows, [r for r in sampled if not math.isnan(r)], self.drawn)
+            unit = i * world_size() + rank()
+            rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
+        scored = [s.reward for group in groups for s in group if s.response]
+        return Rollouts(rows, [r for r in scored if not math.isnan(r)], self.stats)
 
-    def _draw(
-        self, policy: Policy, examples: Sequence[Example], stage: Stage, params: list[list[Sample]]
+    def _sample(
+        self, policy: Policy, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
     ) -> None:
-        """Sample one stage and append it to each prompt's rollouts."""
-        given = [_given(e, d, stage) for e, d in zip(examples, params, strict=True)]
+        """Sample one stage and append it to each prompt's group."""
+        prefixes = [_prefix(e, g, stage) for e, g in zip(examples, groups, strict=True)]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
-        whole = [bool(g) and g == e.demo for g, e in zip(given, examples, strict=True)]
+        complete = [bool(p) and p == e.demo for p, e in zip(prefixes, examples, strict=True)]
         starts = [
-            e.prompt + (g[:-1] if w else g) for e, g, w in zip(examples, given, whole, strict=True)
+            example.prompt + (prefix[:-1] if done else prefix)
+            for example, prefix, done in zip(examples, prefixes, complete, strict=True)
         ]
         began = time.perf_counter()
         responses = policy(starts, stage.size)
-        more = len(responses), sum(map(len, responses)), time.perf_counter() - began
-        self.drawn = SamplingStats(*map(operator.add, self.drawn, more))
+        stage_stats = len(responses), sum(map(len, responses)), time.perf_counter() - began
+        self.stats = SamplingStats(*map(operator.add, self.stats, stage_stats))
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
-        responses = [() if whole[q] else r for q, r in zip(owners, responses, strict=True)]
-        full = [given[q] + r for q, r in zip(owners, responses, strict=True)]
+        responses = [() if complete[q] else r for q, r in zip(owners, responses, strict=True)]
+        full = [prefixes[q] + r for q, r in zip(owners, responses, strict=True)]
         scores = self._scores(full, [examples[q] for q in owners])
         for i, (q, response, score) in enumerate(zip(owners, responses, scores, strict=True)):
-            learns = i % stage.size >= stage.size - stage.trained
-            params[q].append(Sample(given[q], response, score, learns))
+            train_prefix = i % stage.size >= stage.size - stage.trained
+            groups[q].append(Sample(prefixes[q], response, score, train_prefix))
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
         """One reward per response; nan if the response was dropped."""
@@ -156,51 +158,47 @@ class Sampler:
             out[[q for q, _ in own]] = torch.tensor(scores, dtype=out.dtype)
         return out
 
-    def _rows(
-        self,
-        example: Example,
-        drawn: list[Sample],
-        advantages: list[float],
-        demo_advantage: float,
-        keep: float,
-        show: float,
-    ) -> list[Row]:
-        """Training rows of a prompt: its rollouts, and its demonstration if the method trains on
-        it.
+    def _rows(self, example: Example, group: list[Sample], credit: Credit) -> list[Row]:
+        """Rows of a prompt's rollouts, and of its demonstration if the method trains on it.
+
+        credit: that of this prompt, without the dimension [Q].
         """
         prompt, rows = example.prompt, []
+        rollout_weight, demo_weight = credit.rollout_weight.item(), credit.demo_weight.item()
         if self.plan.demos != "prompt" or example.demo is None:
-            keep, show = 1.0, 0.0
-        for draw, advantage in zip(drawn, advantages, strict=True):
-            switch = len(prompt) + len(draw.given)
-            start = len(prompt) if draw.learns_given else switch
-            ids = prompt + draw.given + draw.response
-            if keep and not math.isnan(draw.reward) and start < len(ids):
-                shown = not draw.response  # the whole response is a demonstration
-                rows.append(Row(ids, start, shown, advantage, weight=keep, switch=switch))
-        if show and not any(stage.prefix for stage in self.stages):  # prefixes already contain it
+            rollout_weight, demo_weight = 1.0, 0.0
+        for sample, advantage in zip(group, credit.rollouts.tolist(), strict=True):
+            switch = len(prompt) + len(sample.prefix)
+            start = len(prompt) if sample.train_prefix else switch
+            ids = prompt + sample.prefix + sample.response
+            if rollout_weight and not math.isnan(sample.reward) and start < len(ids):
+                is_demo = not sample.response  # the prefix is the complete demonstration
+                row = Row(ids, start, is_demo, advantage, weight=rollout_weight, switch=switch)
+                rows.append(row)
+        # prefixes already contain the demonstration
+        if demo_weight and not any(stage.prefix for stage in self.stages):
             row = demo_row(example, self.plan.demo_tokens)
-            rows.append(row._replace(advantage=demo_advantage, weight=show))
+            rows.append(row._replace(advantage=credit.demos.item(), weight=demo_weight))
         return rows
 
 
-def _given(example: Example, drawn: Sequence[Sample], stage: Stage) -> tuple[int, ...]:
+def _prefix(example: Example, group: Sequence[Sample], stage: Stage) -> tuple[int, ...]:
     """The demonstration prefix that a stage gives, depending on the rewards so far."""
-    rewards = [d.reward for d in drawn if not math.isnan(d.reward)]
+    rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
     if not stage.prefix or example.demo is None or mean >= stage.below:
         return ()
     return example.demo[: math.ceil(stage.prefix * len(example.demo))]
 
 
-def _pair(example: Example, drawn: list[Sample]) -> list[Row]:
+def _pair(example: Example, group: list[Sample]) -> list[Row]:
     """Rows of the best and the worst response (the first of each), if their rewards differ."""
-    scored = [d for d in drawn if not math.isnan(d.reward)]
-    best, worst = (pick(scored, key=lambda d: d.reward, default=None) for pick in (max, min))
+    scored = [s for s in group if not math.isnan(s.reward)]
+    best, worst = (pick(scored, key=lambda s: s.reward, default=None) for pick in (max, min))
     if best is None or worst is None or best.reward == worst.reward:
         return []
     start = len(example.prompt)
     return [
-        Row(example.prompt + d.response, start, False, sign)
-        for d, sign in ((best, 1.0), (worst, -1.0))
+        Row(example.prompt + sample.response, start, False, sign)
+        for sample, sign in ((best, 1.0), (worst, -1.0))
     ]

@@ -1,4 +1,4 @@
-"""Sampling with a vLLM server through TRL's client, after sending it the trainer's weights."""
+"""Sampling with a vLLM server, which gets the trainer's weights through TRL's client."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from gac.errors import ConfigError, RunError, UserError
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank
 
-from .generation import Draws, Responses, VLLMConfig, sampling_mode, until
+from .generation import Responses, SamplingParams, VLLMConfig, sampling_mode, truncate_at_stop
 
-AT_ONCE = 64  # concurrent requests per rank; the server batches them
-FILE = 2**30  # bytes per file of weights
+MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
+MAX_FILE_BYTES = 2**30  # bytes per file of weights
 PROBE = 8  # length in tokens of the prompt and of the response with which each update is checked
-FAR = 0.5  # nats per token; tolerates a server that rounds to bfloat16
+LOGPROB_TOLERANCE = 0.5  # nats per token; tolerates a server that rounds to bfloat16
 
 
 class Server:
@@ -46,11 +46,15 @@ class Server:
     0.31.0), anything on a GPU, and `weights="nccl"` beyond the requests that TRL's client sends.
 
     Args:
-        model: the model it must serve. longest: maximum length of prompt plus response. folder:
-            where weights are written unless `config` sets one.
+        config: the server's settings.
+        tokenizer: the trainer's tokenizer.
+        model: the model that the server must serve.
+        longest: maximum length of prompt plus response.
+        folder: folder for the weights unless `config` sets one.
 
-    Raises RunError if there is no response, ConfigError for a wrong model or too short a maximum
-    length.
+    Raises:
+        RunError: the server does not respond.
+        ConfigError: the server has another model or too short a maximum length.
     """
 
     def __init__(
@@ -63,38 +67,39 @@ class Server:
     ) -> None:
         if config.weights == "nccl" and not is_vllm_available():
             raise ConfigError(
-                "rollouts.vllm.weights=nccl: requires the vllm package in the trainer's environment: install it, or use disk"
+                "rollouts.vllm.weights=nccl: requires the vllm package in the trainer's "
+                "environment: install it, or use disk"
             )
         self.config, self.tokenizer = config, tokenizer
         run = Path(folder or tempfile.gettempdir()).absolute()
         self.folder = Path(config.folder or run).absolute()
         self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
-        self.vocabulary = len(tokenizer)  # until the first `load`; the model may have more
+        self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
         self.client = Client(config.url, config.timeout)
-        self._together(lambda: self._check(config.model or model, longest))
+        self._on_all_ranks(lambda: self._check(config.model or model, longest))
 
-    def load(self, model: Any, draws: Draws) -> Callable[..., Responses]:
+    def load(self, model: Any, params: SamplingParams) -> Callable[..., Responses]:
         """Send the weights of `model` to the server; returns the `Policy` that samples from it."""
         weights = Weights(model)
-        walk = iter(weights)
-        send = self._by_disk if self.config.weights == "disk" else self._by_nccl
+        iterator = iter(weights)
+        send = self._send_by_disk if self.config.weights == "disk" else self._send_by_nccl
 
-        def give() -> None:
+        def send_weights() -> None:
             try:
                 if rank() == 0:
-                    send(weights, walk)
+                    send(weights, iterator)
             finally:
-                for (
-                    _
-                ) in walk:  # iterating gathers sharded weights, so every rank must finish the loop
+                # iterating gathers sharded weights, so every rank must reach the end
+                for _ in iterator:
                     pass
 
-        self._together(give)
-        probe = self._together(lambda: self._probe() if rank() == 0 else None)
+        self._on_all_ranks(send_weights)
+        probe = self._on_all_ranks(lambda: self._probe() if rank() == 0 else None)
         self._compare(model, *gather(probe)[0])
 
         def policy(prompts: Sequence[tuple[int, ...]], samples: int) -> Responses:
-            return self._together(lambda: self._draw(prompts, draws._replace(samples=samples)))
+            call_params = params._replace(samples=samples)
+            return self._on_all_ranks(lambda: self._sample(prompts, call_params))
 
         return policy
 
@@ -103,133 +108,131 @@ class Server:
         names = [served["id"], served.get("root")]
         if name not in names and Path(name).absolute() not in [Path(n) for n in names if n]:
             raise ConfigError(
-                f"rollouts.vllm.url={self.config.url!r}: the server has the model {names[0]!r}, "
-                f"and the run trains {name!r}: start it with that one, or name what it reports in "
-                "rollouts.vllm.model"
+                f"rollouts.vllm.url={self.config.url!r}: the server serves {names[0]!r}, but the "
+                f"run trains {name!r}: start the server with that model, or set "
+                "rollouts.vllm.model to the name it reports"
             )
-        most = served.get("max_model_len")
-        if most is not None and most < longest:
+        max_length = served.get("max_model_len")
+        if max_length is not None and max_length < longest:
             raise ConfigError(
-                f"rollouts.vllm.url={self.config.url!r}: the server takes {most} tokens, and a "
-                f"prompt with its response can have {longest}: start it with --max-model-len "
-                f"{longest}, or lower rollouts.max_new_tokens"
+                f"rollouts.vllm.url={self.config.url!r}: the server accepts {max_length} tokens, "
+                f"but a prompt with its response may have {longest}: start it with "
+                f"--max-model-len {longest}, or lower rollouts.max_new_tokens"
             )
-        self._probe()  # fails if one of our tokens is not in the server's vocabulary
+        self._probe()  # fails if a token of the tokenizer is not in the server's vocabulary
 
     def _probe(self) -> tuple[list[int], list[float]]:
-        """Tokens spread over the vocabulary plus the server's response, and the response's
-        log-probs.
-        """
+        """A prompt over the whole vocabulary with the server's response, and its log-probs."""
         last = len(self.tokenizer) - 1
         prompt = [last * (i + 1) // PROBE for i in range(PROBE)]
-        found: dict[str, Any] = self.client.generate(
+        output: dict[str, Any] = self.client.generate(
             [prompt],
             max_tokens=PROBE,
             logprobs=0,
             generation_kwargs={"seed": 0, "ignore_eos": True},
         )
-        drawn = found["completion_ids"][0]
-        places = zip(drawn, found["logprob_token_ids"][0], found["logprobs"][0], strict=True)
-        return prompt + drawn, [values[ids.index(token)] for token, ids, values in places]
+        response = output["completion_ids"][0]
+        steps = zip(response, output["logprob_token_ids"][0], output["logprobs"][0], strict=True)
+        return prompt + response, [logps[ids.index(token)] for token, ids, logps in steps]
 
-    def _compare(self, model: Any, ids: list[int], theirs: list[float]) -> None:
-        """Compare the server's log-probs with those of `model`. Call it on all ranks: the forward
-        may gather weights.
+    def _compare(self, model: Any, ids: list[int], server_logps: list[float]) -> None:
+        """Compare the server's log-probs with those of `model`.
+
+        Call it on every rank: the forward may gather weights.
         """
-        self.vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._known(ids)
-        place = next(model.parameters()).device
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self._check_vocabulary(ids)
+        device = next(model.parameters()).device
         with torch.no_grad(), sampling_mode(model):
-            logits = model(input_ids=torch.tensor([ids], device=place)).logits[0, PROBE - 1 : -1]
-        picked = torch.tensor(ids[PROBE:], device=place)[:, None]
-        mine = logits.float().log_softmax(-1).gather(1, picked)[:, 0].cpu()
-        gap = float((mine - torch.tensor(theirs)).abs().mean())
-        if not gap < FAR:
+            logits = model(input_ids=torch.tensor([ids], device=device)).logits[0, PROBE - 1 : -1]
+        response = torch.tensor(ids[PROBE:], device=device)[:, None]
+        logps = logits.float().log_softmax(-1).gather(1, response)[:, 0].cpu()
+        gap = float((logps - torch.tensor(server_logps)).abs().mean())
+        if not gap < LOGPROB_TOLERANCE:
             raise RunError(
                 f"rollouts.vllm.url={self.config.url!r}: after the update the server's log-probs "
-                f"differ from the trainer's by {gap:.2g} per token: it must serve the model that "
-                "is trained, unquantised, and take its weights; the run goes on from its last "
-                "checkpoint"
+                f"differ from the trainer's by {gap:.2g} nats per token: it must serve the trained "
+                "model unquantized and load its weights; fix this and rerun the command to resume"
             )
 
-    def _known(self, tokens: Sequence[int]) -> None:
-        if max(tokens) >= self.vocabulary:
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        if max(tokens) >= self.vocab_size:
             raise RunError(
-                f"rollouts.vllm.url={self.config.url!r}: the server drew token {max(tokens)}, and "
-                f"the model has {self.vocabulary}: it serves another model; the run goes on from "
-                "its last checkpoint"
+                f"rollouts.vllm.url={self.config.url!r}: the server sampled token {max(tokens)}, "
+                f"but the model has {self.vocab_size}: it serves another model; fix this and rerun "
+                "the command to resume"
             )
 
-    def _draw(self, prompts: Sequence[tuple[int, ...]], draws: Draws) -> Responses:
-        stops = stop_tokens(self.tokenizer, draws.stop)
+    def _sample(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Responses:
+        stops = stop_tokens(self.tokenizer, params.stop)
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
 
-        def one(prompt: tuple[int, ...], seed: int) -> list[list[int]]:
-            # pass the run's stop tokens and ignore the server's own EOS tokens
-            given = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
-            found = self.client.generate(
+        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[list[int]]:
+            # use the run's stop tokens and ignore the server's own EOS tokens
+            options = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
+            responses = self.client.generate(
                 [list(prompt)],
-                n=draws.samples,
-                temperature=draws.temperature,
-                top_p=draws.top_p,
-                max_tokens=draws.max_new_tokens,
+                n=params.samples,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                max_tokens=params.max_new_tokens,
                 logprobs=None,
-                generation_kwargs=given,
+                generation_kwargs=options,
             )["completion_ids"]
-            if len(found) != draws.samples or not all(found):
-                full = sum(map(bool, found))
-                raise ValueError(f"received only {full} of {draws.samples} responses to a prompt")
-            for response in found:
-                self._known(response)
-            return found
+            if len(responses) != params.samples or not all(responses):
+                count = sum(map(bool, responses))
+                raise ValueError(f"received only {count} of {params.samples} responses to a prompt")
+            for response in responses:
+                self._check_vocabulary(response)
+            return responses
 
-        pool = ThreadPoolExecutor(AT_ONCE)
+        pool = ThreadPoolExecutor(MAX_CONCURRENT)
         try:
-            found = list(pool.map(one, prompts, seeds))
+            groups = list(pool.map(sample_prompt, prompts, seeds))
         finally:
             pool.shutdown(cancel_futures=True)
-        return [until(response, stops) for drawn in found for response in drawn]
+        return [truncate_at_stop(response, stops) for group in groups for response in group]
 
-    def _by_disk(self, weights: Weights, walk: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_by_disk(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"{self.prefix}*"):  # left over from a killed run
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self.folder.glob(f"{self.prefix}*"):  # from a killed run
+            shutil.rmtree(leftover, ignore_errors=True)
         # a new name each time, because the server may cache by path
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=self.prefix))
         try:
             folder.chmod(0o755)  # the server may run as another user
-            for i, part in enumerate(_files(walk)):
+            for i, part in enumerate(_files(iterator)):
                 save_file(part, folder / f"model-{i:05}.safetensors")
-            told = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self.client.tell("collective_rpc", told)
+            payload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self.client.post("collective_rpc", payload)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self.client.forget()
+        self.client.clear_prefix_cache()
 
-    def _by_nccl(self, weights: Weights, walk: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_by_nccl(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
         if self.client.communicator is None:
             self.client.init_communicator(weights.device)
-        self.client.update_named_params(weights.described, walk)
-        self.client.forget()
+        self.client.update_named_params(weights.metadata, iterator)
+        self.client.clear_prefix_cache()
 
-    def _together(self, work: Callable[[], Any]) -> Any:
-        """Run `work` and return its result; if it fails on any rank, raise the same error on all."""
-        found = fault = cause = None
+    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
+        """Run `work` and return its result. If it fails on any rank, raise that error on all."""
+        result = user_error = cause = None
         try:
-            found = work()
+            result = work()
         except UserError as error:
-            fault = error
-        except (
-            Exception
-        ) as error:  # catch everything, because the other ranks are waiting for this one
+            user_error = error
+        except Exception as error:  # any error, because the other ranks are waiting for this one
             cause = error
-            fault = RunError(
-                f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: check that the server is running and serves this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command to resume from the last checkpoint"
+            user_error = RunError(
+                f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: check that the server is "
+                "running and serves this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun "
+                "the command to resume from the last checkpoint"
             )
-        for said in gather(fault):
-            if said is not None:
-                raise said from cause
-        return found
+        for rank_error in gather(user_error):
+            if rank_error is not None:
+                raise rank_error from cause
+        return result
 
 
 class Weights:
@@ -245,23 +248,23 @@ class Weights:
             for name, layer in inner.named_modules()
             if hasattr(layer, "get_delta_weight") and not layer.disable_adapters
         }
-        self.named = [(n, p) for n, p in inner.named_parameters() if "lora_" not in n]
-        self.device = self.named[0][1].device
+        self.parameters = [(n, p) for n, p in inner.named_parameters() if "lora_" not in n]
+        self.device = self.parameters[0][1].device
 
     @property
-    def described(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each, in order."""
+    def metadata(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each weight, in order."""
         return [
             (_plain(name), str(p.dtype).removeprefix("torch."), list(p.shape))
-            for name, p in self.named
+            for name, p in self.parameters
         ]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.named:
-            value = _whole(p.detach())
+        for name, p in self.parameters:
+            value = _full(p.detach())
             for layer, adapter in self.adapters.get(name, ()):
-                value = value + _whole(layer.get_delta_weight(adapter)).to(value.dtype)
+                value = value + _full(layer.get_delta_weight(adapter)).to(value.dtype)
             yield _plain(name), value
 
 
@@ -273,58 +276,60 @@ class Client(VLLMClient):
 
     def __init__(self, url: str, timeout: float) -> None:
         self.session = requests.Session()
-        again = Retry(
+        retries = Retry(
             3, read=1, backoff_factor=0.5, status_forcelist=[502, 503], allowed_methods=None
         )
-        patient = _Patient(timeout, max_retries=again, pool_maxsize=AT_ONCE)
+        adapter = _TimeoutAdapter(timeout, max_retries=retries, pool_maxsize=MAX_CONCURRENT)
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, patient)
+            self.session.mount(scheme, adapter)
         self.base_url = url.rstrip("/")
         self.group_port, self.communicator, self._updating_weights = 51216, None, False
 
     def served(self) -> dict[str, Any]:
-        """The server's description of its first model, on which any others are based."""
+        """The server's description of its first model, which is the base of any others."""
         card = self._get(f"{self.base_url}/v1/models")["data"][0]
         self.model = card["id"]
         return card
 
-    def tell(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a command and return its JSON response, {} if empty."""
-        answer = self.session.post(f"{self.base_url}/{path}", json=body)
-        if answer.status_code != 200:
-            raise RuntimeError(f"/{path} failed with status {answer.status_code}: {answer.text}")
-        return answer.json() if answer.content else {}
+        reply = self.session.post(f"{self.base_url}/{path}", json=body)
+        if reply.status_code != 200:
+            raise RuntimeError(f"/{path} failed with status {reply.status_code}: {reply.text}")
+        return reply.json() if reply.content else {}
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Reset the server's prefix cache, which holds values of the previous weights."""
-        if self.tell("reset_prefix_cache").get("success") is False:
+        if self.post("reset_prefix_cache").get("success") is False:
             raise RuntimeError("/reset_prefix_cache failed; another client may be using the server")
 
 
-class _Patient(HTTPAdapter):
+class _TimeoutAdapter(HTTPAdapter):
+    """An HTTP adapter with a default timeout."""
+
     def __init__(self, timeout: float, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.timeout = timeout
 
     def send(self, *request: Any, **keywords: Any) -> Any:
-        """Send with the default timeout if the caller gave none."""
+        """Send a request, with the default timeout unless the caller sets one."""
         keywords["timeout"] = keywords.get("timeout") or self.timeout
         return super().send(*request, **keywords)
 
 
 def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group the weights into dicts of about `FILE` bytes, on the CPU."""
+    """Group the weights into dicts of about `MAX_FILE_BYTES`, on the CPU."""
     part: dict[str, Tensor] = {}
     for name, value in weights:
         part[name] = value.cpu().contiguous()
-        if sum(x.nbytes for x in part.values()) >= FILE:
+        if sum(x.nbytes for x in part.values()) >= MAX_FILE_BYTES:
             yield part
             part = {}
     if part:
         yield part
 
 
-def _whole(x: Tensor) -> Tensor:
+def _full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
