@@ -13,16 +13,16 @@ from gac.data.rows import Row
 from gac.methods import METHODS
 
 TEMPERATURE = 1.3
-LONGEST = 5  # rollouts.max_new_tokens of the tiny run
+MAX_NEW_TOKENS = 5  # rollouts.max_new_tokens of the tiny run
 
 
-class Seen(SimpleNamespace):
+class RowTerms(SimpleNamespace):
     """One row evaluated by the float64 model: logp, p, entropy, reference logp and demonstration
     mask of its n tokens.
     """
 
 
-def look(model, reference, row: Row) -> Seen:
+def row_terms(model, reference, row: Row) -> RowTerms:
     """Differentiable log-probabilities of the row's loss tokens."""
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
@@ -34,7 +34,7 @@ def look(model, reference, row: Row) -> Seen:
         out[name] = logits.log_softmax(-1)
     logp = out["own"].gather(1, targets[:, None])[:, 0]
     switch = len(row.ids) if row.is_demo else max(row.switch, start)
-    return Seen(
+    return RowTerms(
         row=row,
         logp=logp,
         p=logp.detach().exp(),
@@ -51,7 +51,7 @@ def look(model, reference, row: Row) -> Seen:
 # ---- the two terms, from the papers' equations
 
 
-def nll(rows: list[Seen], weight: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
+def nll(rows: list[RowTerms], weight: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
     """Token mean of -w log p over demonstrations."""
     rows = [r for r in rows if r.row.is_demo]
     return -sum((weight(r.p) * r.logp).sum() for r in rows) / sum(r.n for r in rows)
@@ -61,7 +61,7 @@ def phi(p: Tensor) -> Tensor:
     return p * (1 - p)
 
 
-def policy_gradient(rows: list[Seen]) -> Tensor:
+def policy_gradient(rows: list[RowTerms]) -> Tensor:
     """On-policy GRPO: mean over responses of the token mean of -A p / p.detach()."""
     rows = [r for r in rows if not r.row.is_demo]
     return -sum((r.a * (r.logp - r.logp.detach()).exp()).mean() for r in rows) / len(rows)
@@ -69,10 +69,10 @@ def policy_gradient(rows: list[Seen]) -> Tensor:
 
 def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
     """Sum over tokens / (rows x maximum response length), as in LUFFY, HPT and TRAPO."""
-    return sum(p.sum() for p in parts) / (rows * LONGEST)
+    return sum(p.sum() for p in parts) / (rows * MAX_NEW_TOKENS)
 
 
-def surrogate(r: Seen) -> Tensor:
+def surrogate(r: RowTerms) -> Tensor:
     return -r.a * (r.logp - r.logp.detach()).exp()
 
 
@@ -80,25 +80,25 @@ def mixture(mu: float, weight: Callable[[Tensor], Tensor] = torch.ones_like):
     return lambda rows: (1 - mu) * policy_gradient(rows) + mu * nll(rows, weight)
 
 
-def asft(rows: list[Seen]) -> Tensor:
+def asft(rows: list[RowTerms]) -> Tensor:
     kl = sum((r.log_q.exp() * (r.log_q - r.log_p)).sum() for r in rows)
     return nll(rows, lambda p: p) + 0.1 * kl / sum(r.n for r in rows)
 
 
-def dr_grpo(rows: list[Seen]) -> Tensor:
+def dr_grpo(rows: list[RowTerms]) -> Tensor:
     return constant_sum([surrogate(r) for r in rows], len(rows))
 
 
-def dapo(rows: list[Seen]) -> Tensor:
+def dapo(rows: list[RowTerms]) -> Tensor:
     return sum(surrogate(r).sum() for r in rows) / sum(r.n for r in rows)
 
 
-def gspo(rows: list[Seen]) -> Tensor:
+def gspo(rows: list[RowTerms]) -> Tensor:
     ratios = [(r.logp - r.logp.detach()).mean().exp() for r in rows]
     return -sum(r.a * ratio for r, ratio in zip(rows, ratios, strict=True)) / len(rows)
 
 
-def preference(rows: list[Seen], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
+def preference(rows: list[RowTerms], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
     """Mean over pairs; the preferred response comes first."""
     assert [r.a for r in rows] == [1.0, -1.0] * (len(rows) // 2)
     found = [(r.logp - r.ref).mean() if mean else (r.logp - r.ref).sum() for r in rows]
@@ -106,25 +106,25 @@ def preference(rows: list[Seen], loss: Callable[[Tensor], Tensor], mean: bool) -
     return sum(losses) / len(losses)
 
 
-def dpo(rows: list[Seen]) -> Tensor:
+def dpo(rows: list[RowTerms]) -> Tensor:
     return preference(rows, lambda h: -torch.log(torch.sigmoid(0.1 * h)), mean=False)
 
 
-def ipo(rows: list[Seen]) -> Tensor:
+def ipo(rows: list[RowTerms]) -> Tensor:
     return preference(rows, lambda h: (h - 1.0) ** 2, mean=True)
 
 
-def multitask(rows: list[Seen]) -> Tensor:
+def multitask(rows: list[RowTerms]) -> Tensor:
     return policy_gradient(rows) + nll(rows)
 
 
-def luffy(rows: list[Seen]) -> Tensor:
+def luffy(rows: list[RowTerms]) -> Tensor:
     shaped = [-r.a * r.logp.exp() / (r.logp.exp() + 0.1) for r in rows if r.row.is_demo]
     own = [surrogate(r) - 0.001 * r.entropy for r in rows if not r.row.is_demo]
     return constant_sum(shaped + own, len(rows))
 
 
-def srft(rows: list[Seen]) -> Tensor:
+def srft(rows: list[RowTerms]) -> Tensor:
     demos = [r for r in rows if r.row.is_demo]
     rollouts = [r for r in rows if not r.row.is_demo]
     spread = {id(r): r.entropy.mean().detach() for r in rows}
@@ -134,13 +134,13 @@ def srft(rows: list[Seen]) -> Tensor:
     return sft / sum(r.n for r in demos) + own / sum(r.n for r in rollouts)
 
 
-def hpt(rows: list[Seen]) -> Tensor:
+def hpt(rows: list[RowTerms]) -> Tensor:
     own = [r for r in rows if not r.row.is_demo]
     assert own and len(own) < len(rows)
     return constant_sum([surrogate(r) - 0.001 * r.entropy for r in own], len(own)) + nll(rows)
 
 
-def trapo(rows: list[Seen]) -> Tensor:
+def trapo(rows: list[RowTerms]) -> Tensor:
     """Prefix tokens: -p / max(p, 0.1). The policy's own tokens: -A times the ratio."""
     assert any(
         r.demo.any() and not r.demo.all() for r in rows

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from gac.control.signals import GradientSignals
 from gac.control.solvers import cross_gram
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
-from gac.methods.base import Outcome
-from gac.methods.token_loss import own_loss
+from gac.methods.base import UpdateOutcome
+from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.gradient_parts import GradientParts
 from gac.training.trainer import Trainer
@@ -31,12 +31,12 @@ from gac_kernels import LossSpec, Signals
 
 from .published import (
     EXTRA,
-    LONGEST,
+    MAX_NEW_TOKENS,
     LOSSES,
     SOLVERS,
     TEMPERATURE,
     constant_sum,
-    look,
+    row_terms,
     nll,
     phi,
     policy_gradient,
@@ -57,7 +57,7 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     rollouts = {
         "prompts": 6,
         "completions": 4,
-        "max_new_tokens": LONGEST,
+        "max_new_tokens": MAX_NEW_TOKENS,
         "temperature": TEMPERATURE,
     }
     fields = EXTRA.get(name, {}) if fields is None else fields
@@ -109,7 +109,7 @@ def close(ours: list[Tensor], truth: list[Tensor]) -> None:
 def test_gradient_of_a_step_is_that_of_the_published_loss(name, task, tmp_path):
     _, rows, found, model = one_step(name, task, tmp_path)
     seen = [
-        look(model, model, row) for row in rows
+        row_terms(model, model, row) for row in rows
     ]  # before the first step, the model equals the reference
     close(found, gradient(LOSSES[name](seen), model))
 
@@ -117,7 +117,7 @@ def test_gradient_of_a_step_is_that_of_the_published_loss(name, task, tmp_path):
 @pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
 def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
     trainer, rows, found, model = one_step(name, task, tmp_path)
-    seen = [look(model, model, row) for row in rows]
+    seen = [row_terms(model, model, row) for row in rows]
     s, r = gradient(nll(seen), model), gradient(policy_gradient(seen), model)
     a, b, c = (
         sum((x * y).sum().item() for x, y in zip(p, q, strict=True))
@@ -131,7 +131,7 @@ def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
 
 def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
     _, rows, found, model = one_step("sdmgrad", task, tmp_path)
-    seen = [look(model, model, row) for row in rows]
+    seen = [row_terms(model, model, row) for row in rows]
     demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     halves = [
@@ -160,7 +160,7 @@ def test_the_gradient_source_is_given_the_true_inner_products(task, tmp_path, mo
         GradientSignals, "read", lambda self, e, s: (evidence.append(e), read(self, e, s))[1]
     )
     trainer, rows, _, model = one_step("gac-biased", task, tmp_path)
-    seen = [look(model, model, row) for row in rows]
+    seen = [row_terms(model, model, row) for row in rows]
     demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     losses = [
@@ -200,7 +200,7 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     is_demo = torch.zeros(3, dtype=torch.bool)
     batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10), 5)
     spec = method.loss(LossSpec()).spec
-    out = own_loss(
+    out = custom_loss(
         method.token_loss,
         Head(None, logits=logits),
         None,
@@ -209,7 +209,7 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
         old,
         None,
         spec,
-        Pair(demo=1.0, rollout=3.0),
+        TermPair(demo=1.0, rollout=3.0),
     )
     lengths = torch.tensor([5, 3, 5])
     ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
@@ -317,7 +317,7 @@ def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
     method = METHODS["famo"]()
     state = method.init()
     for _ in range(20):
-        state, _ = method.after_step(state, Outcome(None, Pair(1.0, 0.0), Pair(0.5, -0.01)))
+        state, _ = method.after_step(state, UpdateOutcome(None, TermPair(1.0, 0.0), TermPair(0.5, -0.01)))
     logits = state["famo"]["logits"]
     assert logits[0] < 0 < logits[1]
     # w_i ~ z_i / (L_i - floor_i)
@@ -348,7 +348,7 @@ def test_sft_budgets_end_after_their_epochs(task, tmp_path):
 def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
     table = (0.9, 0.6, 0.3, 0.1, 0.0)
     _, rows, found, model = one_step("hpt", task, tmp_path, fields={"correct": 0.3, "table": table})
-    seen = [look(model, model, row) for row in rows]
+    seen = [row_terms(model, model, row) for row in rows]
     assert {round(r.row.weight, 6) for r in seen if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
     assert len({r.row.weight for r in seen}) > 3
     own = [r for r in seen if not r.row.is_demo]
