@@ -50,7 +50,7 @@ class Heartbeat:
         self._thread.start()
         atexit.register(self.stop)  # Python must not exit while the thread is in a store call
 
-    def gone(self) -> str | None:
+    def dead_rank_message(self) -> str | None:
         """A message if the next rank's process has died, otherwise None; waits a few seconds for
         its heartbeat.
         """

@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME = {
 
 
 def check_folder(out: Path) -> None:
-    """Raise BadFolder unless rank 0 can write to `out` and every rank sees the file it wrote."""
+    """Raise RunDirectoryError unless rank 0 can write to `out` and every rank sees its file."""
     path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
     fault = None
     try:
@@ -71,13 +71,13 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
         )
 
 
-def check_budget(key: str, tokens: int | None, longest: int, group_size: int) -> None:
-    """Raise ConfigError unless `group_size` rows of `longest` tokens fit into a batch of `tokens`,
-    the value of `key`.
+def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
+    """Raise ConfigError unless `unit` rows of `longest` tokens, which stay together, fit into
+    `tokens`, the value of `key`.
     """
-    need = longest * group_size
+    need = longest * unit
     if tokens is not None and tokens < need:
-        rows = "the longest row" if group_size == 1 else f"{group_size} rows that stay together"
+        rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"
         raise ConfigError(
             f"{key}={tokens}: {rows} (prompt and response) may have {need} tokens: use {need} or "
             "more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"

@@ -1,6 +1,5 @@
-"""Exports a checkpoint to a plain transformers folder, in one process, however many wrote it.
-
-Weights are copied layer by layer, so the process never holds the full model.
+"""Exports a checkpoint to a plain transformers folder, in one process, whatever the world size of
+the run. Weights are copied layer by layer, so the process never holds the full model.
 """
 
 from __future__ import annotations
@@ -17,14 +16,20 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gac.config import load
-from gac.errors import NoCheckpoint, writable_folder
+from gac.errors import CheckpointNotFound, writable_folder
 from gac.faults import checkpoint
-from gac.models.causal_lm import ModelConfig, adapted, hollow_model, load_model, load_tokenizer
-from gac.models.weights import on_adapters
+from gac.models.causal_lm import (
+    ModelConfig,
+    apply_training_options,
+    load_meta_model,
+    load_model,
+    load_tokenizer,
+)
+from gac.models.weights import has_adapters
 from gac.training.run_config import TrainConfig
 
-SHARD = 1 << 30  # bytes
-WHOLE = 1 << 62  # bytes; disables sharding in save_pretrained
+FILE_SIZE = 1 << 30  # bytes
+NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained
 
 
 def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
@@ -42,11 +47,11 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
         The checkpoint that was read.
 
     Raises:
-        NoCheckpoint: there is no such checkpoint.
+        CheckpointNotFound: the checkpoint does not exist.
         FileExistsError: `out` is not empty.
     """
     if not (run / "config.yaml").is_file():
-        raise NoCheckpoint(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
+        raise CheckpointNotFound(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
     path = _choose(run / "checkpoints", step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
@@ -57,38 +62,50 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
 
 def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
     if isinstance(step, int):
-        return checkpoint.at(folder, step)
+        return checkpoint.find(folder, step)
     newest = checkpoint.newest(folder)
     if newest is None:
-        raise NoCheckpoint(f"no intact checkpoint in {folder}")
+        raise CheckpointNotFound(f"no intact checkpoint in {folder}")
     if step is None:
         return newest
     best = checkpoint.read_progress(newest).get("best")
     if not best:
-        raise NoCheckpoint(f"no checkpoint in {folder} was evaluated: give a step instead of best")
-    return checkpoint.at(folder, best["step"])
+        raise CheckpointNotFound(
+            f"step='best': no checkpoint in {folder} was evaluated; give the number of a step"
+        )
+    return checkpoint.find(folder, best["step"])
 
 
-def export_checkpoint(config: ModelConfig, path: Path, out: Path, shard: int = SHARD) -> None:
-    """Export the checkpoint at `path`, through a temporary folder that replaces `out` once it is
-    complete.
+def export_checkpoint(
+    config: ModelConfig, path: Path, out: Path, file_size: int = FILE_SIZE
+) -> None:
+    """Export the checkpoint at `path`, then replace `out` with the complete export.
 
-    shard: approximate bytes per file of weights; peak memory is one file plus one layer.
+    A kill never loses a complete `out`. Between the two renames it is at `.NAME.previous`, and the
+    next export restores it.
+
+    file_size: approximate bytes per file of weights; peak memory is one file plus one layer.
     """
-    aside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    if on_adapters(config.path):
-        _save_adapters(config, path, aside)
+    temporary = out.with_name(f".{out.name}.writing")
+    previous = out.with_name(f".{out.name}.previous")
+    if previous.exists() and not out.exists():
+        previous.rename(out)
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+    if has_adapters(config.path):
+        _save_adapters(config, path, temporary)
     else:
-        _save_weights(config, path, aside, shard)
-    load_tokenizer(config).save_pretrained(aside)
-    shutil.rmtree(out, ignore_errors=True)
-    aside.rename(out)
+        _save_weights(config, path, temporary, file_size)
+    load_tokenizer(config).save_pretrained(temporary)
+    if out.exists():
+        out.rename(previous)
+    temporary.rename(out)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
-    """If `model.path` is itself a set of adapters, let transformers save them; this needs the full
-    model in memory.
+    """Export a model whose `model.path` is itself a set of adapters: transformers saves them, which
+    needs the full model in memory.
     """
     model = load_model(config)
     checkpoint.load_weights(path, model)
@@ -96,57 +113,59 @@ def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _save_weights(config: ModelConfig, path: Path, folder: Path, shard: int) -> None:
-    """Write weight files of about `shard` bytes, their index, and the other files of a model."""
-    plain, size = hollow_model(config), 0
-    wanted = plain.state_dict().keys()
+def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int) -> None:
+    """Write weight files of about `file_size` bytes, their index, and a model's other files."""
+    plain, size = load_meta_model(config), 0
+    names = plain.state_dict().keys()
     part, files = folder / "part", list[Path]()
-    for tensors in _shards(config, path, shard):
-        kept = {name: x.contiguous() for name, x in tensors.items() if name in wanted}
-        size += sum(x.nbytes for x in kept.values())
+    for tensors in _chunks(config, path, file_size):
+        state = {name: x.contiguous() for name, x in tensors.items() if name in names}
+        size += sum(x.nbytes for x in state.values())
         # save_pretrained also converts names and layouts to those of the published model
-        plain.save_pretrained(part, state_dict=kept, max_shard_size=WHOLE)
+        plain.save_pretrained(part, state_dict=state, max_shard_size=NO_SHARDING)
         files.append((part / SAFE_WEIGHTS_NAME).rename(folder / f"{len(files)}.safetensors"))
-    for beside in part.iterdir():
-        beside.rename(folder / beside.name)
+    for other_file in part.iterdir():
+        other_file.rename(folder / other_file.name)
     part.rmdir()
     if len(files) == 1:
         files[0].rename(folder / SAFE_WEIGHTS_NAME)
     else:
-        _index(files, folder, {"total_parameters": plain.num_parameters(), "total_size": size})
+        metadata = {"total_parameters": plain.num_parameters(), "total_size": size}
+        _write_index(files, folder, metadata)
 
 
-def _index(files: Sequence[Path], folder: Path, about: dict[str, int]) -> None:
+def _write_index(files: Sequence[Path], folder: Path, metadata: dict[str, int]) -> None:
     """Rename the files as transformers expects, and write the index from tensor to file."""
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, framework="pt") as found:
-            where |= dict.fromkeys(found.keys(), name)
+        with safe_open(file, framework="pt") as weights:
+            weight_map |= dict.fromkeys(weights.keys(), name)
         file.rename(folder / name)
-    index = {"metadata": about, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(config: ModelConfig, path: Path, shard: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the checkpoint's weights, adapters merged, in chunks of about `shard` bytes."""
-    model = adapted(hollow_model(config), config)
-    there, found = checkpoint.model_tensors(path), dict[str, Tensor]()
+def _chunks(config: ModelConfig, path: Path, size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the checkpoint's weights, adapters merged, in chunks of about `size` bytes."""
+    model = apply_training_options(load_meta_model(config), config)
+    meta_tensors, chunk = checkpoint.model_tensors(path), dict[str, Tensor]()
     for names in _units(model):
-        if found and sum(x.nbytes for x in found.values()) >= shard:
-            yield found
-            found = {}
-        tensors = checkpoint.read_tensors(path, {name: there[name] for name in names})
-        found |= tensors if config.lora is None else _merged(model, tensors)
-    yield found
+        if chunk and sum(x.nbytes for x in chunk.values()) >= size:
+            yield chunk
+            chunk = {}
+        tensors = checkpoint.read_tensors(path, {name: meta_tensors[name] for name in names})
+        chunk |= tensors if config.lora is None else _merged(model, tensors)
+    yield chunk
 
 
 def _units(model: nn.Module) -> list[list[str]]:
-    """Names of weights that stay together: those of a layer or of a module with adapters; any other
-    alone. Tied weights appear only under their first name.
+    """Names of the weights of each unit: a layer, a module with adapters, or any other weight.
+
+    Tied weights appear only under their first name.
     """
     layers = getattr(model, "_no_split_modules", None) or ()
-    together = [
+    prefixes = [
         f"{name}."
         for name, module in model.named_modules()
         if type(module).__name__ in layers or hasattr(module, "base_layer")
@@ -156,14 +175,14 @@ def _units(model: nn.Module) -> list[list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            unit = next((prefix for prefix in together if name.startswith(prefix)), name)
+            unit = next((prefix for prefix in prefixes if name.startswith(prefix)), name)
             units.setdefault(unit, []).append(name)
     return list(units.values())
 
 
 def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's weights with adapters merged, under the base model's names; the adapters' own
-    tensors are included too.
+    """A unit's weights with adapters merged, under the base model's names; still contains the
+    adapters' own tensors.
     """
     model.load_state_dict(tensors, strict=False, assign=True)
     adapters = {name.rpartition(".base_layer.")[0] for name in tensors if ".base_layer." in name}
@@ -171,12 +190,12 @@ def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         module: Any = model.get_submodule(name)
         module.merge()
     state = model.state_dict()
-    merged = {_plain(name): state[name] for name in tensors}
-    away = {name: torch.empty_like(x, device="meta") for name, x in tensors.items()}
-    model.load_state_dict(away, strict=False, assign=True)
+    merged = {_base_name(name): state[name] for name in tensors}
+    meta_tensors = {name: torch.empty_like(x, device="meta") for name, x in tensors.items()}
+    model.load_state_dict(meta_tensors, strict=False, assign=True)
     return merged
 
 
-def _plain(name: str) -> str:
-    """Map peft's name of a weight to the model's own."""
+def _base_name(name: str) -> str:
+    """Map peft's name of a weight to the base model's."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gac.control.solvers import Weights
 from gac.methods.base import Mix
-from gac.parallel.collectives import add, ranks
+from gac.parallel.collectives import all_reduce_sum, world_size
 
 logger = logging.getLogger(__name__)
 Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
@@ -30,18 +30,18 @@ class GradientParts:
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = list(parameters)
-        self.taken: list[Gradient] = []
+        self.parts: list[Gradient] = []
         self.averages: dict[str, Tensor] = {}
 
     def take(self) -> None:
         """Store the accumulated gradient as the next part and reset `.grad` to None."""
-        self.taken.append([p.grad for _, p in self.parameters])
+        self.parts.append([p.grad for _, p in self.parameters])
         for _, p in self.parameters:
             p.grad = None
 
     def gram(self) -> Tensor:
         """Gram matrix of the P parts: float64 [P, P] on the CPU, the same on every rank."""
-        parts = self.taken
+        parts = self.parts
         device = self.parameters[0][1].device
         total = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
         for column in zip(*parts, strict=True):
@@ -52,19 +52,19 @@ class GradientParts:
             rows = torch.stack([local(g).float().flatten() for _, g in present])
             square = (rows @ rows.T).double() / copies(present[0][1])
             total[torch.tensor(index)[:, None], torch.tensor(index)] += square
-        return add(total).cpu()
+        return all_reduce_sum(total).cpu()
 
     def bias_gram(self, count: int) -> Tensor:
-        """Gram matrix [4, 4] of the two terms, each the mean of its `count` parts, and of the last
-        two parts.
+        """Gram matrix [4, 4] of four gradients: the two terms, each the mean of its `count` parts,
+        and the last two parts.
 
-        The last two parts are removed: they are only measured, not applied.
+        Removes the last two parts: they are only measured, not applied.
         """
-        mean = torch.zeros(4, len(self.taken), dtype=torch.float64)
-        mean[0, :count] = mean[1, count : 2 * count] = 1 / count
-        mean[2, -2] = mean[3, -1] = 1
-        gram = mean @ self.gram() @ mean.T
-        self.taken = self.taken[:-2]
+        weights = torch.zeros(4, len(self.parts), dtype=torch.float64)
+        weights[0, :count] = weights[1, count : 2 * count] = 1 / count
+        weights[2, -2] = weights[3, -1] = 1
+        gram = weights @ self.gram() @ weights.T
+        self.parts = self.parts[:-2]
         return gram
 
     def combine(self, weights: Sequence[float] | None) -> None:
@@ -72,16 +72,16 @@ class GradientParts:
         gradient.
         """
         if weights is not None:
-            for column, (_, p) in zip(zip(*self.taken, strict=True), self.parameters, strict=True):
+            for column, (_, p) in zip(zip(*self.parts, strict=True), self.parameters, strict=True):
                 p.grad = _weighted(column, weights, reuse=not self.averages)
-        self.taken = []
+        self.parts = []
 
     def combine_pair(self, weights: Weights | None, mix: Mix) -> Mix:
         """`combine` with one weight per term (demo, rollout); each term is the mean of its parts.
 
         Returns the mix applied; if `weights` is None, warns, leaves no gradient and returns `mix`.
         """
-        n = len(self.taken) // 2
+        n = len(self.parts) // 2
         if weights is None:
             logger.warning(
                 "skipping the update: the inner products of the gradients are not finite"
@@ -92,13 +92,13 @@ class GradientParts:
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
 
     def average(self, tracked: dict[str, Tensor], rate: float) -> None:
-        """Replace the parts with their moving averages y <- y + rate (g - y); also store these in
+        """Replace the parts with their moving averages y <- y + rate (g - y), and store these in
         `averages`.
 
         tracked: the previous averages, keyed by "part.parameter name"; not modified, because the
             step may still be skipped.
         """
-        for i, part in enumerate(self.taken):
+        for i, part in enumerate(self.parts):
             for j, (name, _) in enumerate(self.parameters):
                 mean = tracked[f"{i}.{name}"] * (1 - rate)
                 if (new := part[j]) is not None:
@@ -114,18 +114,18 @@ def local(tensor: Any) -> Tensor:
 def copies(tensor: Any) -> int:
     """Number of ranks that hold a copy of each element."""
     if not hasattr(tensor, "placements"):
-        return ranks()
-    held = 1
+        return world_size()
+    count = 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
-            held *= tensor.device_mesh.size(dim)
-    return held
+            count *= tensor.device_mesh.size(dim)
+    return count
 
 
 def _weighted(
     column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
 ) -> Tensor | None:
-    """Weighted sum of one parameter's gradients; reuse: in the first one's buffer."""
+    """Weighted sum of one parameter's gradients; reuse: write it into the first one's buffer."""
     total: Tensor | None = None
     for gradient, weight in zip(column, weights, strict=True):
         if gradient is None or weight == 0:

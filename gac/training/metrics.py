@@ -1,4 +1,4 @@
-"""Pure functions from a step's measurements to its metrics.jsonl row and the method's observation."""
+"""Turns a step's measurements into its metrics.jsonl row and the method's observation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from gac.control.evidence import Evidence, Reading
 from gac.methods import Observation
 
-from .step import Measured, Step, Update
+from .step import Measurements, Step, Update
 
 
 def observe(
-    step: Step, measured: Measured, update: Update, reading: Reading | None
+    step: Step, measured: Measurements, update: Update, reading: Reading | None
 ) -> tuple[dict[str, Any], Observation]:
-    """The metrics row of a step, and the observation from which the method chooses the next
-    weights.
+    """The metrics row of a step, and the observation for the method's choice of the next weights.
 
-    reading: from the signal source, in a step with signals. None in the row means "not measured".
+    reading: from the signal source, in a step with signals. In the row, None means "not measured".
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
     scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
@@ -58,7 +57,7 @@ def observe(
     )
 
 
-def evidence(step: Step, measured: Measured) -> Evidence | None:
+def evidence(step: Step, measured: Measurements) -> Evidence | None:
     """Input of the signal source; None in a step without signals."""
     if not step.needs.signals:
         return None

@@ -21,7 +21,7 @@ class OptimConfig:
     schedule: str = "cosine"
     """After the warm-up: cosine, linear or constant."""
     warmup: int = 10
-    """Optimiser steps of linear warm-up from 0."""
+    """Number of optimizer steps of linear warm-up from 0."""
     final: float = 0.1
     """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -73,8 +73,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradient(params: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """Clip the gradient norm of `params` to `largest` (0: no clipping); returns the norm before
+def clip_gradient(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip the gradient norm of `params` to `max_norm` (0: no clipping); returns the norm before
     clipping.
     """
-    return torch.nn.utils.clip_grad_norm_(params, largest or math.inf)
+    return torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)

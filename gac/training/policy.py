@@ -12,16 +12,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.micro import MicroBatches
 from gac.errors import ConfigError
-from gac.methods.base import Loss, Needs
+from gac.methods.base import Loss, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
 from gac.parallel import setup
-from gac.parallel.collectives import together
+from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
 from gac.training.run_config import TrainConfig
 
 from .gradients import Gradients
-from .rows_apart import keeps_rows_apart
+from .packing_check import supports_packing
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,20 @@ def loss_of(config: TrainConfig) -> Loss:
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """The policy with the run's initial weights, prepared for training on this rank."""
-    return _prepared(setup.prepare, config, accelerator)
+    return _build_model(setup.prepare, config, accelerator)
 
 
 def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
-    """A frozen copy of the initial policy, or None if nothing needs it. kl: whether the KL needs
-    it.
+    """A frozen copy of the initial policy, or None if nothing needs it.
 
     Always None with adapters: the reference is then the model with its adapters disabled.
+    kl: whether any step computes the KL.
     """
     sampling = config.method.sampling(config.rollouts.completions)
-    asks = kl or sampling.from_reference or loss_of(config).reference
-    if not asks or config.model.lora is not None:
+    needed = kl or sampling.from_reference or loss_of(config).reference
+    if not needed or config.model.lora is not None:
         return None
-    return _prepared(setup.prepare_frozen, config, accelerator)
+    return _build_model(setup.prepare_frozen, config, accelerator)
 
 
 def make_gradients(
@@ -56,9 +56,12 @@ def make_gradients(
     tokenizer: PreTrainedTokenizerBase,
     model: nn.Module,
     reference: nn.Module | None,
-    needs: Needs,
+    needs: StepNeeds,
 ) -> Gradients:
-    """Build `Gradients`; `needs`: union over all steps. Raises ConfigError if unsupported."""
+    """Build `Gradients`. needs: union over all steps.
+
+    Raises ConfigError if the loss or the model does not support the sketches that `needs` asks for.
+    """
     if needs.sketch:
         _check_sketch(config, accelerator.unwrap_model(model))
     return Gradients(
@@ -77,13 +80,13 @@ def make_gradients(
 def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
     if loss_of(config).token is not None:
         raise ConfigError(
-            f"signals: sketch is made by the fused loss, which method {config.method.name!r} does "
+            f"signals: sketch requires the fused loss, which method {config.method.name!r} does "
             "not use; set method.signals: gradients"
         )
     if not model.plain_head:
         raise ConfigError(
-            f"signals: sketch needs the weight of a plain head, and that of {type(model).__name__} "
-            "is none: the loss takes its logits; set method.signals: gradients"
+            f"signals: sketch requires a plain linear head, which {type(model).__name__} does not "
+            "have (the loss falls back to its logits); set method.signals: gradients"
         )
 
 
@@ -93,10 +96,11 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
     """
     packed = config.micro_tokens is not None
     for model in filter(None, models):
-        if packed and not _packs(model):
+        if packed and not _supports_packing(model):
             packed = False
             logger.warning(
-                "micro_tokens=%s: this model's attention crosses the boundaries of packed rows; padding rows of similar length instead",
+                "micro_tokens=%s: this model does not keep packed rows separate; padding rows of "
+                "similar length instead",
                 config.micro_tokens,
             )
         reshard(model)
@@ -104,22 +108,23 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
     return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
 
 
-def _packs(model: nn.Module) -> bool:
+def _supports_packing(model: nn.Module) -> bool:
     """Whether the model supports packing, if necessary by falling back to PyTorch's SDPA."""
-    return keeps_rows_apart(model) or (row_attention.disable(model) and keeps_rows_apart(model))
+    return supports_packing(model) or (row_attention.disable(model) and supports_packing(model))
 
 
-def _prepared(
+def _build_model(
     prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
 ) -> nn.Module:
-    arrival = setup.arriving(accelerator, config.parallel)
-    model = together(lambda: make_model(config.model, config.seed, arrival))
+    """Load the initial model on all ranks, sharded if the run is, and `prepare` it."""
+    loading = setup.sharded_loading(accelerator, config.parallel)
+    model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading))
     if config.micro_tokens is not None and accelerator.device.type == "cpu":
         row_attention.enable(model)
-    if arrival is None:
+    if loading is None:
         check_head(model)
-    model = prepare(model, accelerator, config.parallel, config.mixed_precision, arrival)
-    if arrival is not None:  # the check needs the weights of all ranks
+    model = prepare(model, accelerator, config.parallel, config.mixed_precision, loading)
+    if loading is not None:  # the check needs the weights of all ranks
         check_head(model)
         reshard(model)
     return model

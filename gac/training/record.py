@@ -1,4 +1,4 @@
-"""The run's logs: one JSON object per line, truncated to the checkpoint on resume."""
+"""The logs of a run: one JSON object per line, truncated to the checkpoint on resume."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Logbook:
                 file.write(line + "\n")
         except OSError as error:
             raise RunError(
-                f"{self.path} cannot be written ({error.strerror}): mend that and give the same "
-                "command again; the run goes on from its last checkpoint"
+                f"could not write {self.path} ({error.strerror}): fix this and rerun the command "
+                "to resume from the last checkpoint"
             ) from error
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Drop the lines after `step`, and an incomplete last line left by a killed run."""
         if not self.path.exists():
             return
         kept = [row for row in self.read() if row["step"] <= step]
-        aside = self.path.with_suffix(".cut")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        aside.rename(self.path)
+        temporary = self.path.with_suffix(".truncated")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary.rename(self.path)
 
     def read(self) -> list[dict[str, Any]]:
         """All complete lines."""
@@ -60,11 +60,11 @@ class Record:
         self.metrics, self.evals = Logbook(out / "metrics.jsonl"), Logbook(out / "eval.jsonl")
         self.accelerator = accelerator
 
-    def cut(self, step: int | None) -> None:
+    def truncate(self, step: int | None) -> None:
         """Truncate the logs to the checkpoint of `step`; None clears them for a fresh run."""
         if self.accelerator.is_main_process:
             for book in (self.metrics, self.evals):
-                book.cut(-1 if step is None else step)
+                book.truncate(-1 if step is None else step)
 
     def step(self, row: dict[str, Any]) -> None:
         """Log the metrics of an optimizer step."""

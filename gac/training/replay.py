@@ -26,36 +26,36 @@ def replay(path: Path) -> dict[str, Any]:
     Returns the recorded values, the recomputed values, and the rows whose loss or gradient is not
     finite.
     """
-    kept, weights = skipped.load(path)
-    compute = Recompute(load(TrainConfig, path.parents[1] / "config.yaml"), kept, weights)
-    again = compute(kept.step)
-    alone = [compute(dataclasses.replace(kept.step, rows=(row,))) for row in kept.step.rows]
+    saved, weights = skipped.load(path)
+    compute = Recomputation(load(TrainConfig, path.parents[1] / "config.yaml"), saved, weights)
+    recomputed = compute(saved.step)
+    per_row = [compute(dataclasses.replace(saved.step, rows=(row,))) for row in saved.step.rows]
     culprits = [
         {
             "row": i,
             "demonstration": row.is_demo,
             "advantage": row.advantage,
-            **found,
+            **values,
             "text": compute.tokenizer.decode(list(row.ids)),
         }
-        for i, (row, found) in enumerate(zip(kept.step.rows, alone, strict=True))
-        if not all(map(math.isfinite, found.values()))
+        for i, (row, values) in enumerate(zip(saved.step.rows, per_row, strict=True))
+        if not all(map(math.isfinite, values.values()))
     ]
     recorded = {
-        "step": kept.step.number,
-        "fault": kept.fault,
-        "grad_norm": kept.norm,
-        "rollout_loss": kept.losses.rollout,
-        "demo_loss": kept.losses.demo,
+        "step": saved.step.number,
+        "fault": saved.fault,
+        "grad_norm": saved.norm,
+        "rollout_loss": saved.losses.rollout,
+        "demo_loss": saved.losses.demo,
     }
-    return {"recorded": recorded, "again": again, "culprits": culprits}
+    return {"recorded": recorded, "recomputed": recomputed, "culprits": culprits}
 
 
-class Recompute:
-    """Recomputes gradients under the weights of a skipped step; loads only the models of the run."""
+class Recomputation:
+    """Recomputes gradients with the weights before a skipped step; loads only the run's models."""
 
-    def __init__(self, config: TrainConfig, kept: skipped.SkippedStep, weights: Path) -> None:
-        needs, self.weights = kept.step.needs, kept.weights
+    def __init__(self, config: TrainConfig, saved: skipped.SkippedStep, weights: Path) -> None:
+        needs, self.weights = saved.step.needs, saved.weights
         self.tokenizer = load_tokenizer(config.model)
         accelerator = setup.make_accelerator(
             config.parallel, config.mixed_precision, (), config.out
@@ -71,14 +71,14 @@ class Recompute:
 
     def __call__(self, step: Step) -> dict[str, float]:
         """Gradient norm and losses of a step."""
-        found = self.gradients(step)
-        if found.parts:
-            found.parts.combine_pair(self.weights or step.mix.pair, step.mix)
+        measured = self.gradients(step)
+        if measured.parts:
+            measured.parts.combine_pair(self.weights or step.mix.pair, step.mix)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         self.model.zero_grad(set_to_none=True)
         return {
             "grad_norm": float(norm),
-            "rollout_loss": found.losses.rollout,
-            "demo_loss": found.losses.demo,
+            "rollout_loss": measured.losses.rollout,
+            "demo_loss": measured.losses.demo,
         }

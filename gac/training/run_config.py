@@ -19,16 +19,12 @@ from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
 
 
-def restated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Upgrade a configuration saved by an earlier version; one with unknown keys is returned
-    unchanged.
-    """
+def upgrade_config(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Upgrade a configuration saved by an earlier version; returned unchanged if that fails."""
     method = saved.get("method")
     if isinstance(method, Mapping) and "gate" in method and "alarm" not in method:
-        saved = {
-            **saved,
-            "method": {**method, "alarm": None},
-        }  # gates had no alarm in earlier versions
+        # gates had no alarm in earlier versions
+        saved = {**saved, "method": {**method, "alarm": None}}
     try:
         return dump(load(TrainConfig, saved))
     except ConfigError:
@@ -41,7 +37,7 @@ def _methods() -> dict[str, type[Method]]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run. Everything is written to `out`; resuming needs nothing else."""
+    """One training run. Everything is written to `out`, which is all that resuming needs."""
 
     out: str = "runs/gac"
     """The run directory."""
@@ -61,15 +57,15 @@ class TrainConfig:
     reward_noise: RewardNoise | None = None
     """Noise on the training rewards, for experiments, e.g. {rate: 0.35, start: 64}."""
     rollouts: RolloutConfig = RolloutConfig()
-    """How the policy is sampled."""
+    """How responses are sampled from the policy."""
     loss: LossSpec = LossSpec()
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
     steps: int = 800
-    """Optimiser steps."""
+    """Number of optimizer steps."""
     demo_batch: int = 64
-    """Demonstrations per optimiser step, over all ranks."""
+    """Demonstrations per optimizer step, over all ranks."""
     micro_batch: int | None = None
     """Rows per forward and backward pass; null: all rows of one kind on a rank at once."""
     micro_tokens: int | None = None
@@ -88,7 +84,7 @@ class TrainConfig:
     not part of the loss; null: all.
     """
     checkpoint_every: int = 100
-    """Optimiser steps between checkpoints."""
+    """Optimizer steps between checkpoints."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
     The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
@@ -120,7 +116,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r}: use a number >= 1, or null")
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
-                "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp or rollouts.engine=generate"
+                "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
+                "or rollouts.engine=generate"
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")

@@ -1,8 +1,8 @@
-"""A skipped step on disk: the exact `Step`, the model's weights and the results.
+"""Saves a skipped step: the exact `Step`, the model's weights and the results.
 
 replay/step-00000012/rank-0.pt    the step, one file per rank with the rank's rows
-replay/step-00000012/weights/     the model before the step and the method's moving averages, shared
-by consecutive skipped steps
+replay/step-00000012/weights/     the model before the step and the moving averages of gradients,
+                                  shared by consecutive skipped steps
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.data.rows import Row
 from gac.errors import ConfigError
 from gac.faults import checkpoint
@@ -28,25 +28,25 @@ FORMAT = 2  # version of the files; incremented when older ones can no longer be
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that was not applied."""
+    """A step that was not applied, and the results for which it was skipped."""
 
     step: Step
-    weights: Pair | None
+    weights: TermPair | None
     """The solver's weights of the two terms; None: the step's own mix."""
     fault: str
     """Why it was skipped."""
     norm: float
     """Gradient norm."""
-    losses: Pair
+    losses: TermPair
     """The two loss terms, reduced over all ranks."""
 
-    def keep(
+    def save(
         self, folder: Path, model: nn.Module, tracked: dict[str, Tensor], first: Path | None
     ) -> Path:
         """Write the step under `folder` and return its path. Call it on every rank.
 
-        tracked: moving averages of gradients. first: path of the first step in the current series
-            of skipped steps, whose weights this one shares; None: this is the first.
+        tracked: moving averages of gradients. first: path of the first of the consecutive skipped
+            steps, which has the weights; None: this is the first.
         """
         path = folder / f"step-{self.step.number:08d}"
         if first is None:
@@ -68,7 +68,7 @@ class SkippedStep:
 def load(path: Path) -> tuple[SkippedStep, Path]:
     """The step saved at `path`, with the rows of all ranks, and the path of its weights.
 
-    Raises ConfigError if there is none, or if another version wrote it.
+    Raises ConfigError if no step is saved at `path`, or if another version wrote it.
     """
     files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
     if not files:
@@ -81,16 +81,16 @@ def load(path: Path) -> tuple[SkippedStep, Path]:
     plain = parts[0]  # all but rows and log-probs are the same on every rank
     skipped = SkippedStep(
         _merged([Step.restore(part["step"]) for part in parts]),
-        None if plain["weights"] is None else Pair(*plain["weights"]),
+        None if plain["weights"] is None else TermPair(*plain["weights"]),
         plain["fault"],
         plain["norm"],
-        Pair(*plain["losses"]),
+        TermPair(*plain["losses"]),
     )
     return skipped, path.parent / plain["shares"] / "weights"
 
 
 def _merged(parts: Sequence[Step]) -> Step:
-    """One step with all ranks' rows; their sequence numbers index the joined log-probs."""
+    """One step with all ranks' rows; `Row.sequence` then indexes the joined log-probs."""
     rows: list[Row] = []
     old: list[Tensor] = []
     for part in parts:

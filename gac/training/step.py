@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gac.control.evidence import Sketches
-from gac.control.term_pair import Pair
+from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row
-from gac.methods.base import Mix, Needs
+from gac.methods.base import Mix, StepNeeds
 from gac_kernels import TokenMoments
 
 from .gradient_parts import GradientParts
@@ -37,7 +37,7 @@ class Rewards(NamedTuple):
 
     @property
     def variance(self) -> float | None:
-        """Population variance; Mean reward; None if there are no rewards."""
+        """Population variance; None if there are no rewards."""
         if not self.number:
             return None
         mean = self.total / self.number
@@ -58,7 +58,7 @@ class Step:
     """Row and token counts over all ranks, by which the terms are divided."""
     rewards: Rewards
     """Rewards of all ranks' rollouts."""
-    needs: Needs
+    needs: StepNeeds
     """What the step must measure."""
     old_logps: tuple[Tensor, ...]
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
@@ -83,14 +83,14 @@ class Step:
         return cls(**{**plain, **named, "rows": tuple(Row(*row) for row in plain["rows"])})
 
 
-_TUPLES: dict[str, Any] = {"mix": Mix, "counts": Counts, "rewards": Rewards, "needs": Needs}
+_TUPLES: dict[str, Any] = {"mix": Mix, "counts": Counts, "rewards": Rewards, "needs": StepNeeds}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Results of a step's passes; every field except `parts` is the same on all ranks."""
+class Measurements:
+    """Results of a step's forward and backward passes; the same on all ranks, except `parts`."""
 
-    losses: Pair
+    losses: TermPair
     """The two loss terms, reduced over all ranks."""
     moments: TokenMoments
     """Statistics of the step's tokens."""
@@ -108,19 +108,20 @@ class Measured:
     """
 
     @property
-    def broken(self) -> bool:
+    def non_finite(self) -> bool:
         """Whether an inner product is not finite, so that the solver cannot be used."""
         return self.gram is not None and not bool(self.gram.isfinite().all())
 
 
 class Update(NamedTuple):
-    """The outcome of a step."""
+    """The applied update, or why the step was skipped."""
 
     mix: Mix
     """The weights with which the gradient was computed."""
     norm: float
     """Gradient norm before clipping."""
     lr: float
+    """Learning rate."""
     fault: str | None
     """Why the step was skipped; None if it was applied."""
 

@@ -33,7 +33,7 @@ from gac.parallel import collectives, setup
 from gac.rewards import Tally, build_rewards, closing_reward
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
-from gac.rollouts.sampling import SamplingStats, Rollouts, Sampler
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
 from gac.training.export import export_checkpoint
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig, upgrade_config
@@ -43,7 +43,7 @@ from .metrics import evidence, observe
 from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
-from .step import Measured, Rewards, Step, Update
+from .step import Measurements, Rewards, Step, Update
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +80,24 @@ class Trainer:
             config.parallel, config.mixed_precision, config.trackers, config.out
         )
         self.heartbeat = Heartbeat()
-        found = self._open_folder(resume)
+        path = self._open_folder(resume)
         self.tokenizer = load_tokenizer(config.model)
-        stop_tokens(
-            self.tokenizer, (*config.rollouts.stop, *config.eval.stop)
-        )  # fail early on invalid stop strings
+        # fail early on invalid stop strings
+        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.completions)
         longest = self.feed.check_budgets(config)
-        self.penalised = loss_of(config).spec.kl_coef != 0  # whether the loss has a KL penalty
+        self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self._needs, range(config.steps)))
-        asked = (
-            config.rollouts if needs.rollouts else RolloutConfig()
-        )  # without rollouts no server is contacted
+        # without rollouts, no server is contacted
+        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
         engine = make_engine(
-            asked, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
+            rollout_config,
+            self.tokenizer,
+            served=config.model.path,
+            longest=longest,
+            folder=self.out,
         )
         self.model = load_policy(config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
@@ -104,19 +106,19 @@ class Trainer:
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
-        plain, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
+        eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
         self.sampler = Sampler(
             config.rollouts, engine, self.tokenizer, reward, self.plan, self.method.credit
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, plain, config.seed)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
         self.step, self.state, self.last = 0, self.method.init(), Observation(0)
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
-        self.kept: Path | None = None  # saved first step of the current series of skipped steps
-        self._start_from(found)
+        self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
+        self._start_from(path)
 
     # ---- set-up
 
@@ -125,27 +127,28 @@ class Trainer:
         preflight.check_folder(self.out)
         self.checkpoints = self.out / "checkpoints"
         self.record = Record(self.out, self.accelerator)
-        found = checkpoint.newest(self.checkpoints)
-        if found and not resume:
+        path = checkpoint.newest(self.checkpoints)
+        if path and not resume:
             raise ValueError(
                 f"out={str(self.out)!r} already holds a run: resume it, or choose another directory"
             )
-        if found:
-            progress = checkpoint.read_progress(found)
+        if path:
+            progress = checkpoint.read_progress(path)
             progress = {**progress, "config": upgrade_config(progress["config"])}
             preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
-        return found
+        return path
 
-    def _start_from(self, found: Path | None) -> None:
-        if found:
-            self._restore(found)
+    def _start_from(self, path: Path | None) -> None:
+        """Resume from the checkpoint at `path`, or start a fresh run, and open the logs."""
+        if path:
+            self._restore(path)
         config = self.config
-        more = -(-(self.feed.steps - self.step) // config.checkpoint_every)
-        preflight.check_space(self.out, self.model, min(more, config.keep_checkpoints + 1))
+        remaining = -(-(self.feed.steps - self.step) // config.checkpoint_every)
+        preflight.check_space(self.out, self.model, min(remaining, config.keep_checkpoints + 1))
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
-        self.record.cut(self.step if found else None)
+        self.record.truncate(self.step if path else None)
         if config.trackers:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
@@ -192,18 +195,24 @@ class Trainer:
             desc=self.config.name or self.method.name,
         )
         try:
-            with self.stop, bar, closing_reward(self.tally.reward), contextlib.closing(self.evaluator):
+            with (
+                self.stop,
+                bar,
+                closing_reward(self.tally.reward),
+                contextlib.closing(self.evaluator),
+            ):
                 self._loop(bar)
-        except UserError:  # raised on all ranks, or the others fail below
+        except UserError:  # if only this rank raised it, the other ranks fail below
             raise
         except RuntimeError as error:
-            gone = self.heartbeat.gone()
-            if gone is None:
+            message = self.heartbeat.dead_rank_message()
+            if message is None:
                 raise
-            raise RunError(f"{gone}; restart the job to resume from {self.checkpoints}") from error
+            advice = f"restart the job to resume from {self.checkpoints}"
+            raise RunError(f"{message}; {advice}") from error
         self.heartbeat.stop()
         if self.config.export and self.accelerator.is_main_process:
-            export_checkpoint(self.config.model, self._chosen(), self.out / "model")
+            export_checkpoint(self.config.model, self._exported_checkpoint(), self.out / "model")
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return self.out
@@ -217,18 +226,18 @@ class Trainer:
             row = self._train_step()
             self.step += 1
             seconds = time.perf_counter() - started
-            share = row["sampling_seconds"] / seconds
-            self.record.step({**row, "sampling_share": share, "seconds": seconds})
-            _show(bar, row)
+            sampling_share = row["sampling_seconds"] / seconds
+            self.record.step({**row, "sampling_share": sampling_share, "seconds": seconds})
+            _update_bar(bar, row)
             if self.guard.exhausted:
-                self._give_up()
+                self._abort()
             last = self._done()
             boundary = self.step % config.rollouts.reuse == 0 or last
             accuracy = self._evaluate() if last or self._due(config.eval.every) else None
             better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
-            stopping = boundary and self._agree(self.stop.asked)
-            wanted = (better and self.method.keeps_best) or self._due(config.checkpoint_every)
-            if last or stopping or wanted:
+            stopping = boundary and self._any_rank(self.stop.requested)
+            due = (better and self.method.keeps_best) or self._due(config.checkpoint_every)
+            if last or stopping or due:
                 if better:
                     self.best = {"step": self.step, "accuracy": accuracy}
                 self._save()
@@ -238,45 +247,45 @@ class Trainer:
     def _done(self) -> bool:
         return self.step >= self.feed.steps or self.ended
 
-    def _chosen(self) -> Path:
-        """The checkpoint to export: the best if the method keeps it, else the last."""
+    def _exported_checkpoint(self) -> Path:
+        """The checkpoint to export: the best one if the method keeps it, otherwise the last."""
         best = self.best.get("step") if self.method.keeps_best else None
-        return checkpoint.at(self.checkpoints, self.step if best is None else best)
+        return checkpoint.find(self.checkpoints, self.step if best is None else best)
 
-    def _give_up(self) -> None:
-        """Abort after too many consecutive skipped steps; the saved weights are from before the
-        first of them.
-        """
+    def _abort(self) -> None:
+        """Save a checkpoint and abort, after too many consecutive skipped steps."""
         self._save()
         raise RunError(
-            f"{self.config.guards.patience} steps in a row were skipped, the last because "
-            f"{self.guard.fault}; the weights before them are saved as step {self.step} in "
-            f"{self.checkpoints}. Look at a kept batch with `gac replay {self.out / 'replay'}/...`"
+            f"{self.config.guards.patience} consecutive steps were skipped, the last because "
+            f"{self.guard.fault}; the weights from before them are saved as step {self.step} in "
+            f"{self.checkpoints}. Inspect a saved batch with "
+            f"`gac replay {self.out / 'replay'}/...`"
         )
 
     def _due(self, every: int) -> bool:
         """Whether a periodic action is due at this step.
 
-        Checkpoints do not hold rollouts, so with rollouts.reuse > 1 the action waits until new ones
-        are due.
+        Checkpoints do not contain rollouts, so with rollouts.reuse > 1 the action waits until the
+        next step samples new ones.
         """
         reuse = self.config.rollouts.reuse
         boundary = every > 0 and self.step % reuse == 0
         return boundary and self.step // every > (self.step - reuse) // every
 
-    def _agree(self, told: bool) -> bool:
-        """Whether any rank received a stop signal."""
-        return bool(collectives.largest([float(told)])[0])
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether `condition` holds on any rank."""
+        return bool(collectives.largest([float(condition)])[0])
 
-    # ---- one optimiser step
+    # ---- one optimizer step
 
     def _train_step(self) -> dict[str, Any]:
         """One iteration of the paper's Algorithm 1; the method chooses mu_t."""
-        rows = self._sample()  # B_r and B_s
+        rows = self._sample()  # B_r and B_s of the paper
         before = self.state
         self.state, mix = self.method.mix(before, self.last)  # from the measurements of step t - 1
-        if (new_counts := self.method.log_message(before, self.state)) and self.accelerator.is_main_process:
-            logger.warning("step %d: %s", self.step + 1, new_counts)
+        message = self.method.log_message(before, self.state)
+        if message and self.accelerator.is_main_process:
+            logger.warning("step %d: %s", self.step + 1, message)
         step = self._assemble(rows, mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
@@ -297,24 +306,24 @@ class Trainer:
         if self.rollouts is not None and self.step % reuse:
             return self.rollouts
         examples = self.feed.examples()
-        self.heartbeat.where = f"step {self.step}, rollouts"
+        self.heartbeat.activity = f"step {self.step}, rollouts"
         policy = contextlib.nullcontext(self.model)
         with (
             self.gradients.reference_model() if initial else policy as model,
             setup.gathered(model, self.config.parallel),
         ):
-            plain = self.policy if model is self.model else model
-            rollouts = self.sampler(plain, examples, self.step)
-        rollouts.rows = self.feed.balanced(rollouts.rows)
+            unwrapped = self.policy if model is self.model else model
+            rollouts = self.sampler(unwrapped, examples, self.step)
+        rollouts.rows = self.feed.balance(rollouts.rows)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
         return rollouts
 
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
         """Build the `Step`, with counts and rewards summed over all ranks."""
-        mine = count(rows), Rewards.of(self.rollouts.rewards if self.rollouts else [])
-        self.heartbeat.where = f"step {self.step}, gradients"
-        sums = collectives.total([*mine[0], *mine[1]])
+        own_rewards = Rewards.of(self.rollouts.rewards if self.rollouts else [])
+        self.heartbeat.activity = f"step {self.step}, gradients"
+        sums = collectives.total([*count(rows), *own_rewards])
         split = len(Counts._fields)
         return Step(
             self.step,
@@ -325,81 +334,83 @@ class Trainer:
             self._needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
             self._seed + 1,
-            _drawn(self.config.seed, self.step, "sketch"),
+            _derive_seed(self.config.seed, self.step, "sketch"),
         )
 
     def _needs(self, step: int) -> StepNeeds:
         """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
         needs, every = self.method.needs(step), self.config.monitor_kl_every
         monitored = needs.rollouts and every > 0 and step % every == 0
-        return needs._replace(kl=self.penalised or monitored or (needs.kl and needs.rollouts))
+        return needs._replace(kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts))
 
     @property
     def _seed(self) -> int:
         """This rank's RNG seed for the step."""
-        return _drawn(self.config.seed, self.step, self.accelerator.process_index)
+        return _derive_seed(self.config.seed, self.step, self.accelerator.process_index)
 
-    def _apply(self, step: Step, measured: Measured) -> Update:
+    def _apply(self, step: Step, measured: Measurements) -> Update:
         """Update the weights and the method state, or skip the step and leave both unchanged."""
         state, weights, mix = self.state, None, step.mix
         if measured.parts and measured.gram is not None:
-            if not measured.broken:
+            if not measured.non_finite:
                 state, weights = self.method.solve(state, measured.gram, mix, self.last)
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         setup.reshard(self.model)  # gathered parameters are different objects, without gradients
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        moved = [p for p in trained if p.grad is not None]
-        none = math.nan if measured.broken else 0.0
-        norm = setup.full(clip_gradient(moved, self.config.optim.clip)) if moved else none
+        with_gradient = [p for p in trained if p.grad is not None]
+        if with_gradient:
+            norm = setup.to_float(clip_gradient(with_gradient, self.config.optim.clip))
+        else:
+            norm = math.nan if measured.non_finite else 0.0
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         set_learning_rate(self.optimizer, lr)
         if fault is None:
             self.state = state
-            if moved:
+            if with_gradient:
                 self.optimizer.step()
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         self.optimizer.zero_grad(set_to_none=True)
         if fault:
-            chosen = None if weights is None else TermPair(*weights)
-            self._keep(SkippedStep(step, chosen, fault, norm, losses))
+            solved = None if weights is None else TermPair(*weights)
+            self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
         return Update(mix, norm, lr, fault)
 
-    def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
+    def _observe(self, step: Step, measured: Measurements, update: Update) -> dict[str, Any]:
         """The metrics row of the step; also updates the method state and the observation for the
         next step.
         """
         reading = None
         if update.fault is None:
-            after = self.gradients.losses(step) if step.needs.losses_after else None
-            outcome = UpdateOutcome(evidence(step, measured), measured.losses, after)
+            losses_after = self.gradients.losses(step) if step.needs.losses_after else None
+            outcome = UpdateOutcome(evidence(step, measured), measured.losses, losses_after)
             self.state, reading = self.method.after_step(self.state, outcome)
         row, self.last = observe(step, measured, update, reading)
         return {
             **row,
-            **self._drawn(step.number),
+            **self._sampling_metrics(step.number),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
         }
 
-    def _drawn(self, step: int) -> dict[str, Any]:
+    def _sampling_metrics(self, step: int) -> dict[str, Any]:
         """Sampling metrics over all ranks; zero in a step without sampling."""
         fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
-        return (self.rollouts.drawn if self.rollouts and fresh else SamplingStats()).columns()
+        return (self.rollouts.stats if self.rollouts and fresh else SamplingStats()).columns()
 
-    def _keep(self, skipped: SkippedStep) -> None:
+    def _save_skipped(self, skipped: SkippedStep) -> None:
         """Log a skipped step and save it for `gac replay`, up to `guards.keep` of them."""
-        where = "not saved"
+        advice = "not saved"
         if self.guard.kept < self.config.guards.keep:
-            self.kept = self.kept if self.guard.in_a_row > 1 else None
-            path = skipped.keep(self.out / "replay", self.model, self.gradients.tracked, self.kept)
-            self.kept = self.kept or path
+            first = self.first_skipped if self.guard.consecutive > 1 else None
+            path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
+            self.first_skipped = first or path
             self.guard.kept += 1
-            where = f"gac replay {path}"
+            advice = f"gac replay {path}"
         if self.accelerator.is_main_process:
-            logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, where)
+            logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, advice)
 
     # ---- evaluation
 
@@ -407,21 +418,22 @@ class Trainer:
         """Run and log an evaluation; returns its accuracy, or None without evaluation data."""
         if not self.evaluator:
             return None
-        self.heartbeat.where = f"step {self.step}, evaluation"
+        self.heartbeat.activity = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.config.parallel):
-            found = self.evaluator(self.policy)
-        self.record.evaluation({"step": self.step, **found})
-        return found.get("accuracy")
+            results = self.evaluator(self.policy)
+        self.record.evaluation({"step": self.step, **results})
+        return results.get("accuracy")
 
 
-def _drawn(*key: int | str) -> int:
-    """Derive a seed from `key`."""
+def _derive_seed(*key: int | str) -> int:
+    """A seed that depends only on `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
-def _show(bar: tqdm, row: dict[str, Any]) -> None:
-    shown = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy")}
-    texts = {k: f"{v:.3g}" for k, v in shown.items() if v is not None and not math.isnan(v)}
+def _update_bar(bar: tqdm, row: dict[str, Any]) -> None:
+    """Advance the progress bar by one step and show some of its metrics."""
+    values = {k: row[k] for k in ("mu", "reward_mean", "kl", "entropy")}
+    texts = {k: f"{v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)}
     bar.set_postfix(texts, refresh=False)
     bar.update()

@@ -1,4 +1,4 @@
-"""Sketches of the head's gradient, summed per unit over micro-batches and gathered from all ranks."""
+"""Sums the sketches of the head's gradient per unit, over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,51 +14,49 @@ from gac_kernels import HeadSketch
 
 
 class UnitSketches:
-    """Collects the loss's sketches of each row. size: 0 disables them; seed: the same on all ranks.
+    """Collects the loss's sketches of each row; the rows of a unit may be on several ranks.
 
-    The rows of a unit may be spread over several ranks.
+    size: 0 disables sketches. seed: the same on all ranks.
     """
 
     def __init__(self, size: int, seed: int) -> None:
         self.sketch = HeadSketch(size, seed) if size else None
         self.rows: list[Row] = []
-        self.found: list[Tensor] = []  # [rows of the micro-batch, k k]
+        self.sketches: list[Tensor] = []  # per micro-batch, [rows, k k]
 
-    def add(self, rows: Sequence[Row], found: Tensor | None) -> None:
-        """Add the sketches [B, k, k] of a micro-batch; a no-op if there are none or no rows."""
-        if rows and found is not None:
+    def add(self, rows: Sequence[Row], sketches: Tensor | None) -> None:
+        """Add the sketches [B, k, k] of a micro-batch; a no-op without sketches or rows."""
+        if rows and sketches is not None:
             self.rows += rows
-            self.found.append(found.detach().flatten(1))  # copied to the CPU only once, at the end
+            self.sketches.append(sketches.detach().flatten(1))  # on the device until the end
 
     def gathered(self) -> Sketches:
-        """Sketches of all ranks' units; the same on every rank."""
+        """The sketches of all ranks' units; the same on every rank."""
         assert self.sketch is not None
         width = self.sketch.size**2
-        found = torch.cat([torch.empty(0, width), *(x.cpu() for x in self.found)]).double()
-        sides = []
+        sketches = torch.cat([torch.empty(0, width), *(x.cpu() for x in self.sketches)]).double()
+        local_sums = []  # of the demonstrations, then of the rollouts
         for demo in (True, False):
-            kept = [i for i, row in enumerate(self.rows) if row.is_demo == demo]
-            units = [-1 if demo else self.rows[i].unit for i in kept]
-            sides.append(_sums(units, found[kept]))
-        # gradients are averaged over ranks, so each rank's loss is scaled by the world size; undo
-        # that
-        return Sketches(
-            *(
-                _sums(
-                    [unit for units, _ in side for unit in units],
-                    torch.cat([sums for _, sums in side]),
-                )[1]
-                / collectives.ranks()
-                for side in zip(*collectives.gather(sides), strict=True)
-            )
-        )
+            chosen = [i for i, row in enumerate(self.rows) if row.is_demo == demo]
+            units = [-1 if demo else self.rows[i].unit for i in chosen]
+            local_sums.append(_sum_units(units, sketches[chosen]))
+        totals = []
+        for by_rank in zip(*collectives.gather(local_sums), strict=True):
+            units = [unit for units, _ in by_rank for unit in units]
+            _, sums = _sum_units(units, torch.cat([sums for _, sums in by_rank]))
+            # gradients are averaged over ranks, so each rank's loss is scaled by the world size
+            totals.append(sums / collectives.world_size())
+        return Sketches(*totals)
 
 
-def _sums(units: Sequence[int], found: Tensor) -> tuple[list[int], Tensor]:
-    """The units, and the sum [k k] of each unit's sketches; every row with unit -1 is its own unit."""
+def _sum_units(units: Sequence[int], sketches: Tensor) -> tuple[list[int], Tensor]:
+    """The distinct units, and the sum [units, k k] of each one's sketches.
+
+    Every row with unit -1 is its own unit.
+    """
     index: list[int] = []
-    place: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for i, unit in enumerate(units):
-        index.append(place.setdefault((unit, i if unit < 0 else 0), len(place)))
-    sums = found.new_zeros(len(place), found.shape[1])
-    return [unit for unit, _ in place], sums.index_add_(0, torch.tensor(index).long(), found)
+        index.append(numbers.setdefault((unit, i if unit < 0 else 0), len(numbers)))
+    sums = sketches.new_zeros(len(numbers), sketches.shape[1])
+    return [unit for unit, _ in numbers], sums.index_add_(0, torch.tensor(index).long(), sketches)
