@@ -5,10 +5,10 @@ STAMP := .venv/.done
 # Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test release-check endings-check test-gpu test-integrations \
+.PHONY: setup ext demo test release-check exit-check test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
-setup: $(STAMP)  ## create a .venv with all dependencies, pinned by requirements/lock.txt
+setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
 
 $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -32,7 +32,7 @@ test: setup  ## run all tests that do not need a GPU
 release-check: setup  ## build the sdist and the wheel, install each in a fresh environment, and train there
 	$(BIN)/python -m pytest -m release tests/test_packages.py
 
-endings-check: setup  ## repeat the kill tests ten times, then check the exit codes of 100 jobs (half an hour)
+exit-check: setup  ## repeat the kill tests ten times, then check the exit codes of 100 jobs (half an hour)
 	for i in 1 2 3 4 5 6 7 8 9 10; do \
 	  $(BIN)/python -m pytest -q tests/test_ranks.py tests/test_resume.py || exit 1; done
 	$(BIN)/python -m tests.exit_codes --runs 100
