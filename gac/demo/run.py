@@ -17,18 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gac.config import load, save
-from gac.config.types import unknown_word
+from gac.config.types import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
-from gac.faults.checkpoint import complete, read_progress
+from gac.faults.checkpoint import list_complete, read_progress
 from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
 from gac.training.run_config import TrainConfig
 
 from . import METHODS
-from .settings import short
+from .settings import demo_fields
 from .task import write_task
 
-GATE = (0.01, 0.10)  # accepted subtraction accuracy of the base model: low, but not zero
+BASE_ACCURACY = (0.01, 0.10)  # accepted subtraction accuracy of the base model: low, but not zero
 
 
 def run_demo(
@@ -39,10 +39,10 @@ def run_demo(
     jobs: int | None = None,
     base_steps: int = 400,
 ) -> int:
-    """Train the base, then each method for each seed; write the report and print its table."""
+    """Train the base model, then each method with each seed; write the report, print its table."""
     for name in methods:
         if name not in TABLE:
-            raise ConfigError(unknown_word("--methods", name, TABLE, "method"))
+            raise ConfigError(unknown_name_message("--methods", name, TABLE, "method"))
     writable_folder("--out", out)
     started = time.perf_counter()
     jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
@@ -66,54 +66,57 @@ def make_base(
     out: Path,
     steps: int,
     seeds: Sequence[int] = range(5),
-    gate: tuple[float, float] | None = None,
+    accepted: tuple[float, float] | None = None,
     data: str = "base",
 ) -> Path:
     """Train the base model on the task's file `data`, unless it exists, and return its folder.
 
-    A base that solves no subtractions, or many, makes the comparison uninformative, so seeds are
-    tried until the accuracy is within `gate`. Each accuracy is printed.
+    A base model that solves no subtractions, or many, makes the comparison uninformative, so seeds
+    are tried until its subtraction accuracy is in the interval `accepted` (None: `BASE_ACCURACY`).
+    Each accuracy is printed.
     """
-    low, high = GATE if gate is None else gate
+    low, high = BASE_ACCURACY if accepted is None else accepted
     for seed in seeds:
         run = out / f"{data}-{seed}"
         config = base_config(out, run, seed, steps, data)
         run_all({run.name: config}, out, jobs=1)
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
-        found = {op: last[f"accuracy/{op}"] for op in "+-"}
-        print(f"base model, seed {seed}: sampled accuracy + {found['+']:.3f}, - {found['-']:.3f}")
-        if low <= found["-"] <= high:
+        accuracy = {op: last[f"accuracy/{op}"] for op in "+-"}
+        shown = ", ".join(f"{op} {value:.3f}" for op, value in accuracy.items())
+        print(f"base model, seed {seed}: sampled accuracy {shown}")
+        if low <= accuracy["-"] <= high:
             return run / "model"
     raise RunError(
-        f"no base model reached a subtraction accuracy in [{low}, {high}] with {len(seeds)} seeds; see {out}"
+        f"no base model reached a subtraction accuracy in [{low}, {high}] with {len(seeds)} seeds; "
+        f"see {out}"
     )
 
 
-def _config(out: Path, run: Path, rest: dict) -> TrainConfig:
+def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
+    """The settings that all stages share, with `changes` merged into them."""
     task = out / "task"
     data = {"prompts": str(task / "prompts.jsonl"), "demo_field": "solution"}
-    return load(
-        TrainConfig,
-        {
-            "out": str(run),
-            "data": data | rest.pop("data", {}),
-            "reward": "gac.demo.task:reward",
-            "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
-            "eval": {
-                "data": {"prompts": str(task / "eval.jsonl")},
-                "max_new_tokens": 9,
-                "batch": None,
-                "split_field": "op",
-            }
-            | rest.pop("eval", {}),
-            "checkpoint_every": 20,
-            **rest,
-        },
-    )
+    evaluation = {
+        "data": {"prompts": str(task / "eval.jsonl")},
+        "max_new_tokens": 9,
+        "batch": None,
+        "split_field": "op",
+    }
+    shared = {
+        "out": str(run),
+        "reward": "gac.demo.task:reward",
+        "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
+        "checkpoint_every": 20,
+    }
+    merged = {
+        "data": data | changes.get("data", {}),
+        "eval": evaluation | changes.get("eval", {}),
+    }
+    return load(TrainConfig, shared | changes | merged)
 
 
 def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
-    """SFT of a randomly initialized model on the weak teacher's answers."""
+    """SFT of a randomly initialized model on the weak teacher's solutions."""
     task = out / "task"
     return _config(
         out,
@@ -134,7 +137,7 @@ def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base")
 
 
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
-    """One post-training run from the base; only the method and the seed differ between runs.
+    """A post-training run of the base model; only the method and the seed differ between runs.
 
     Methods that train on demonstrations of the sampled prompts get one for every subtraction; all
     others get a separate set of 256.
@@ -148,7 +151,7 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
         {
             "model": {"path": str(base)},
             "data": data,
-            "method": {"name": name, **short(name, steps)},
+            "method": {"name": name, **demo_fields(name, steps)},
             "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
             "steps": steps,
             "demo_batch": 32,
@@ -162,52 +165,48 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
 
 def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
     """Run each configuration in its own process, `jobs` at a time; finished runs are skipped."""
-    waiting = {name: c for name, c in runs.items() if not _finished(c)}
-    going: dict[str, subprocess.Popen] = {}
+    pending = {name: c for name, c in runs.items() if not _finished(c)}
+    running: dict[str, subprocess.Popen] = {}
     threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     try:
-        while waiting or going:
-            while waiting and len(going) < jobs:
-                name = next(iter(waiting))
-                config = waiting.pop(name)
+        while pending or running:
+            while pending and len(running) < jobs:
+                name = next(iter(pending))
+                config = pending.pop(name)
                 path = out / f"{name}.yaml"
                 save(config, path)
                 print(f"training {name} ({config.steps} steps) ...", flush=True)
-                log = (
-                    None if jobs == 1 else (out / f"{name}.log").open("w")
-                )  # progress bars of several runs would overwrite each other
+                # progress bars of several runs would overwrite each other
+                log = None if jobs == 1 else (out / f"{name}.log").open("w")
                 command = [sys.executable, "-m", "gac.cli", "train", str(path)]
-                going[name] = subprocess.Popen(
-                    command, env=environment, preexec_fn=die_with_parent, stderr=log
+                running[name] = subprocess.Popen(
+                    command, env=environment, preexec_fn=exit_with_parent, stderr=log
                 )
-            for name, process in list(going.items()):
+            for name, process in list(running.items()):
                 if process.poll() is not None:
-                    del going[name]
+                    del running[name]
                     if process.returncode:
                         raise RunError(f"{name} failed (exit {process.returncode}); see {out}")
             time.sleep(0.05)
     finally:
-        for process in going.values():
+        for process in running.values():
             process.terminate()
-        for process in going.values():
+        for process in running.values():
             process.wait()
 
 
-_libc = ctypes.CDLL(
-    None
-)  # loaded at import: after a fork, a lock held by another thread would never be released
+# loaded at import: after a fork, a lock held by another thread would never be released
+_libc = ctypes.CDLL(None)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to stop this process when its parent dies, so that a rerun does not meet orphaned
-    processes.
-    """
+def exit_with_parent() -> None:
+    """Make Linux terminate this process when its parent exits, so that no process is orphaned."""
     if sys.platform == "linux":
         _libc.prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
 
 def _finished(config: TrainConfig) -> bool:
-    done = complete(Path(config.out) / "checkpoints")
+    done = list_complete(Path(config.out) / "checkpoints")
     exported = not config.export or (Path(config.out) / "model" / "config.json").exists()
     return bool(done) and read_progress(done[-1])["step"] >= config.steps and exported

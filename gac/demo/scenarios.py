@@ -32,7 +32,7 @@ SPARSE = 0.05  # subtractions per addition in the training data of the `sparse` 
 class Scenario:
     """Differences from the demo's own setting."""
 
-    words: str
+    description: str
     base: str = "first"
     """A key of `BASES`."""
     demos: str = "demos"
@@ -40,9 +40,9 @@ class Scenario:
     later: str | None = None
     """File of the demonstrations after the change; None: the same."""
     flipped: float = 0.0
-    """Share of the rewards that are flipped after the change."""
+    """Fraction of the rewards that are flipped after the change."""
     op: str | None = None
-    """Train and evaluate on this operation only; None: both."""
+    """The only operation to train and evaluate on; None: both."""
 
 
 SCENARIOS = {
@@ -82,11 +82,11 @@ def write_scenarios(
     task = out / "task"
     if not (task / "plus.jsonl").exists():
         write_task(task, seed=0)
-        write_more(task, seed=0)
+        write_scenario_data(task, seed=0)
     bases = {}
     for key in dict.fromkeys(SCENARIOS[name].base for name in names):
-        data, seeds, gate = BASES[key]
-        bases[key] = make_base(out, base_steps, seeds, gate, data)
+        data, seeds, accepted = BASES[key]
+        bases[key] = make_base(out, base_steps, seeds, accepted, data)
     configs = {}
     for name in names:
         configs[name] = scenario_config(out, bases[SCENARIOS[name].base], name, steps)
@@ -94,16 +94,21 @@ def write_scenarios(
     return configs
 
 
-def write_more(task: Path, seed: int) -> None:
-    """Write the scenarios' data. wrong.jsonl: demos.jsonl with random digits. half.jsonl: random
-    digits in every other row.
-    sparse.jsonl: base.jsonl with fewer subtractions. eval_minus.jsonl: 200 held-out subtractions.
-    plus.jsonl: 256 additions as weak as demos.jsonl."""
+def write_scenario_data(task: Path, seed: int) -> None:
+    """Write the data that only the scenarios need.
+
+    - wrong.jsonl: demos.jsonl with random digits.
+    - half.jsonl: demos.jsonl with random digits in every other row.
+    - sparse.jsonl: like base.jsonl, with fewer subtractions.
+    - eval_minus.jsonl: 200 held-out subtractions.
+    - plus.jsonl: 256 additions of the same quality as demos.jsonl.
+    """
     rng = random.Random(f"scenarios:{seed}")
     demos = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
-    bad = wrong(demos, seed)
-    write_rows(task / "wrong.jsonl", bad)
-    write_rows(task / "half.jsonl", [(bad if i % 2 else demos)[i] for i in range(len(demos))])
+    random_digits = wrong(demos, seed)
+    write_rows(task / "wrong.jsonl", random_digits)
+    half = [(random_digits if i % 2 else demos)[i] for i in range(len(demos))]
+    write_rows(task / "half.jsonl", half)
     ops = rng.choices("+-", [1.0, SPARSE], k=20000)
     write_rows(task / "sparse.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
     write_rows(task / "eval_minus.jsonl", rows(rng, ["-"] * 200))
@@ -137,7 +142,7 @@ def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and write the scenarios; returns the exit code."""
-    listed = "\n".join(f"  {name:8} {scenario.words}" for name, scenario in SCENARIOS.items())
+    listed = "\n".join(f"  {name:8} {s.description}" for name, s in SCENARIOS.items())
     parser = argparse.ArgumentParser(
         prog="python -m gac.demo.scenarios",
         description=f"{__doc__}\n\n{listed}",
@@ -151,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     for name in write_scenarios(args.out, args.names, args.steps, args.base_steps):
-        print(f"{args.out / name}.yaml: {SCENARIOS[name].words}")
+        print(f"{args.out / name}.yaml: {SCENARIOS[name].description}")
     return 0
 
 

@@ -8,20 +8,17 @@ from typing import Any
 from gac.methods import METHODS
 
 
-def short(name: str, steps: int) -> dict[str, Any]:
-    """Fields of method `name` for a demo run of `steps` steps; published durations assume about
-    800.
-    """
+def demo_fields(name: str, steps: int) -> dict[str, Any]:
+    """Fields of method `name` for a run of `steps` steps; published durations assume about 800."""
     prior = {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}
     decaying = {"peak": 0.9, "valley": 0.05, "decay": int(0.6 * steps)}
+    wcf = {"peak": 0.5, "valley": 0.02, "warmup": steps // 4, "decay": steps // 2}
     fields: dict[str, dict[str, Any]] = {
         "sft-light": {"examples": 128, "epochs": 5},  # the task has 256 demonstrations in all
         "sft-best": {"epochs": 20},
         "sft-then-rl": {"sft_steps": steps // 2},
         **{key: {"schedule": decaying} for key in ["hpcd", "chord-mu", "chord"]},
-        "wcf": {
-            "schedule": {"peak": 0.5, "valley": 0.02, "warmup": steps // 4, "decay": steps // 2}
-        },
+        "wcf": {"schedule": wcf},
         **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
         "dwa": {"window": max(steps // 16, 1)},
         "gac-early-refresh": {"early_steps": steps // 8},

@@ -1,5 +1,4 @@
-"""A task on which mixing matters: addition can be learned from rewards, subtraction needs
-demonstrations.
+"""A task that needs mixing: rewards teach addition, but subtraction needs demonstrations.
 
 A prompt is two four-digit numbers and `+` or `-`, with the digits interleaved from the units up so
 that a small model can work column by column: 0038+0047 is written as "+87340000=". The answer
@@ -23,7 +22,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 DIGITS = 4
-ALPHABET = "0123456789+-=.'"  # "." nothing carried, "'" a carry or borrow
+ALPHABET = "0123456789+-=.'"  # ".": nothing carried, "'": a carry or borrow
 
 
 def problem(rng: random.Random, op: str) -> tuple[int, int, str]:
@@ -39,8 +38,9 @@ def prompt(a: int, b: int, op: str) -> str:
 
 
 def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """Result digit and mark of each column; with `rng`, each carry is forgotten with probability
-    `forget`.
+    """Result digit and mark of each column.
+
+    forget: with `rng`, the probability of forgetting each carry.
     """
     out, carry = [], 0
     for _ in range(DIGITS):
@@ -55,16 +55,16 @@ def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | 
 
 
 def reward(completion: str, example: Any) -> float:
-    """1 if the length, all result digits and the last mark are right, else 0."""
+    """1 if the length, all result digits and the last mark are correct, else 0."""
     gold = example.answer
-    right = len(completion) == len(gold) and completion[::2] == gold[::2]
-    return float(right and completion[-1] == gold[-1])
+    digits_match = len(completion) == len(gold) and completion[::2] == gold[::2]
+    return float(digits_match and completion[-1] == gold[-1])
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Build a character-level tokenizer."""
-    words = ["<pad>", "<eos>", "<unk>", *ALPHABET]
-    model = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Create a character-level tokenizer."""
+    tokens = ["<pad>", "<eos>", "<unk>", *ALPHABET]
+    model = Tokenizer(WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     model.decoder = Fuse()
     return PreTrainedTokenizerFast(
@@ -76,10 +76,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model_config(vocabulary: int, pad: int, eos: int) -> Qwen2Config:
+def model_config(vocab_size: int, pad: int, eos: int) -> Qwen2Config:
     """A Qwen2 configuration with 0.3 million parameters."""
     return Qwen2Config(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=3,
@@ -102,7 +102,10 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def rows(
     rng: random.Random, ops: Sequence[str], forget: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """One row per entry of `ops`; with `forget`, solutions forget carries with that probability."""
+    """One row per entry of `ops`.
+
+    forget: adds solutions that forget each carry with this probability, by operation.
+    """
     out = []
     for i, op in enumerate(ops):
         a, b, _ = problem(rng, op)
@@ -114,8 +117,9 @@ def rows(
 
 
 def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same rows, with a weak demonstration for each subtraction, for methods that need
-    demonstrations of the sampled prompts.
+    """The same rows, with a weak demonstration for each subtraction.
+
+    For methods that train on demonstrations of the sampled prompts.
     """
     rng, out = random.Random(f"demos:{seed}"), []
     for row in prompts:
@@ -128,25 +132,21 @@ def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, A
 def wrong(demos: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """The same demonstrations with every digit of the solution replaced by a random one."""
     rng = random.Random(f"wrong:{seed}")
-    return [
-        row
-        | {
-            "solution": "".join(
-                rng.choice("0123456789") if c.isdigit() else c for c in row["solution"]
-            )
-        }
-        for row in demos
-    ]
+
+    def scramble(text: str) -> str:
+        return "".join(rng.choice("0123456789") if c.isdigit() else c for c in text)
+
+    return [row | {"solution": scramble(row["solution"])} for row in demos]
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write all files of the task: data, tokenizer and model configuration.
+    """Write all files of the task: the data, and `init` with tokenizer and model configuration.
 
-    base.jsonl: training data of the base model (few subtractions, carries often forgotten).
-    demos.jsonl: 256 subtractions, with borrows forgotten with probability 0.3. prompts.jsonl: half
-    of each.
-    prompts_demos.jsonl: the same prompts, with such a demonstration for each subtraction.
-    eval.jsonl: 200 held-out problems, half of each.
+    - base.jsonl: training data of the base model (few subtractions, carries often forgotten).
+    - demos.jsonl: 256 subtractions, with borrows forgotten with probability 0.3.
+    - prompts.jsonl: 2000 problems, half of each operation.
+    - prompts_demos.jsonl: the same prompts, with such a demonstration for each subtraction.
+    - eval.jsonl: 200 held-out problems, half of each operation.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"task:{seed}")
@@ -158,8 +158,7 @@ def write_task(folder: Path, seed: int) -> None:
     write_rows(folder / "prompts.jsonl", prompts)
     write_rows(folder / "prompts_demos.jsonl", with_demos(prompts, seed))
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 100))
-    words = tokenizer()
-    words.save_pretrained(folder / "init")
-    model_config(len(words), words.pad_token_id, words.eos_token_id).save_pretrained(
-        folder / "init"
-    )
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "init")
+    config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    config.save_pretrained(folder / "init")

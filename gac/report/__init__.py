@@ -1,4 +1,4 @@
-"""Reports: turns run directories into HTML pages, plots and tables.
+"""Reports: HTML pages, plots and tables of runs and evaluations.
 
 It may import `evaluation` and earlier packages.
 """
@@ -10,8 +10,7 @@ from pathlib import Path
 from .evaluations import Evaluation, evaluations_table, find_evaluations
 from .groups import group_runs
 from .reading import find_runs, read_run
-from .table import context_of
-from .table import results_table as _table_of
+from .table import context_of, runs_table
 
 __all__ = ["find_folders", "find_runs", "results_table", "write_report"]
 
@@ -23,7 +22,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         runs: run directories, or folders that contain runs or `gac eval` results.
         out: the output folder.
 
-    Returns: The path of the page.
+    Returns:
+        The path of the page.
 
     Raises:
         FileNotFoundError: a folder contains no runs or results.
@@ -32,11 +32,11 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     from .page import render, render_evaluations
     from .plots import draw_plots
 
-    found, evaluations = _find(runs)
+    run_folders, evaluations = _find(runs)
     page = out / "report.html"
     partial = page.with_suffix(".partial")
-    if found:
-        loaded = [read_run(path) for path in found]
+    if run_folders:
+        loaded = [read_run(path) for path in run_folders]
         groups = group_runs(loaded)
         plots = draw_plots(groups, out / "plots")
         text = render(groups, context_of(loaded), plots, evaluations)
@@ -48,19 +48,23 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 def results_table(runs: Sequence[Path]) -> str:
     """The report's tables as aligned plain text; `runs` and errors as in `write_report`."""
-    found, evaluations = _find(runs)
-    texts = [_table_of([read_run(path) for path in found])] if found else []
-    return "\n\n".join([*texts, *([evaluations_table(evaluations)] if evaluations else [])])
+    run_folders, evaluations = _find(runs)
+    texts = []
+    if run_folders:
+        texts.append(runs_table([read_run(path) for path in run_folders]))
+    if evaluations:
+        texts.append(evaluations_table(evaluations))
+    return "\n\n".join(texts)
 
 
 def find_folders(paths: Sequence[Path]) -> list[Path]:
-    """Find run directories and result folders at or below the given paths; raises like `find_runs`."""
+    """Find run directories and result folders at or below `paths`; raises like `find_runs`."""
     runs, evaluations = _find(paths)
-    return [*runs, *(one.path for one in evaluations if one.path not in runs)]
+    return list(dict.fromkeys([*runs, *(evaluation.path for evaluation in evaluations)]))
 
 
 def _find(paths: Sequence[Path]) -> tuple[list[Path], list[Evaluation]]:
-    """Find runs and evaluations at or below each path; each path must contain at least one."""
+    """Find runs and evaluations at or below each path, which must contain at least one."""
     runs: list[Path] = []
     evaluations: list[Evaluation] = []
     for path in paths:
@@ -68,4 +72,5 @@ def _find(paths: Sequence[Path]) -> tuple[list[Path], list[Evaluation]]:
         with contextlib.suppress(FileNotFoundError) if results else contextlib.nullcontext():
             runs += find_runs([path])
         evaluations += results
-    return list(dict.fromkeys(runs)), list({one.path: one for one in evaluations}.values())
+    by_path = {evaluation.path: evaluation for evaluation in evaluations}
+    return list(dict.fromkeys(runs)), list(by_path.values())

@@ -33,45 +33,42 @@ class Evaluation:
     @property
     def baselines(self) -> str:
         """The results that its tasks were compared with."""
-        found = (
-            row["against"]["results"] for row in self.results["tasks"].values() if "against" in row
-        )
-        return ", ".join(dict.fromkeys(found))
+        tasks = self.results["tasks"].values()
+        paths = (row["against"]["results"] for row in tasks if "against" in row)
+        return ", ".join(dict.fromkeys(paths))
 
 
 def find_evaluations(paths: Iterable[Path]) -> list[Evaluation]:
-    """Find folders with results at or below the given paths. Raises ConfigError for damaged
-    results.
-    """
-    found: dict[Path, None] = {}
+    """Find results at or below the given paths. Raises ConfigError for invalid results."""
+    folders: dict[Path, None] = {}
     for path in map(Path, paths):
-        folders = (
-            file.parent for file in path.rglob(RESULTS)
-        )  # other tools may also use that file name
-        found |= dict.fromkeys(sorted(f for f in folders if (f / SAMPLES).is_file()))
-    return [_read(folder) for folder in found]
+        candidates = (file.parent for file in path.rglob(RESULTS))
+        # other tools may also use that file name
+        folders |= dict.fromkeys(sorted(f for f in candidates if (f / SAMPLES).is_file()))
+    return [_read(folder) for folder in folders]
 
 
 def evaluations_table(evaluations: Sequence[Evaluation]) -> str:
     """The tables as aligned plain text, each below its folder's path."""
-    return "\n\n".join(f"{one.path}\n{results_table(one.results)}" for one in evaluations)
+    return "\n\n".join(f"{e.path}\n{results_table(e.results)}" for e in evaluations)
 
 
 def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Template values for each evaluation."""
-    shown = []
-    for one in evaluations:
-        head, *lines = results_lines(one.results)
-        shown.append(
+    result = []
+    for evaluation in evaluations:
+        columns, *lines = results_lines(evaluation.results)
+        names = [line[0].strip() for line in lines]  # a split is indented below its task
+        result.append(
             {
-                "path": str(one.path),
-                "model": one.model,
-                "baselines": one.baselines,
-                "head": head,
-                "rows": [(line[0].strip(), line[0] != line[0].strip(), line[1:]) for line in lines],
+                "path": str(evaluation.path),
+                "model": evaluation.model,
+                "baselines": evaluation.baselines,
+                "columns": columns,
+                "rows": [(n, n != line[0], line[1:]) for n, line in zip(names, lines, strict=True)],
             }
         )
-    return shown
+    return result
 
 
 def draw(evaluations: Sequence[Evaluation]) -> str:
@@ -79,29 +76,24 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from .plots import COLOURS, DPI, MARKERS, STYLE
+    from .plots import COLORS, DPI, MARKERS, STYLE
 
-    tasks = list(dict.fromkeys(name for one in evaluations for name in one.results["tasks"]))
+    tasks = list(dict.fromkeys(name for e in evaluations for name in e.results["tasks"]))
     height = 0.3 * len(tasks) * max(len(evaluations), 2) / 2 + 0.35 * len(evaluations) + 0.9
     with rc_context(STYLE):
         figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
         axes = figure.subplots()
-        for number, one in enumerate(evaluations):
+        for number, evaluation in enumerate(evaluations):
             shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # side by side within a task
-            look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)]}
-            known = {n: r for n, r in one.results["tasks"].items() if r["accuracy"] is not None}
-            places = [-tasks.index(name) - shift for name in known]
-            marker = MARKERS[number % len(MARKERS)]
-            axes.plot(
-                [100 * row["accuracy"] for row in known.values()],
-                places,
-                marker,
-                label=str(one.path),
-                **look,
-            )
-            for place, row in zip(places, known.values(), strict=True):
+            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+            rows = evaluation.results["tasks"].items()
+            known = {name: row for name, row in rows if row["accuracy"] is not None}
+            ys = [-tasks.index(name) - shift for name in known]
+            accuracies = [100 * row["accuracy"] for row in known.values()]
+            axes.plot(accuracies, ys, marker, label=str(evaluation.path), color=color)
+            for y, row in zip(ys, known.values(), strict=True):
                 if row["ci95"] is not None:
-                    axes.plot([100 * end for end in row["ci95"]], [place] * 2, linewidth=2, **look)
+                    axes.plot([100 * end for end in row["ci95"]], [y] * 2, linewidth=2, color=color)
         axes.set_yticks([-i for i in range(len(tasks))], tasks)
         axes.set_ylim(-len(tasks) + 0.5, 0.5)
         axes.grid(visible=True, axis="x")
@@ -118,8 +110,8 @@ def _read(folder: Path) -> Evaluation:
     path = folder / RESULTS
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        found = Evaluation(folder, results)
-        results_lines(results), found.model, found.baselines
+        evaluation = Evaluation(folder, results)
+        results_lines(results), evaluation.model, evaluation.baselines
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a valid gac eval result ({error!r}); delete it") from error
-    return found
+    return evaluation

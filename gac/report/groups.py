@@ -44,7 +44,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         groups.setdefault(key if run.config else str(run.path), []).append(run)
     members = list(groups.values())
     labels = [_label(group[0]) for group in members]
-    return [Group(_distinct(i, labels, members), tuple(group)) for i, group in enumerate(members)]
+    unique = [_unique_label(i, labels, members) for i in range(len(members))]
+    return [Group(label, tuple(group)) for label, group in zip(unique, members, strict=True)]
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -70,17 +71,18 @@ def _label(run: Run) -> str:
     return own_seed.sub("", str(label)) or str(label)
 
 
-def _distinct(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]]) -> str:
-    rivals = [i for i, label in enumerate(labels) if label == labels[index]]
-    if len(rivals) == 1:
+def _unique_label(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]]) -> str:
+    """A group's label, with the settings that distinguish it from groups of the same label."""
+    same_label = [i for i, label in enumerate(labels) if label == labels[index]]
+    if len(same_label) == 1:
         return labels[index]
-    groups = [Group(labels[i], tuple(members[i])) for i in rivals]
-    mine = rivals.index(index)
+    groups = [Group(labels[i], tuple(members[i])) for i in same_label]
+    position = same_label.index(index)
     settings = [
-        f"{key.split('.')[-1]}={row[mine]}"
+        f"{key.split('.')[-1]}={row[position]}"
         for key, row in differences(groups).items()
-        if row[mine] is not None and key != "name"
+        if row[position] is not None and key != "name"
     ]
-    brief = [text for text in settings if len(text) <= 24]  # a path would make the label too long
-    words = brief[:2] or [members[index][0].path.resolve().name]
-    return f"{labels[index]} ({', '.join(words)})"
+    short = [text for text in settings if len(text) <= 24]  # a path would make the label too long
+    suffixes = short[:2] or [members[index][0].path.resolve().name]
+    return f"{labels[index]} ({', '.join(suffixes)})"

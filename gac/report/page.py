@@ -13,12 +13,12 @@ from gac.config import to_yaml
 from gac.errors import import_extra
 
 from .evaluations import Evaluation, draw, sections
+from .explanations import HOW_TO_READ, SYMBOLS, definitions
 from .groups import Group, differences
-from .plots import COLOURS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
+from .plots import COLORS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
 from .reading import Run
 from .statistics import mean_sd
-from .table import FINAL, Column, Context, Table, progress, summarise, tables, write_cell
-from .words import HOW_TO_READ, SYMBOLS, definitions
+from .table import FINAL, Column, Context, Table, progress, summarize, tables, write_cell
 
 PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
@@ -35,7 +35,7 @@ def render(
         "Training": TRAINING,
         "Mixing": MIXING,
     }
-    return fill(
+    return render_template(
         "page.html.j2",
         groups=groups,
         title=_title(groups),
@@ -43,7 +43,7 @@ def render(
         headline=headline(groups, context),
         tables=[_table(table, groups) for table in tables(groups, context)],
         note=_note(groups),
-        figures=[(name, _figures(wanted, plots)) for name, wanted in panels.items()],
+        figures=[(name, _figures(section, plots)) for name, section in panels.items()],
         how_to_read=HOW_TO_READ,
         symbols=SYMBOLS,
         definitions=definitions(context),
@@ -56,8 +56,8 @@ def render(
 
 def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
     """Render a page for `gac eval` results only."""
-    models = list(dict.fromkeys(one.model for one in evaluations))
-    return fill(
+    models = list(dict.fromkeys(evaluation.model for evaluation in evaluations))
+    return render_template(
         "evaluation.html.j2",
         title=f"Evaluation: {', '.join(models)}",
         evaluations=sections(evaluations),
@@ -65,10 +65,8 @@ def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def fill(template: str, **values: Any) -> str:
-    """Render a template of this folder with `values`, escaped. Raises MissingExtra if jinja2 is
-    missing.
-    """
+def render_template(template: str, **values: Any) -> str:
+    """Render a template of this folder with escaped `values`."""
     jinja2 = import_extra("jinja2", "the report")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -82,13 +80,13 @@ def fill(template: str, **values: Any) -> str:
 
 def headline(groups: Sequence[Group], context: Context) -> str:
     """Summarize the result and its uncertainty in one or two sentences."""
-    summaries = [[summarise(run, context) for run in group.runs] for group in groups]
+    summaries = [[summarize(run, context) for run in group.runs] for group in groups]
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    key, where, start = "final", "", _start(groups, context)
-    if tasks and all(math.isnan(one["final"]) for group in summaries for one in group):
+    key, where, start = "final", "", _start_sentence(groups, context)
+    if tasks and all(math.isnan(run["final"]) for group in summaries for run in group):
         key, where, start = f"accuracy/{tasks[0]}", f" on {tasks[0]}", ""
-    runs = [[one.get(key, math.nan) for one in group] for group in summaries]
-    scored = [(mean_sd(values), group) for values, group in zip(runs, groups, strict=True)]
+    accuracies = [[run.get(key, math.nan) for run in group] for group in summaries]
+    scored = [(mean_sd(values), group) for values, group in zip(accuracies, groups, strict=True)]
     scored = [item for item in scored if math.isfinite(item[0][0])]
     scored.sort(key=lambda item: -item[0][0])
     if not scored:
@@ -97,23 +95,21 @@ def headline(groups: Sequence[Group], context: Context) -> str:
     if len(scored) == 1:
         return f"Final accuracy{where}: {write_cell((best, sd), FINAL)} %.{start}"
     (second, second_sd), runner_up = scored[1]
-    words = (
+    text = (
         f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)} %, "
         f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
     )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):
-        return words + "Without several seeds for each, a small gap is not evidence." + start
-    noise = math.hypot(sd, second_sd)
-    verdict = "more than" if best - second > noise else "within"
-    return (
-        words
-        + f"That is {verdict} the spread over seeds: the combined standard deviation is {100 * noise:.1f}.{start}"
-    )
+        return text + "Without several seeds for each, a small gap is not evidence." + start
+    spread = math.hypot(sd, second_sd)
+    relation = "more than" if best - second > spread else "within"
+    text += f"That is {relation} the spread over seeds: the combined standard deviation is "
+    return f"{text}{100 * spread:.1f}.{start}"
 
 
-def _start(groups: Sequence[Group], context: Context) -> str:
+def _start_sentence(groups: Sequence[Group], context: Context) -> str:
     """A sentence on the accuracy before training, if all runs agree on it."""
-    known = [summarise(run, context)["start"] for group in groups for run in group.runs]
+    known = [summarize(run, context)["start"] for group in groups for run in group.runs]
     texts = {write_cell((value, math.nan), FINAL) for value in known}
     return f" The initial model has {texts.pop()} %." if len(texts) == 1 and known[0] >= 0 else ""
 
@@ -126,16 +122,16 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """(name, text) pairs for the page header."""
+    """Facts for the page header, as (name, text) pairs."""
     runs = [run for group in groups for run in group.runs]
     seeds = sorted({seed for group in groups for seed in group.seeds})
     models = dict.fromkeys(filter(None, map(_model, runs)))
-    written = [f.stat().st_mtime for r in runs for f in r.path.glob("*.jsonl")]
+    modified = [f.stat().st_mtime for r in runs for f in r.path.glob("*.jsonl")]
     facts = [("Runs", str(len(runs))), ("Seeds", ", ".join(map(str, seeds)) or "not recorded")]
     if len(models) == 1:
         facts.append(("Model", next(iter(models))))
-    if written:
-        facts.append(("Last trained", f"{datetime.fromtimestamp(max(written)):%Y-%m-%d %H:%M}"))
+    if modified:
+        facts.append(("Last trained", f"{datetime.fromtimestamp(max(modified)):%Y-%m-%d %H:%M}"))
     facts.append(("Generated", f"{datetime.now():%Y-%m-%d %H:%M}, {_versions()}"))
     return facts
 
@@ -146,13 +142,13 @@ def _model(run: Run) -> str:
 
 
 def _versions() -> str:
-    found = [f"python {platform.python_version()}"]
+    versions = [f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def _note(groups: Sequence[Group]) -> str:
@@ -175,7 +171,7 @@ def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
                 "label": group.label,
                 "seeds": len(group.runs),
                 "progress": progress(group),
-                "colour": COLOURS[index % len(COLOURS)],
+                "color": COLORS[index % len(COLORS)],
                 "dashes": dashes or "none",
                 "cells": [
                     _cell(cell, column, best=len(groups) > 1 and _is_best(table, i, cell))
@@ -183,20 +179,19 @@ def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
                 ],
             }
         )
-    heads = [table.title, "seeds", "steps", *(column.title for column in table.columns)]
-    return {"heads": heads, "rows": rows}
+    columns = [table.title, "seeds", "steps", *(column.title for column in table.columns)]
+    return {"columns": columns, "rows": rows}
 
 
 def _is_best(table: Table, index: int, cell: tuple[float, float]) -> bool:
-    """Whether a cell has the highest accuracy in its column; columns other than accuracy have no
-    clear best.
-    """
+    """Whether a cell has the highest accuracy in its column."""
+    # other columns have no clear best
     if not table.columns[index].key.startswith(("final", "best", "accuracy/")):
         return False
-    return cell[0] == max((row[index][0] for row in table.cells), key=_known_first)
+    return cell[0] == max((row[index][0] for row in table.cells), key=_finite_or_lowest)
 
 
-def _known_first(value: float) -> float:
+def _finite_or_lowest(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
 
 
@@ -206,11 +201,11 @@ def _cell(cell: tuple[float, float], column: Column, best: bool) -> dict[str, An
 
 
 def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
-    """The panels that were drawn, as base64 PNGs, and the titles of those that were not."""
+    """The panels with a plot, as base64 PNGs, and the titles of those without."""
     shown = [
         {
             "title": panel.title,
-            "words": panel.words,
+            "caption": panel.caption,
             "data": base64.b64encode(plots[panel.key].read_bytes()).decode("ascii"),
         }
         for panel in panels
@@ -221,7 +216,7 @@ def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, An
 
 def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
     """Each run's label, progress and configuration."""
-    found = []
+    rows = []
     for group in groups:
         for run in group.runs:
             state = f"{run.steps_done} steps"
@@ -229,7 +224,7 @@ def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
                 state += f" of {run.steps_planned} (unfinished or still running)"
             if run.unreadable:
                 state += f"; {run.unreadable} unreadable line(s) skipped"
-            found.append(
+            rows.append(
                 {
                     "label": group.label,
                     "seed": "" if run.seed is None else f", seed {run.seed}",
@@ -238,7 +233,7 @@ def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
                     "config": to_yaml(dict(run.config)) if run.config else "no config.yaml",
                 }
             )
-    return found
+    return rows
 
 
 def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:

@@ -16,17 +16,17 @@ from .groups import Group
 from .statistics import band, finite, smooth
 from .table import field
 
-# Okabe and Ito's color-blind-safe palette. Line styles and markers differ too, so that runs can be
-# told apart in greyscale.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
+# Okabe and Ito's color-blind-safe palette. Line styles and markers differ too, so that groups are
+# distinguishable in grayscale.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
 DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
 SIZE, SMALL, DPI = (5.6, 3.7), (4.6, 3.5), 160  # inches, inches (three in a row), dots per inch
-TITLE = 42  # characters that fit on one title line at the small size
+TITLE_WIDTH = 42  # characters that fit on a title line at the small size
 
 STYLE: Any = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib, so figures look the same on every machine
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same figures on every machine
     "font.size": 9.5,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -59,8 +59,8 @@ class Panel:
     """Label of the vertical axis."""
     column: str
     """Field of metrics.jsonl, or of eval.jsonl for accuracies."""
-    words: str
-    """Caption: what is drawn."""
+    caption: str
+    """What the figure shows."""
     kind: str = "metric"
     """metric (smoothed), mu (with prior and mu*), or accuracy (points of eval.jsonl)."""
 
@@ -85,14 +85,15 @@ TRAINING = (
         "(c) Entropy",
         "nats per token",
         "entropy",
-        "Mean entropy of the policy's next-token distribution. Near 0 the policy no longer explores.",
+        "Mean entropy of the policy's next-token distribution; near 0 the policy does not explore.",
     ),
     Panel(
         "d_policy_loss",
         "(d) Policy loss",
         "loss",
         "rollout_loss",
-        "The policy-gradient term alone. Large swings indicate instability. Its level says little: with one update per rollout and centred advantages it is 0 up to rounding.",
+        "The policy-gradient term only. Large swings indicate instability. Its level says little: "
+        "with one update per rollout and centered advantages it is 0 up to rounding.",
     ),
 )
 MIXING = (
@@ -129,24 +130,26 @@ MIXING = (
 
 
 def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Overall accuracy, then one panel per split, additional task and split of an additional task."""
+    """Panels of the overall accuracy, each split, each additional task and each of its splits."""
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    words = "Fraction of held-out problems solved at each evaluation; step 0 is the initial model."
-    panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", words, "accuracy")]
+    caption = (
+        "Fraction of held-out problems solved at each evaluation; step 0 is the initial model."
+    )
+    panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", caption, "accuracy")]
     for number, split in enumerate(splits, 1):  # numbered so that no two splits share a file name
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
-        words, title = _named(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
-        panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", words, "accuracy"))
+        caption, title = _caption(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
+        panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", caption, "accuracy"))
     return panels[1:] if tasks and not has_data(panels[0], groups) else panels
 
 
-def _named(split: str, tasks: Sequence[str]) -> str:
-    """The caption for the accuracy of this split or task."""
+def _caption(split: str, tasks: Sequence[str]) -> str:
+    """Caption of the panel for a split or an additional task."""
     if split in tasks:
         return (
-            f"Share of the problems of the further task “{split}” that are solved: what training "
-            "does to an ability that it does not ask for."
+            f"Fraction of problems solved in the additional task “{split}”: how training affects "
+            "an ability that it does not target."
         )
     task, _, part = split.partition("/")
     if task in tasks:
@@ -154,17 +157,18 @@ def _named(split: str, tasks: Sequence[str]) -> str:
     return f"The same for the split “{split}” only."
 
 
-def look(index: int) -> dict[str, Any]:
-    """Colour, line style and marker of the index-th group, as matplotlib keyword arguments."""
+def group_style(index: int) -> dict[str, Any]:
+    """Color, line style and marker of the index-th group, as matplotlib keyword arguments."""
     dashes = DASHES[index % len(DASHES)]
     return {
-        "color": COLOURS[index % len(COLOURS)],
+        "color": COLORS[index % len(COLORS)],
         "linestyle": (0, dashes) if dashes else "-",
         "marker": MARKERS[index % len(MARKERS)],
     }
 
 
 def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
+    """Whether any run recorded the panel's column."""
     return any(len(curve[0]) for group in groups for curve in _curves(group, panel))
 
 
@@ -197,10 +201,10 @@ def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
 def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path) -> Path:
     from matplotlib.figure import Figure
 
-    across = min(3, len(panels))
-    down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.3), dpi=DPI, layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False).flatten()
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.3), dpi=DPI, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel, groups)
     for axes in grid[len(panels) :]:
@@ -214,9 +218,9 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     span = smoothing_span(groups)
     for index, group in enumerate(groups):
         draw[panel.kind](axes, panel, group, index, span)
-    axes.set_title(textwrap.fill(panel.title, TITLE))
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH))
     axes.set_ylabel(panel.axis)
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.margins(x=0.01)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if panel.kind in ("mu", "accuracy"):
@@ -230,33 +234,33 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
 def _metric(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
     raw = _curves(group, panel)
     if len(raw) == 1:
-        axes.plot(*raw[0], color=look(index)["color"], alpha=0.18, linewidth=0.8)
+        axes.plot(*raw[0], color=group_style(index)["color"], alpha=0.18, linewidth=0.8)
     _line(axes, group.label, _smoothed(raw, span), index)
 
 
 def _mu(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
-    colour = look(index)["color"]
+    color = group_style(index)["color"]
     for column in ("prior", "mu_star"):
         curves = _curves(group, panel, column)
         steps, mean, _, _ = band(curves)
         if column == "prior":
-            axes.plot(steps, mean, color=colour, linestyle=":", linewidth=1.3)
+            axes.plot(steps, mean, color=color, linestyle=":", linewidth=1.3)
         else:
-            axes.plot(steps, mean, ".", color=colour, alpha=0.35, markersize=3, markeredgewidth=0)
+            axes.plot(steps, mean, ".", color=color, alpha=0.35, markersize=3, markeredgewidth=0)
     _line(axes, group.label, _curves(group, panel), index)
 
 
 def _accuracy(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
-    _line(axes, group.label, _curves(group, panel), index, marks=24)
+    _line(axes, group.label, _curves(group, panel), index, markers=24)
 
 
-def _line(axes: Any, label: str, curves: Sequence, index: int, marks: int = 7) -> None:
+def _line(axes: Any, label: str, curves: Sequence, index: int, markers: int = 7) -> None:
     """Draw a group's bold line, with a band from its lowest to its highest seed."""
     steps, mean, low, high = band(curves)
     if not len(steps):
         return
-    style = look(index)
-    every = max(1, len(steps) // marks)
+    style = group_style(index)
+    every = max(1, len(steps) // markers)
     start = (index * every // 5) % every  # offset the markers of different groups
     if len(curves) > 1:
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.16, linewidth=0)
@@ -280,10 +284,10 @@ def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -
     raw = [values for curve in curves if len(curve) == 1 for _, values in curve]
     if not lines:
         return
-    ends = [np.concatenate(lines)] + [np.quantile(values, (0.01, 0.99)) for values in raw]
-    low, high = min(end.min() for end in ends), max(end.max() for end in ends)
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
-    axes.set_ylim(low - room, high + room)
+    shown = [np.concatenate(lines)] + [np.quantile(values, (0.01, 0.99)) for values in raw]
+    low, high = min(x.min() for x in shown), max(x.max() for x in shown)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
+    axes.set_ylim(low - margin, high + margin)
 
 
 def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarray, np.ndarray]]:
@@ -310,13 +314,12 @@ def _legend(figure: Any, axes: Any, groups: Sequence[Group] | None = None) -> No
     if groups is not None:  # the first panel may lack some runs
         labels = [group.label for group in groups]
         handles = [
-            Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **look(i))
+            Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **group_style(i))
             for i in range(len(groups))
         ]
-    letters = 12 * figure.get_figwidth()  # characters that fit side by side at this font size
-    columns = max(
-        1, int(letters / (max(map(len, labels)) + 9))
-    )  # 9 for the line sample before each label
+    characters = 12 * figure.get_figwidth()  # that fit side by side at this font size
+    label_width = max(map(len, labels)) + 9  # 9 for the line sample before each label
+    columns = max(1, int(characters / label_width))
     figure.legend(
         handles,
         labels,

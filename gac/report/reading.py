@@ -21,15 +21,13 @@ class Run:
 
     path: Path
     config: Mapping[str, Any]
-    """config.yaml as plain types; empty when the file is absent."""
+    """config.yaml as plain types; empty if there is no such file."""
     metrics: Columns
-    """One row per optimiser step; `tokens` and `seconds` are per step."""
+    """One row per optimizer step; `tokens` and `seconds` are per step."""
     evals: Columns
     """One row per evaluation: accuracy, accuracy/<split>, response_length."""
     unreadable: int
-    """Number of unreadable lines. A killed run leaves at most one torn line, at the end of each
-    file.
-    """
+    """Number of unreadable lines. A killed run leaves at most one, at the end of each file."""
 
     @property
     def seed(self) -> int | None:
@@ -62,19 +60,19 @@ class Run:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Find run directories at or below the given paths. Raises FileNotFoundError if a path has
-    none.
-    """
-    found: dict[Path, None] = {}
+    """Find run directories at or below the paths. Raises FileNotFoundError if a path has none."""
+    folders: dict[Path, None] = {}
     for path in map(Path, paths):
-        here = [path] if (path / "metrics.jsonl").is_file() else []
-        under = here or sorted(file.parent for file in path.rglob("metrics.jsonl"))
-        if not under:
+        if (path / "metrics.jsonl").is_file():
+            folders[path] = None
+            continue
+        below = sorted(file.parent for file in path.rglob("metrics.jsonl"))
+        if not below:
             raise FileNotFoundError(
                 f"{path}: no runs found (no metrics.jsonl or results.json in or below it)"
             )
-        found |= dict.fromkeys(under)
-    return list(found)
+        folders |= dict.fromkeys(below)
+    return list(folders)
 
 
 def read_run(path: Path) -> Run:
@@ -87,8 +85,8 @@ def read_run(path: Path) -> Run:
 def read_columns(path: Path) -> tuple[dict[str, np.ndarray], int]:
     """Read JSON lines as columns; also returns the number of unreadable lines.
 
-    A row whose step is not greater than the previous one comes from a resumed run. It replaces all
-    rows from its step on.
+    A row whose step is not greater than the previous one comes from a resumed run. It replaces the
+    earlier rows from its step on.
     """
     rows: list[Mapping[str, Any]] = []
     unreadable = 0
@@ -115,14 +113,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def shared_setting(runs: Sequence[Run], name: str) -> float | None:
-    """The number stored under a key at any depth, if all runs that have the key agree; else None."""
+    """The number under a key at any depth, if all runs that have the key agree; else None."""
     leaves = (leaf for run in runs for leaf in flatten(run.config))
     values = {v for key, v in leaves if key.split(".")[-1] == name and isinstance(v, int | float)}
     return values.pop() if len(values) == 1 else None
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
-    """Yield the object of each non-empty line, or None if it is not an object with a finite step."""
+    """Yield the object of each non-empty line; None if it is no object with a finite step."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 LARGE_CHANGE = 0.02
-"""A change of mu over one controller interval counts as large above this value (0.02 in the paper).
-"""
+"""Threshold above which a change of mu over one controller interval is large, as in the paper."""
 
 
 def finite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,10 +31,10 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
 
 
 def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> float:
-    """Area under the KL curve over optimiser steps by the trapezoid rule; unit: nats x steps.
+    """Area under the KL curve over optimizer steps by the trapezoid rule; unit: nats x steps.
 
     Args:
-        steps: [n] optimiser steps.
+        steps: [n] optimizer steps.
         kl: [n] KL at these steps, nats; non-finite values are ignored.
         floor: count only the part of the piecewise linear curve above this value, with exact
             crossing points.
@@ -69,7 +68,7 @@ def large_mu_events(
     recorded at both ends.
 
     Args:
-        steps: [n] optimiser steps.
+        steps: [n] optimizer steps.
         mu: [n] mu at these steps.
         window: length of a window, in steps.
         threshold: the change above which a window counts.
@@ -80,28 +79,28 @@ def large_mu_events(
     steps, mu = finite(steps, mu)
     if not len(mu):
         return 0, 0
-    at_ends = dict(zip(steps.tolist(), mu.tolist(), strict=True))
+    mu_at = dict(zip(steps.tolist(), mu.tolist(), strict=True))
     ends = np.arange(steps[0], steps[-1] + 1, window).tolist()
-    pairs = [(at_ends.get(a), at_ends.get(b)) for a, b in pairwise(ends)]
+    pairs = [(mu_at.get(a), mu_at.get(b)) for a, b in pairwise(ends)]
     changes = [abs(b - a) for a, b in pairs if a is not None and b is not None]
     rounding = 1e-9  # a change equal to the threshold does not exceed it
     return sum(change > threshold + rounding for change in changes), len(changes)
 
 
 def variance(values: np.ndarray) -> float:
-    """Population variance of the finite values; nan when there are none."""
+    """Population variance of the finite values; nan if there are none."""
     values = values[np.isfinite(values)]
     return float(values.var()) if len(values) else math.nan
 
 
 def total(values: np.ndarray) -> float:
-    """Sum of the finite values; nan when there are none."""
+    """Sum of the finite values; nan if there are none."""
     values = values[np.isfinite(values)]
     return float(values.sum()) if len(values) else math.nan
 
 
 def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
-    """(last finite value, highest value, step of the first maximum); nan without values."""
+    """(last finite value, maximum, step of the first maximum); nan without finite values."""
     steps, values = finite(steps, values)
     if not len(values):
         return math.nan, math.nan, math.nan
@@ -110,9 +109,7 @@ def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float,
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation of the finite values; sd is nan for fewer than two of
-    them.
-    """
+    """Mean and sample standard deviation of the finite values; the latter is nan for only one."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return math.nan, math.nan
@@ -124,7 +121,7 @@ def band(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(steps, mean, lowest, highest) of several curves over the steps that all of them cover.
 
-    curves: (steps, values) pairs without nan; interpolated linearly between its own steps.
+    curves: (steps, values) pairs without nan, interpolated linearly between their steps.
     """
     curves = [(steps, values) for steps, values in curves if len(steps)]
     if not curves:

@@ -60,13 +60,13 @@ class Table:
 
 
 def context_of(runs: Sequence[Run]) -> Context:
-    """The page's controller interval and KL target. The target is None unless the runs agree on it."""
+    """The page's controller interval and KL target; the latter is None unless the runs agree."""
     window = shared_setting(runs, "update_every")
     target = shared_setting(runs, "kl_target")
     return Context(int(window) if window else DEFAULT_WINDOW, target)
 
 
-def summarise(run: Run, context: Context) -> dict[str, float]:
+def summarize(run: Run, context: Context) -> dict[str, float]:
     """Column key -> value for one run; nan if the run did not record the data for it.
 
     In addition to the column keys, `accuracy/<split>` is the final accuracy on each split and
@@ -79,16 +79,14 @@ def summarise(run: Run, context: Context) -> dict[str, float]:
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
     kl, target = field(metrics, "kl"), context.kl_target
     events, windows = large_mu_events(steps, field(metrics, "mu"), context.window)
-    by_name = {
-        name: final_and_best(evals["step"], evals[name])[0]
-        for name in map("accuracy/{}".format, run.splits)
-    }
-    by_name |= {
-        f"start/{task}": final_and_best(before["step"], before[f"accuracy/{task}"])[0]
-        for task in run.tasks
-    }
+
+    def last(rows: Columns, name: str) -> float:
+        return final_and_best(rows["step"], field(rows, name))[0]
+
+    by_name = {f"accuracy/{split}": last(evals, f"accuracy/{split}") for split in run.splits}
+    by_name |= {f"start/{task}": last(before, f"accuracy/{task}") for task in run.tasks}
     return by_name | {
-        "start": final_and_best(before["step"], field(before, "accuracy"))[0],
+        "start": last(before, "accuracy"),
         "final": final,
         "best": best,
         "kl_area": kl_area(steps, kl),
@@ -107,15 +105,15 @@ def field(columns: Columns, name: str) -> np.ndarray:
 
 def tables(groups: Sequence[Group], context: Context) -> list[Table]:
     """Tables for accuracy (overall and per split), additional tasks, and stability and cost.
+
     Columns without numbers are omitted.
     """
-    summaries = [[summarise(run, context) for run in group.runs] for group in groups]
+    summaries = [[summarize(run, context) for run in group.runs] for group in groups]
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    own = [
-        s for s in splits if s.partition("/")[0] not in tasks
-    ]  # a task's splits are only plotted
-    by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in own]
+    # splits of additional tasks are only plotted
+    main_splits = [s for s in splits if s.partition("/")[0] not in tasks]
+    by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in main_splits]
     by_task = [
         Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
         for name in tasks
@@ -143,9 +141,7 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
 
 
 def write_cell(cell: tuple[float, float], column: Column) -> str:
-    """`mean ± sd` with the same number of decimals; the mean alone for a single seed; a dash if
-    there is no value.
-    """
+    """`mean ± sd` with equal decimals; only the mean for a single seed; a dash without a value."""
     mean, sd = cell[0] * column.scale, cell[1] * column.scale
     if not math.isfinite(mean):
         return "–"
@@ -157,14 +153,14 @@ def write_cell(cell: tuple[float, float], column: Column) -> str:
 
 
 def progress(group: Group) -> str:
-    """Steps done, with the planned number if any run of the group is unfinished."""
+    """Number of steps done, and the planned number if any run of the group is unfinished."""
     done = [run.steps_done for run in group.runs]
     text = str(done[0]) if len(set(done)) == 1 else f"{min(done)} to {max(done)}"
-    behind = [r for r in group.runs if r.steps_planned and r.steps_done < r.steps_planned]
-    return f"{text} of {behind[0].steps_planned}" if behind else text
+    unfinished = [r for r in group.runs if r.steps_planned and r.steps_done < r.steps_planned]
+    return f"{text} of {unfinished[0].steps_planned}" if unfinished else text
 
 
-def results_table(runs: Sequence[Run]) -> str:
+def runs_table(runs: Sequence[Run]) -> str:
     """The tables as aligned plain text for a terminal."""
     groups = group_runs(runs)
     return "\n\n".join(_aligned(table, groups) for table in tables(groups, context_of(runs)))

@@ -1,4 +1,4 @@
-"""`gac study`: compares methods over seeds, with paired differences and confidence intervals; resumable.
+"""`gac study`: a resumable comparison of methods over seeds, with paired differences.
 
 It may import `demo` and earlier packages.
 """

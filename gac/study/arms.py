@@ -29,10 +29,10 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
     """Parse an arm specification, see HELP. Raises ConfigError if it is invalid."""
     aliases = aliases or {}
     if text in aliases:
-        meant = aliases[text]
-        if isinstance(meant, Mapping):
-            return Arm(text, dict(meant))
-        arm = parse_arm(str(meant))
+        alias = aliases[text]
+        if isinstance(alias, Mapping):
+            return Arm(text, dict(alias))
+        arm = parse_arm(str(alias))
         return Arm(text, arm.method, arm.changes)
     label, at, spec = text.rpartition("@")
     name, _, settings = spec.partition(":")
@@ -42,15 +42,14 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
     label = label or spec
     if "/" in label:
         raise ConfigError(
-            f"methods: {text!r}: the label {label!r} is used as a folder name and must not contain '/'"
+            f"methods: {text!r}: the label {label!r} is used as a folder name and must not contain "
+            "'/'; write LABEL@NAME:..."
         )
     return Arm(label, name, tuple(f"method.{change}" for change in changes))
 
 
 def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a configuration file. Returns its keys other than `methods`, and the aliases under
-    `methods`.
-    """
+    """Read a configuration file: its keys other than `methods`, and the aliases under `methods`."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,11 +67,12 @@ def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def arm_config(
     data: Mapping[str, Any], arm: Arm, seed: int, overrides: Sequence[str] = ()
 ) -> TrainConfig:
-    """Configuration of the run for one arm and seed, in its own folder under the study's `out`.
+    """The run of one arm and seed, in its own folder under the study's `out`.
 
     data: a TrainConfig as plain types. overrides: `key=value` for every run, applied after the
         arm's own.
-    Raises ConfigError, naming the arm.
+
+    Raises ConfigError; the message names the arm.
     """
     try:
         shared = load(TrainConfig, {**data, "method": arm.method}, [*arm.changes, *overrides])
@@ -80,8 +80,8 @@ def arm_config(
         changes = [*arm.changes, *overrides, f"seed={seed}"]
         texts = {key: value for key, value in own.items() if key != "seed"}
         plain = {**data, "method": arm.method, **texts}
-        kept = [c for c in changes if c.partition("=")[0].strip() not in texts]
-        config = load(TrainConfig, plain, kept)
+        other_changes = [c for c in changes if c.partition("=")[0].strip() not in texts]
+        config = load(TrainConfig, plain, other_changes)
     except ConfigError as error:
         raise ConfigError(f"{arm.label}: {error}") from error
     if config.eval.data.prompts is None:

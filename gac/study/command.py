@@ -10,7 +10,7 @@ from typing import Any
 
 from gac.evaluation.cells import align_columns, percent, percent_interval
 
-SET_HELP = "override a configuration key in every run, e.g. steps=200; if a key is repeated, the last value wins"
+SET_HELP = "override a configuration key in every run, e.g. steps=200; the last value of a key wins"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -20,7 +20,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         usage="%(prog)s CONFIG.yaml --methods A B ... [--seeds N] [--baseline NAME] "
         "[--set KEY=VALUE ...] [--jobs J]",
         help="compare methods over seeds, with intervals",
-        description="Run every method with every seed, each run in its own folder under the configuration's `out`, then write study.json and study.html there. Finished runs are kept, so you can interrupt the command and rerun it, also with more seeds or methods; a failed run is reported and does not stop the others.",
+        description="Run every method with every seed, each run in its own folder under the "
+        "configuration's `out`, then write study.json and study.html there. Finished runs are "
+        "kept, so you can interrupt the command and rerun it, also with more seeds or methods; a "
+        "failed run is reported and does not stop the others.",
     )
     study.add_argument(
         "config",
@@ -56,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the study that the arguments describe; 1 if a run failed."""
+    """Run the study that the arguments describe; returns the exit code, 1 if a run failed."""
     from gac.config import ConfigError
     from gac.study.arms import arm_config, parse_arm, read_study
     from gac.study.results import summary
@@ -81,10 +84,8 @@ def run(options: argparse.Namespace) -> int:
     out = Path(next(iter(configs.values())).out).parent
     failed = run_all(list(configs.values()), options.jobs, options.discard)
     results = {key: result(config) for key, config in configs.items()}
-    finals = {
-        a: [None if (r := results[s, a]) is None else r["final"]["accuracy"] for s in seeds]
-        for a in arms
-    }
+    final = {key: None if r is None else r["final"]["accuracy"] for key, r in results.items()}
+    finals = {a: [final[s, a] for s in seeds] for a in arms}
     setting = {
         "config": options.config.name,
         "set": options.set,
@@ -102,11 +103,11 @@ def run(options: argparse.Namespace) -> int:
 
 def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
     """The command line that reproduces this study."""
-    words = ["gac", "study", str(options.config), "--methods", *specs]
-    words += ["--seeds", str(options.seeds)]
+    parts = ["gac", "study", str(options.config), "--methods", *specs]
+    parts += ["--seeds", str(options.seeds)]
     if options.baseline:
-        words += ["--baseline", options.baseline]
-    return " ".join([*words, *(["--set", *options.set] if options.set else [])])
+        parts += ["--baseline", options.baseline]
+    return " ".join([*parts, *(["--set", *options.set] if options.set else [])])
 
 
 def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
@@ -128,9 +129,10 @@ def table(study: dict[str, Any]) -> str:
     """The comparison as a text table, in percent."""
     lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
     for label, row in study["methods"].items():
-        difference = row["against_baseline"]
+        against = row["against_baseline"]
         known = sum(value is not None for value in row["final"])
         cells = [percent(row["mean"]), percent_interval(row["ci95"])]
-        cells += [percent(difference["difference"], sign="+"), percent_interval(difference["ci95"], sign="+")]
+        cells.append(percent(against["difference"], sign="+"))
+        cells.append(percent_interval(against["ci95"], sign="+"))
         lines.append([label, str(known), *cells])
     return align_columns(lines)

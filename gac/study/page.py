@@ -14,8 +14,11 @@ from gac.report.plots import COLORS, DPI, STYLE
 
 COLUMNS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (
-    "Accuracy is the fraction of held-out problems solved after the last step (at the best evaluation, for methods that keep their best weights). Intervals contain 95 % of the means over resampled seeds (percentile bootstrap); with few seeds they are somewhat too "
-    "narrow. Differences are paired by seed, because runs with the same seed share data order and initial model."
+    "Accuracy is the fraction of held-out problems solved after the last step (at the best "
+    "evaluation, for methods that keep their best weights). Intervals contain 95 % of the means "
+    "over resampled seeds (percentile bootstrap); with few seeds they are somewhat too narrow. "
+    "Differences are paired by seed, because runs with the same seed share data order and initial "
+    "model."
 )
 
 
@@ -27,7 +30,7 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
         "study.html.j2",
         title=f"Study: {setting['config']}",
         headline=headline(study),
-        heads=["method", *COLUMNS],
+        columns=["method", *COLUMNS],
         rows=[(label, *_cells(row, best)) for label, row in rows.items()],
         baseline=setting["baseline"],
         how_to_read=HOW_TO_READ,
@@ -39,16 +42,16 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
 
 
 def headline(study: Mapping[str, Any]) -> str:
-    """Names the methods whose difference from the baseline has an interval that excludes 0."""
+    """A sentence on the methods whose difference from the baseline has an interval without 0."""
     baseline = study["setting"]["baseline"]
-    groups: dict[str, list[str]] = {"ahead of": [], "behind": []}
+    groups: dict[str, list[str]] = {"ahead of": [], "behind": []}  # labels by direction
     for label, row in study["methods"].items():
         ci95 = row["against_baseline"]["ci95"]
         if label == baseline or ci95 is None:
             continue
         if ci95[0] > 0 or ci95[1] < 0:
             groups["ahead of" if ci95[0] > 0 else "behind"].append(label)
-    parts = [f"{where} {baseline}: {', '.join(labels)}" for where, labels in groups.items() if labels]
+    parts = [f"{side} {baseline}: {', '.join(labels)}" for side, labels in groups.items() if labels]
     if not parts:
         return f"No method differs from {baseline} with an interval that excludes 0."
     return f"Differences whose interval excludes 0: {'; '.join(parts)}."
@@ -56,20 +59,20 @@ def headline(study: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
     """The table cells of a method, and whether its mean is the highest."""
-    difference = row["against_baseline"]
+    against = row["against_baseline"]
     known = sum(value is not None for value in row["final"])
     cells = [
         str(known),
         percent(row["mean"]),
         percent_interval(row["ci95"]),
-        percent(difference["difference"], "+"),
-        percent_interval(difference["ci95"], "+"),
+        percent(against["difference"], "+"),
+        percent_interval(against["ci95"], "+"),
     ]
     return cells, row["mean"] is not None and row["mean"] == best
 
 
 def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
-    """PNG figure with a dot per seed and a bar for the mean and its interval, for each method."""
+    """Draw a PNG: for each method, a dot per seed, and the mean with its interval as a bar."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -77,8 +80,7 @@ def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
         figure = Figure(figsize=(7.2, 0.34 * len(rows) + 1.1), dpi=DPI, layout="constrained")
         axes = figure.subplots()
         for y, (label, row) in enumerate(rows.items()):
-            colour = COLORS[1] if label == baseline else COLORS[0]
-            _draw_row(axes, -y, row, colour)
+            _draw_row(axes, -y, row, COLORS[1] if label == baseline else COLORS[0])
         axes.set_yticks([-i for i in range(len(rows))], list(rows))
         axes.grid(visible=True, axis="x")
         axes.set_xlabel("final accuracy on held-out problems, %")
@@ -87,11 +89,11 @@ def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_row(axes: Any, y: int, row: Mapping[str, Any], colour: str) -> None:
+def _draw_row(axes: Any, y: int, row: Mapping[str, Any], color: str) -> None:
     known: Sequence[float] = [100 * value for value in row["final"] if value is not None]
-    axes.plot(known, [y] * len(known), ".", color=colour, alpha=0.3, markersize=7)
+    axes.plot(known, [y] * len(known), ".", color=color, alpha=0.3, markersize=7)
     if row["mean"] is None:
         return
-    axes.plot([100 * row["mean"]], [y], "o", color=colour, markersize=6)
+    axes.plot([100 * row["mean"]], [y], "o", color=color, markersize=6)
     if row["ci95"] is not None:
-        axes.plot([100 * end for end in row["ci95"]], [y] * 2, color=colour, linewidth=2.4)
+        axes.plot([100 * end for end in row["ci95"]], [y] * 2, color=color, linewidth=2.4)

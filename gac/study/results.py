@@ -9,7 +9,7 @@ from typing import Any
 from gac.evaluation.estimates import bootstrap_interval
 
 Finals = Mapping[str, Sequence[float | None]]
-"""Label -> final accuracy of each seed; None where the run is missing or failed."""
+"""Label -> final accuracy of each seed; None if the run is missing or failed."""
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
@@ -23,22 +23,22 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
-    """Differences on the seeds for which both values are known."""
-    both = zip(values, base, strict=True)
-    return [a - b for a, b in both if a is not None and b is not None]
+    """Differences for the seeds whose two values are known."""
+    pairs = zip(values, base, strict=True)
+    return [a - b for a, b in pairs if a is not None and b is not None]
 
 
 def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
-    """The key `methods` of study.json."""
+    """Statistics per method: the value of the key `methods` in study.json."""
     rows = {}
     for label, values in finals.items():
         known = [value for value in values if value is not None]
-        gaps = paired(values, finals[baseline])
+        differences = paired(values, finals[baseline])
         rows[label] = {
             "final": list(values),
             "mean": mean(known),
             "ci95": interval(known),
-            "against_baseline": {"difference": mean(gaps), "ci95": interval(gaps)},
+            "against_baseline": {"difference": mean(differences), "ci95": interval(differences)},
         }
     return rows
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import ConfigError, dump, load
-from gac.demo.run import die_with_parent
-from gac.faults.preflight import HARMLESS
-from gac.training.run_config import TrainConfig, restated
+from gac.demo.run import exit_with_parent
+from gac.faults.preflight import MAY_CHANGE_ON_RESUME
+from gac.training.run_config import TrainConfig, upgrade_config
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -26,7 +26,7 @@ def run_all(
     configs: Sequence[TrainConfig],
     jobs: int = 1,
     discard: bool = False,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Train the unfinished runs in order, `jobs` at a time.
 
@@ -36,31 +36,30 @@ def run_all(
     Returns folder -> reason for the failed runs, which are retried the next time. Raises
     ConfigError if a folder contains a finished run with another configuration.
     """
-    waiting = [config for config in configs if result(config) is None]
+    pending = [config for config in configs if result(config) is None]
     threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # workers inherit it
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
+    workers = [_Worker() for _ in range(min(jobs, len(pending)))]
     failed: dict[str, str] = {}
-    started, total = time.perf_counter(), len(waiting)
+    started, total = time.perf_counter(), len(pending)
     try:
         idle, done = list(workers), 0
-        while waiting or len(idle) < len(workers):
-            while waiting and idle:
-                idle.pop().start(waiting.pop(0), discard)
+        while pending or len(idle) < len(workers):
+            while pending and idle:
+                idle.pop().start(pending.pop(0), discard)
             busy = {worker.pipe: worker for worker in workers if worker not in idle}
             for pipe in wait(list(busy)):
                 worker = next(w for p, w in busy.items() if p is pipe)
                 config, fault = worker.finish()
                 done += 1
                 spent = f"{done} of {total}, {time.perf_counter() - started:.0f} s"
-                tell(f"{config.out}: {fault or 'done'} ({spent})")
+                log(f"{config.out}: {fault or 'done'} ({spent})")
                 if fault:
                     failed[config.out] = fault
-                    worker.close()
-                    workers[workers.index(worker)] = worker = (
-                        _Worker()
-                    )  # the failed worker may be in a bad state
+                    worker.close()  # its process may be in a bad state
+                    new_worker = _Worker()
+                    workers[workers.index(worker)] = worker = new_worker
                 idle.append(worker)
     finally:
         for worker in workers:
@@ -75,35 +74,33 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
     """
     path = Path(config.out) / "result.json"
     try:
-        found = json.loads(path.read_text())
+        saved = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    now, then = _settings(dump(config)), _settings(restated(found["config"]))
-    other = [key for key in now | then if now.get(key) != then.get(key)]
-    if other:
+    now, then = _settings(dump(config)), _settings(upgrade_config(saved["config"]))
+    changed = [key for key in now | then if now.get(key) != then.get(key)]
+    if changed:
         raise ConfigError(
-            f"{config.out}: holds a finished run with another {', '.join(other)}; choose another "
-            "`out`, or delete that folder"
+            f"{config.out}: contains a finished run with a different {', '.join(changed)}; choose "
+            "another `out` or delete that folder"
         )
-    return found
+    return saved
 
 
 def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that determine a run's result, in plain JSON types."""
-    free = HARMLESS - {"steps", "eval"}
-    return json.loads(json.dumps({k: v for k, v in plain.items() if k not in free}))
+    """The settings that determine a run's result, as plain JSON types."""
+    ignored = MAY_CHANGE_ON_RESUME - {"steps", "eval"}
+    return json.loads(json.dumps({k: v for k, v in plain.items() if k not in ignored}))
 
 
 class _Worker:
-    """A worker process that trains several runs in sequence, because starting a process takes
-    seconds.
-    """
+    """A process that trains several runs in sequence, because starting a process takes seconds."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_serve, args=(theirs,))
+        self.pipe, child_pipe = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_serve, args=(child_pipe,))
         self.process.start()
-        theirs.close()  # so that recv() raises EOFError if the worker dies
+        child_pipe.close()  # so that recv() raises EOFError when the process exits
         self.config: TrainConfig | None = None
 
     def start(self, config: TrainConfig, discard: bool) -> None:
@@ -117,9 +114,9 @@ class _Worker:
             fault = self.pipe.recv()
         except EOFError:
             self.process.join()
-            fault = f"its process died (exit code {self.process.exitcode})"
-        where = f"; see {Path(self.config.out) / 'log.txt'}" if fault else ""
-        return self.config, fault and f"failed: {fault}{where}"
+            fault = f"its process exited with code {self.process.exitcode}"
+        log = f"; see {Path(self.config.out) / 'log.txt'}" if fault else ""
+        return self.config, fault and f"failed: {fault}{log}"
 
     def close(self) -> None:
         self.pipe.close()
@@ -131,11 +128,9 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Worker loop: train each run received until the pipe is closed, and report why a run failed."""
-    die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent handles Ctrl-C; interrupted runs resume
+    """Worker loop: train each run received on the pipe, and send the reason if one fails."""
+    exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     while True:
         try:
             plain, discard = pipe.recv()
@@ -144,7 +139,7 @@ def _serve(pipe: Connection) -> None:
         try:
             _train(load(TrainConfig, plain), discard)
             pipe.send(None)
-        except BaseException as error:  # whatever the error, the other runs continue
+        except BaseException as error:  # whatever the error, the other runs must continue
             text = " ".join(str(error).split())
             pipe.send(f"{type(error).__name__}: {text[:300]}")
             raise  # for the traceback in the run's log
@@ -160,14 +155,15 @@ def _train(config: TrainConfig, discard: bool) -> None:
 
     train(config)
     partial = out / "result.partial"
-    partial.write_text(json.dumps({"config": _settings(dump(config)), **_outcome(config)}) + "\n")
+    partial.write_text(json.dumps({"config": _settings(dump(config)), **_summary(config)}) + "\n")
     partial.replace(out / "result.json")
     if discard:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
     sys.stdout.flush()
 
 
-def _outcome(config: TrainConfig) -> dict[str, Any]:
+def _summary(config: TrainConfig) -> dict[str, Any]:
+    """The result of the finished run in `config.out`, without its configuration."""
     out = Path(config.out)
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     if config.method.keeps_best:  # the initial model does not count
