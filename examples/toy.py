@@ -33,7 +33,7 @@ def write(folder: Path) -> None:
 
     The demonstrations are subtractions, some of which are wrong.
     """
-    tokenizer = task.tokenizer()
+    tokenizer = task.make_tokenizer()
     config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")

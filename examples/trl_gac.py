@@ -29,7 +29,7 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 def run(steps: int, out: str) -> list[dict[str, float]]:
     """Train for `steps` optimizer steps and return the logged metrics."""
-    tokenizer = task.tokenizer()
+    tokenizer = task.make_tokenizer()
     config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     model = AutoModelForCausalLM.from_config(config)
     rng = random.Random(0)

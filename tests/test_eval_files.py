@@ -11,7 +11,7 @@ import pytest
 
 from gac.config import load
 from gac.data import load_prompts
-from gac.demo.task import tokenizer
+from gac.demo.task import make_tokenizer
 from gac.evaluation.suite import EvalConfig
 from gac.rewards import build_reward
 
@@ -46,7 +46,7 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
         source = Path(str(task.data.prompts).replace("$GAC_DATA", str(data_dir)))
         if not source.is_file():
             pytest.skip(f"dataset {source.name} is not available")
-        examples = load_prompts(task.data, tokenizer())
+        examples = load_prompts(task.data, make_tokenizer())
         assert len(examples) > 100
         if task.split_field:
             assert len({e.extra[task.split_field] for e in examples}) > 1

@@ -18,7 +18,7 @@ import pytest
 from examples.eval.livecodebench import unpack
 from gac.config import load
 from gac.data import load_prompts
-from gac.demo.task import tokenizer
+from gac.demo.task import make_tokenizer
 from gac.evaluation.suite import EvalConfig
 from gac.rewards import build_reward
 
@@ -71,7 +71,7 @@ def test_published_rows_grade_programs(tmp_path, monkeypatch):
     run, _ = convert(tmp_path, rows)
     monkeypatch.setenv("GAC_DATA", str(tmp_path))
     config = load(EvalConfig, FOLDER / "livecodebench.yaml")
-    examples = load_prompts(config.tasks["livecodebench"].data, tokenizer())
+    examples = load_prompts(config.tasks["livecodebench"].data, make_tokenizer())
     assert [e.id for e in examples] == ["q1", "q2", "q3"]
     assert "standard input" in examples[0].prompt_text
     assert "def joined(self, xs: List, x):" in examples[1].prompt_text

@@ -12,7 +12,7 @@ import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
-from gac.demo.task import tokenizer
+from gac.demo.task import make_tokenizer
 from gac.evaluation.during import Evaluator
 from gac.evaluation.suite import EvalConfig, read_samples, run_suite
 from gac.evaluation.task import Answer, EvalTask, summary
@@ -164,7 +164,7 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
         overrides = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}
         settings = tiny_config(task, tmp_path, eval=overrides).eval
         make = functools.partial(
-            Evaluator, settings, tokenizer(), build_reward("tests.tiny:digit_reward"), 0
+            Evaluator, settings, make_tokenizer(), build_reward("tests.tiny:digit_reward"), 0
         )
         if (split, name) == ("op", "+"):
             with pytest.raises(ConfigError, match=r"^tasks.\+: split '\+' of the first task"):

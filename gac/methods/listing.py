@@ -9,7 +9,7 @@ from gac_kernels import LossSpec
 from . import METHODS
 from .base import Method, StepNeeds
 
-DEMOS = {"apart": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
+DEMOS = {"separate": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
 STEPS = 1000  # number of steps whose needs are combined; enough for every method
 COMPLETIONS = 8  # rollouts per prompt assumed here
 

@@ -276,6 +276,7 @@ def _plain_head(model: nn.Module) -> bool:
     ids = torch.arange(4, device=device)[None] % vocab_size
 
     def linear(head: Head) -> Tensor:
+        assert head.hidden is not None and head.weight is not None
         return functional.linear(head.hidden, head.weight, head.bias)
 
     logits = model(input_ids=ids, use_cache=False).logits

@@ -219,7 +219,7 @@ def test_messages_give_the_same_tokens_as_prompt_and_completion(model: Path, tmp
     """The last message, up to EOS, is the target; all earlier messages form the prompt."""
     from gac.integrations.demonstrations import encode
 
-    tokenizer = task.tokenizer()
+    tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}"
         "{% if m.role == 'assistant' %}<eos>-{% endif %}{% endfor %}"

@@ -37,7 +37,7 @@ def load_model(model: str) -> Any:
 
 
 def demo_rows(indices: list[int]) -> list[Row]:
-    tokenizer, rows = task.tokenizer(), tiny.demonstrations()
+    tokenizer, rows = task.make_tokenizer(), tiny.demonstrations()
     encoded = [encode(rows[i], "row", tokenizer) for i in indices]
     return [Row(tuple(row["ids"]), row["start"], True) for row in encoded]
 
@@ -119,7 +119,7 @@ def test_bad_demonstrations_are_named(
     path.write_text(json.dumps(row) + "\n")
     options = GACPolicyLoss(demo_path=str(path), demo_batch=5)
     with pytest.raises(ValueError, match=message):
-        Mixture(None, task.tokenizer(), options, lambda **_: None)
+        Mixture(None, task.make_tokenizer(), options, lambda **_: None)
 
 
 def test_invalid_options_are_named(files: tuple[str, str]):

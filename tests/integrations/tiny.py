@@ -14,7 +14,7 @@ from gac.demo import task
 
 def write_model(folder: Path) -> None:
     """Write a random two-layer Qwen2 with the demo's tokenizer."""
-    tokenizer = task.tokenizer()
+    tokenizer = task.make_tokenizer()
     config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
     config.layer_types = config.layer_types[:2]

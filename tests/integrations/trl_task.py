@@ -109,7 +109,7 @@ def make_trainer(
         reward_funcs=digit_fraction,
         args=GRPOConfig(**options),
         train_dataset=prompts(),
-        processing_class=task.tokenizer(),
+        processing_class=task.make_tokenizer(),
         callbacks=[recorder],
         peft_config=peft_config,
         **gac_options,
