@@ -26,7 +26,7 @@ from gac.control.schedules import Prior, RandomPrior
 from gac_kernels.contract import Signals
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)
-shares = st.floats(0, 1)
+unit_interval = st.floats(0, 1)
 
 
 def inputs(steps: int, every: int = 10) -> list[tuple[Signals | None, float]]:
@@ -67,8 +67,8 @@ def algorithm_1(steps: list[tuple[Signals | None, float]]) -> list[float]:
 def test_paper_configuration_is_algorithm_1_as_printed() -> None:
     steps = inputs(1000)
     controller = GuidedController(ControllerConfig.paper())
-    found = [controller.update(*pair) for pair in steps]
-    assert found == pytest.approx(algorithm_1(steps), abs=1e-13)
+    mus = [controller.update(*pair) for pair in steps]
+    assert mus == pytest.approx(algorithm_1(steps), abs=1e-13)
 
 
 def test_default_first_steps_by_hand() -> None:
@@ -85,7 +85,7 @@ def test_default_first_steps_by_hand() -> None:
     assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04
 
 
-def test_signals_are_averaged_from_the_first_and_nan_keeps_the_old() -> None:
+def test_signal_averages_start_at_the_first_value_and_skip_nan() -> None:
     config = ControllerConfig(signal_decay=0.75)
     state = step(config, initial_state(config), Signals(1.0, math.nan, 2.0))
     assert (state.sft_variance, state.rl_variance, state.disagreement) == (1.0, None, 2.0)
@@ -97,7 +97,7 @@ def test_signals_are_averaged_from_the_first_and_nan_keeps_the_old() -> None:
     assert step(newest, state, Signals(7.0, 8.0, 9.0)).disagreement == 9.0
 
 
-def test_nan_kl_leaves_alpha_and_its_average_alone() -> None:
+def test_nan_kl_does_not_change_alpha_and_its_average() -> None:
     controller = GuidedController(ControllerConfig(alpha_every="step"))
     for kl in (None, math.nan, math.inf):
         controller.update(kl=kl)
@@ -121,19 +121,19 @@ def test_early_refresh_then_the_default() -> None:
     assert not controller.is_refresh()
 
 
+BIASED_PAPER = mu_star_biased_paper(0.7, 2.0, 0.5, 1.0, 0.3, bias_dot_gradient=0.1, bias_gap_sq=0.4)
+
+
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
         ("independent", mu_star(0.7, 2.0, 0.5, 1.0)),
         ("correlated", mu_star(0.7, 2.0, 0.5, 1.0, 0.3)),
         ("biased", mu_star_biased(0.7, 2.0, 0.5, 1.0, Corrections(0.3, 0.4, 0.1, 0.2, -0.1))),
-        (
-            "biased_paper",
-            mu_star_biased_paper(0.7, 2.0, 0.5, 1.0, 0.3, bias_dot_gradient=0.1, bias_gap_sq=0.4),
-        ),
+        ("biased_paper", BIASED_PAPER),
     ],
 )
-def test_estimators_read_the_corrections(estimator: str, expected: float) -> None:
+def test_estimators_use_the_corrections(estimator: str, expected: float) -> None:
     controller = GuidedController(ControllerConfig(estimator=estimator))
     controller.update(Signals(0.5, 1.0, 2.0), corrections=Corrections(0.3, 0.4, 0.1, 0.2, -0.1))
     assert controller.mu_star == expected
@@ -148,9 +148,7 @@ def test_a_negative_unbiased_estimate_counts_as_zero_after_averaging() -> None:
 
 
 def test_fixed_points_of_the_two_averages() -> None:
-    """As printed in the paper, prior and mu* have weights 0.9901 and 0.0099; with an EMA state, 0.5
-    each.
-    """
+    """As printed, the prior and mu* have weights 0.9901 and 0.0099; with an EMA state, 0.5 each."""
     signals = Signals(0.4, 0.6, 0.0)  # mu* = 0.6 for every alpha
     for prior in (0.1, 0.9):
         literal = GuidedController(ControllerConfig.paper(prior=Prior.constant(prior)))
@@ -182,7 +180,7 @@ def test_hysteresis_values(kl: float, expected: float) -> None:
     assert next_alpha(ControllerConfig(), 0.5, kl) == pytest.approx(expected, abs=1e-15)
 
 
-def test_kl_sign_mirrors_the_direction() -> None:
+def test_kl_sign_reverses_the_direction() -> None:
     config = ControllerConfig(kl_sign=-1)
     assert next_alpha(config, 0.5, 0.03) == pytest.approx(0.5 * math.exp(-0.1), abs=1e-15)
     assert next_alpha(config, 0.5, 0.0) == pytest.approx(0.5 * math.exp(0.3), abs=1e-15)
@@ -199,7 +197,7 @@ def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:
 
 @properties
 @given(st.floats(0.1, 0.95), st.floats(0, 10), st.floats(0, 0.99))
-def test_alpha_moves_out_of_the_band_only_and_stays_in_range(alpha, kl, band) -> None:
+def test_alpha_moves_only_outside_the_band_and_stays_in_range(alpha, kl, band) -> None:
     config = ControllerConfig(kl_hysteresis=band)
     after = next_alpha(config, alpha, kl)
     assert 0.1 <= after <= 0.95
@@ -212,17 +210,11 @@ def test_alpha_moves_out_of_the_band_only_and_stays_in_range(alpha, kl, band) ->
         assert after <= alpha
 
 
-bounds = st.tuples(shares, shares).map(sorted)
-observations = st.lists(
-    st.tuples(
-        st.one_of(
-            st.none(),
-            st.builds(Signals, *[st.one_of(st.just(math.nan), st.floats(0, 1e6))] * 3),
-        ),
-        st.one_of(st.none(), st.just(math.nan), st.floats(-1, 1e6)),
-    ),
-    max_size=30,
-)
+bounds = st.tuples(unit_interval, unit_interval).map(sorted)
+signal = st.one_of(st.just(math.nan), st.floats(0, 1e6))
+refresh = st.one_of(st.none(), st.builds(Signals, signal, signal, signal))
+kls = st.one_of(st.none(), st.just(math.nan), st.floats(-1, 1e6))
+observations = st.lists(st.tuples(refresh, kls), max_size=30)
 
 
 @st.composite
@@ -232,8 +224,8 @@ def configs(draw) -> ControllerConfig:
     return ControllerConfig(
         ema=draw(st.sampled_from(["state", "literal", "none"])),
         ema_decay=draw(st.floats(0, 0.999)),
-        prior_blend=draw(shares),
-        max_step=draw(shares),
+        prior_blend=draw(unit_interval),
+        max_step=draw(unit_interval),
         update_every=draw(st.integers(1, 5)),
         early_update_every=draw(st.sampled_from([None, 1, 2])),
         early_steps=7,
@@ -252,9 +244,9 @@ def configs(draw) -> ControllerConfig:
 
 @properties
 @given(configs(), observations)
-def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, seen) -> None:
+def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, history) -> None:
     controller = GuidedController(config)
-    for signals, kl in seen:
+    for signals, kl in history:
         before = controller.mu
         mu = controller.update(signals, kl)
         assert config.mu_min <= mu <= config.mu_max
@@ -265,29 +257,29 @@ def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, seen) -> No
 
 @settings(properties, max_examples=60)
 @given(configs(), observations)
-def test_resuming_at_any_step_continues_bit_for_bit(config: ControllerConfig, seen) -> None:
-    whole = GuidedController(config)
-    states = [whole.state_dict()]
-    for pair in seen:
-        whole.update(*pair)
-        states.append(whole.state_dict())
+def test_resuming_at_any_step_continues_bit_for_bit(config: ControllerConfig, history) -> None:
+    uninterrupted = GuidedController(config)
+    states = [uninterrupted.state_dict()]
+    for pair in history:
+        uninterrupted.update(*pair)
+        states.append(uninterrupted.state_dict())
     for t, saved in enumerate(states):
         resumed = GuidedController(config)
         resumed.load_state_dict(json.loads(json.dumps(saved)))
-        for pair in seen[t:]:
+        for pair in history[t:]:
             resumed.update(*pair)
-        assert resumed.state == whole.state
+        assert resumed.state == uninterrupted.state
 
 
 def test_corrections_survive_a_checkpoint() -> None:
     config = ControllerConfig(estimator="biased")
-    whole = GuidedController(config)
-    whole.update(Signals(0.5, 1.0, 2.0), 0.03, Corrections(0.3, 0.4, 0.1, 0.2, -0.1))
+    uninterrupted = GuidedController(config)
+    uninterrupted.update(Signals(0.5, 1.0, 2.0), 0.03, Corrections(0.3, 0.4, 0.1, 0.2, -0.1))
     resumed = GuidedController(config)
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert resumed.state == whole.state
+    resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict())))
+    assert resumed.state == uninterrupted.state
     more = (Signals(0.1, 0.2, 0.3), 0.01, Corrections(0.1, 0.2))
-    assert resumed.update(*more) == whole.update(*more)
+    assert resumed.update(*more) == uninterrupted.update(*more)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +301,7 @@ def test_corrections_survive_a_checkpoint() -> None:
         ({"prior": 0.5}, "prior=0.5: use a callable"),
     ],
 )
-def test_config_names_a_bad_field(changes, message: str) -> None:
+def test_config_errors_name_the_field(changes, message: str) -> None:
     with pytest.raises(ValueError) as error:
         ControllerConfig(**changes)
     assert message in str(error.value)
@@ -331,7 +323,7 @@ def test_a_prior_out_of_range_is_named_with_its_step() -> None:
         ({"corrections": [1.0]}, "corrections=[1.0]: use 5 numbers"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, message: str) -> None:
+def test_a_damaged_checkpoint_is_rejected_and_changes_nothing(damage, message: str) -> None:
     controller = GuidedController()
     before: ControllerState = controller.state
     with pytest.raises(ValueError) as error:
@@ -339,7 +331,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, message: st
     assert message in str(error.value) and controller.state == before
 
 
-def test_the_numbers_of_the_documentation_are_computed() -> None:
+def test_documentation_examples_are_correct() -> None:
     page = Path(__file__).resolve().parents[1] / "docs" / "controller.md"
     result = doctest.testfile(str(page), module_relative=False)
     assert result.attempted >= 10 and result.failed == 0

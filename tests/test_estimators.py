@@ -1,4 +1,4 @@
-"""The optimal mixing weight, checked against an independent computation of the error it minimizes."""
+"""The optimal mixing weight against an independent computation of the error it minimizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gac.control.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)
-shares = st.floats(0, 1)
+unit_interval = st.floats(0, 1)
 sizes = st.one_of(st.just(0.0), st.floats(1e-12, 1e12), st.floats(0, 1e308))
 
 
@@ -35,7 +35,7 @@ def test_mu_star_values(arguments: tuple[float, ...], expected: float) -> None:
     assert mu_star(*arguments) == pytest.approx(expected, abs=1e-15)
 
 
-def vertex(error) -> float:
+def argmin_of_parabola(error) -> float:
     """The minimizer of the parabola through the errors at 0, 1/2 and 1."""
     e0, e1, e2 = error(0.0), error(0.5), error(1.0)
     curvature, slope = 2 * (e2 - 2 * e1 + e0), 4 * e1 - 3 * e0 - e2
@@ -43,7 +43,7 @@ def vertex(error) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_biased_optimum_minimises_the_expanded_error(seed: int) -> None:
+def test_biased_optimum_minimizes_the_expanded_error(seed: int) -> None:
     torch.manual_seed(seed)
     g_s, g_r, b_s, b_r = torch.randn(4, 7, dtype=torch.float64)
     alpha, ss, rr = torch.rand(3, dtype=torch.float64).tolist()
@@ -58,8 +58,8 @@ def test_biased_optimum_minimises_the_expanded_error(seed: int) -> None:
     terms = Corrections(
         cov, gap.dot(gap).item(), gap.dot(d).item(), b_r.dot(d).item(), b_r.dot(gap).item()
     )
-    found = mu_star_biased(alpha, d.dot(d).item(), ss, rr, terms)
-    assert found == pytest.approx(min(max(vertex(error), 0.0), 1.0), abs=1e-10)
+    mu = mu_star_biased(alpha, d.dot(d).item(), ss, rr, terms)
+    assert mu == pytest.approx(min(max(argmin_of_parabola(error), 0.0), 1.0), abs=1e-10)
 
 
 def test_unbiased_optimum_is_the_biased_one_without_biases() -> None:
@@ -71,8 +71,8 @@ def test_unbiased_optimum_is_the_biased_one_without_biases() -> None:
 
 
 def test_printed_equation_5_by_hand() -> None:
-    found = mu_star_biased_paper(0.25, 2.0, 1.0, 1.0, 0.5, bias_dot_gradient=0.2, bias_gap_sq=0.4)
-    assert found == pytest.approx(1.2 / 3.4, abs=1e-15)
+    mu = mu_star_biased_paper(0.25, 2.0, 1.0, 1.0, 0.5, bias_dot_gradient=0.2, bias_gap_sq=0.4)
+    assert mu == pytest.approx(1.2 / 3.4, abs=1e-15)
 
 
 def test_printed_equation_5_is_exact_only_without_overlap_of_bias_and_difference() -> None:
@@ -88,16 +88,16 @@ def test_printed_equation_5_is_exact_only_without_overlap_of_bias_and_difference
 
 
 @properties
-@given(shares, sizes, sizes, sizes)
-def test_mu_star_lies_between_its_three_pulls(alpha, d, ss, rr) -> None:
+@given(unit_interval, sizes, sizes, sizes)
+def test_mu_star_is_a_convex_combination(alpha, d, ss, rr) -> None:
     """A convex combination of alpha (weight D), 0 (sigma_s^2) and 1 (sigma_r^2)."""
     mu = mu_star(alpha, d, ss, rr)
-    pulls = [value for value, weight in ((alpha, d), (0.0, ss), (1.0, rr)) if weight > 0] or [alpha]
-    assert min(pulls) - 1e-12 <= mu <= max(pulls) + 1e-12
+    targets = [x for x, weight in ((alpha, d), (0.0, ss), (1.0, rr)) if weight > 0] or [alpha]
+    assert min(targets) - 1e-12 <= mu <= max(targets) + 1e-12
 
 
 @properties
-@given(shares, sizes, sizes, sizes, st.floats(1, 1e6))
+@given(unit_interval, sizes, sizes, sizes, st.floats(1, 1e6))
 def test_mu_star_rises_with_rl_noise_and_falls_with_sft_noise(alpha, d, ss, rr, factor) -> None:
     mu = mu_star(alpha, d, ss, rr)
     more_rl, more_sft = min(rr * factor, 1e308), min(ss * factor, 1e308)
@@ -117,7 +117,7 @@ def test_mu_star_rises_with_rl_noise_and_falls_with_sft_noise(alpha, d, ss, rr, 
         ((0.5, 1, "1", 1), "sft_variance='1'"),
     ],
 )
-def test_mu_star_names_a_bad_argument(arguments, message: str) -> None:
+def test_mu_star_errors_name_the_argument(arguments, message: str) -> None:
     with pytest.raises(ValueError) as error:
         mu_star(*arguments)
     assert message in str(error.value)

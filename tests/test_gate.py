@@ -1,4 +1,4 @@
-"""The gate: measurements against direct computation, the gating rule, closing, reopening, resuming."""
+"""The gate: measurements against direct computation, the trust, closing, reopening, resuming."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CLOSED = {"z": -9.0, "cosine": -0.9}  # inner products that close the gate, with
 CONSTANT = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "max_step": 1.0, "mu_min": 0.0}
 
 
-def gated(**changes) -> ControllerConfig:
+def gated_config(**changes) -> ControllerConfig:
     return ControllerConfig(**{"gate": Gate("z", decay=0.0), **CONSTANT, **changes})
 
 
-def seen(z: float, cosine: float = 0.0) -> Alignment:
+def alignment_with(z: float, cosine: float = 0.0) -> Alignment:
     """The Alignment of one refresh with the given z and cosine."""
     return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine), 1.0, 1.0)
 
 
 def test_alignment_equals_direct_computation() -> None:
     x, y = torch.randn(4, 7, dtype=torch.float64) + 1, torch.randn(3, 7, dtype=torch.float64)
-    both = torch.cat([x, y])
-    found = alignment(both @ both.T, 4)
+    gradients = torch.cat([x, y])
+    estimate = alignment(gradients @ gradients.T, 4)
     cross = x @ y.T
     pairs = [
         cross[i, j] * cross[k, m]
@@ -45,45 +45,43 @@ def test_alignment_equals_direct_computation() -> None:
         if i != k and j != m
     ]
     inner = x.mean(0).dot(y.mean(0)).item()
-    assert found.inner == pytest.approx(inner, rel=1e-12)
-    assert found.inner_variance == pytest.approx(inner**2 - sum(pairs).item() / len(pairs))
+    assert estimate.inner == pytest.approx(inner, rel=1e-12)
+    assert estimate.inner_variance == pytest.approx(inner**2 - sum(pairs).item() / len(pairs))
     noise = x.var(dim=0).sum().item() / 4
-    assert found.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
+    assert estimate.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
     noise = y.var(dim=0).sum().item() / 3
-    assert found.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
+    assert estimate.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
 
 
-def test_alignment_is_unbiased_and_its_error_is_the_spread() -> None:
-    """6000 draws of 4 + 3 gradients: every mean, including that of the variance, is within 5
-    standard errors.
-    """
+def test_alignment_and_its_error_estimate_are_unbiased() -> None:
+    """6000 draws of 4 + 3 gradients: all means, also of the variance, within 5 standard errors."""
     dims, draws, s, r = 5, 6000, 0.4, -0.3
     x = torch.randn(draws, 4, dims, dtype=torch.float64) * 1.5 + s
     y = torch.randn(draws, 3, dims, dtype=torch.float64) + r
-    rows = [list(alignment(both @ both.T, 4)) for both in torch.cat([x, y], dim=1)]
-    found = torch.tensor(rows, dtype=torch.float64)
+    rows = [list(alignment(gradients @ gradients.T, 4)) for gradients in torch.cat([x, y], dim=1)]
+    estimate = torch.tensor(rows, dtype=torch.float64)
     noise_s, noise_r = 1.5**2 / 4, 1 / 3
     spread = dims * (r**2 * noise_s + s**2 * noise_r + noise_s * noise_r)
     totals = dims * (s**2 + noise_s), dims * (r**2 + noise_r)
-    expected = found.new_tensor([dims * s * r, spread, dims * s**2, dims * r**2, *totals])
-    error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
+    expected = estimate.new_tensor([dims * s * r, spread, dims * s**2, dims * r**2, *totals])
+    error = (estimate.mean(0) - expected).abs() / (estimate.std(0) / math.sqrt(draws))
     assert error.max() < 5, error
-    assert found[:, 0].var().item() == pytest.approx(spread, rel=0.1)
+    assert estimate[:, 0].var().item() == pytest.approx(spread, rel=0.1)
 
 
-def test_one_micro_batch_tells_no_error() -> None:
-    both = torch.randn(4, 6, dtype=torch.float64)
-    found = alignment(both @ both.T, 1)
-    assert math.isfinite(found.inner) and math.isfinite(found.rl_square)
-    assert math.isnan(found.inner_variance) and math.isnan(found.sft_square)
+def test_one_micro_batch_gives_no_error_estimate() -> None:
+    gradients = torch.randn(4, 6, dtype=torch.float64)
+    estimate = alignment(gradients @ gradients.T, 1)
+    assert math.isfinite(estimate.inner) and math.isfinite(estimate.rl_square)
+    assert math.isnan(estimate.inner_variance) and math.isnan(estimate.sft_square)
 
 
 @pytest.mark.parametrize(
     ("z", "trust"), [(3.0, 1.0), (0.0, 1.0), (-0.5, 0.75), (-1.0, 0.5), (-2.0, 0.0), (-9.0, 0.0)]
 )
 def test_z_form(z: float, trust: float) -> None:
-    controller = GuidedController(gated())
-    assert controller.update(alignment=seen(z)) == pytest.approx(0.6 * trust, abs=1e-15)
+    controller = GuidedController(gated_config())
+    assert controller.update(alignment=alignment_with(z)) == pytest.approx(0.6 * trust, abs=1e-15)
     assert controller.trust == pytest.approx(trust, abs=1e-15)
 
 
@@ -91,37 +89,35 @@ def test_z_form(z: float, trust: float) -> None:
     ("cosine", "trust"), [(0.5, 1.0), (0.2, 1.0), (0.1, 0.75), (0.0, 0.5), (-0.1, 0.25), (-0.9, 0)]
 )
 def test_cosine_form(cosine: float, trust: float) -> None:
-    controller = GuidedController(gated(gate=Gate(form="cosine", decay=0.0)))
-    told = Alignment(cosine * 6.0, 1.0, 4.0, 9.0, 5.0, 9.5)
-    assert controller.update(alignment=told) == pytest.approx(0.6 * trust, abs=1e-12)
+    controller = GuidedController(gated_config(gate=Gate(form="cosine", decay=0.0)))
+    measured = Alignment(cosine * 6.0, 1.0, 4.0, 9.0, 5.0, 9.5)
+    assert controller.update(alignment=measured) == pytest.approx(0.6 * trust, abs=1e-12)
     # if noise hides a gradient, there is no cosine and half of the proposal is used
-    controller.update(alignment=told._replace(rl_square=-1.0))
+    controller.update(alignment=measured._replace(rl_square=-1.0))
     assert controller.trust == 0.5
 
 
-def test_line_averages_and_hysteresis() -> None:
+def test_trust_line_averages_and_hysteresis() -> None:
     gate = Gate("z", at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
-    state = gate.next(None, Alignment(-1.0, 4.0, 1.0, 1.0, 2.0, 2.0))
+    state = gate.update(None, Alignment(-1.0, 4.0, 1.0, 1.0, 2.0, 2.0))
     assert state == GateState(-1.0, 4.0, 1.0, 1.0, 0.8)  # 0.75 is less than 0.1 away from 0.8
-    state = gate.next(state, Alignment(-9.0, 8.0, 2.0, 3.0, 4.0, 4.0))
+    state = gate.update(state, Alignment(-9.0, 8.0, 2.0, 3.0, 4.0, 4.0))
     assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
-    edge = Gate("z", decay=0.0, hysteresis=1.0).next(None, seen(-2.0))
-    assert (
-        edge is not None and edge.trust == 0.0
-    )  # trust 0 and 1 are always reached, despite hysteresis
+    # trust 0 and 1 are always reached, despite hysteresis
+    closed = Gate("z", decay=0.0, hysteresis=1.0).update(None, alignment_with(-2.0))
+    assert closed is not None and closed.trust == 0.0
 
 
 def test_unknown_measurements_change_nothing() -> None:
-    controller = GuidedController(gated())
+    controller = GuidedController(gated_config())
     assert controller.update() == 0.6 and controller.trust == 1.0  # nothing measured yet
-    controller.update(alignment=seen(-1.0))
+    controller.update(alignment=alignment_with(-1.0))
     before = controller.state.gate
     for name in Alignment._fields[:4]:
-        controller.update(alignment=seen(5.0)._replace(**{name: math.nan}))
+        controller.update(alignment=alignment_with(5.0)._replace(**{name: math.nan}))
         assert controller.state.gate == before
-    # without a positive error variance there is no z: trust is unchanged, the averages are still
-    # updated
+    # without a positive error variance, z is undefined: only the averages are updated
     controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0, 1.0, 1.0))
     assert controller.trust == 0.5 and controller.state.gate.inner == 8.0
 
@@ -132,18 +128,18 @@ def test_every_proposal_is_gated_and_capped() -> None:
         {"prior_blend": 1.0, "ema": "none"},
         {"prior_blend": 0.5},
     ):
-        open_, half = (
-            GuidedController(gated(**changes, gate=g)) for g in (None, Gate("z", decay=0.0))
-        )
+        ungated = GuidedController(gated_config(**changes, gate=None))
+        half = GuidedController(gated_config(**changes))
         for _ in range(6):
-            assert half.update(alignment=seen(-1.0)) == pytest.approx(0.5 * open_.update())
-    slow = GuidedController(gated(max_step=0.1))
-    assert slow.update(alignment=seen(-9.0)) == pytest.approx(0.4)
+            mu = half.update(alignment=alignment_with(-1.0))
+            assert mu == pytest.approx(0.5 * ungated.update())
+    slow = GuidedController(gated_config(max_step=0.1))
+    assert slow.update(alignment=alignment_with(-9.0)) == pytest.approx(0.4)
     assert slow.update() == pytest.approx(0.3)
 
 
-def test_the_printed_average_has_no_gate() -> None:
-    with pytest.raises(ValueError, match="ema='literal': use state or none where there is a gate"):
+def test_the_literal_ema_rejects_a_gate() -> None:
+    with pytest.raises(ValueError, match="ema='literal': use state or none"):
         ControllerConfig.paper(gate=Gate())
 
 
@@ -163,22 +159,24 @@ def test_errors_name_field_and_value(changes, message) -> None:
     assert message in str(error.value)
 
 
-def test_state_survives_json_and_states_without_a_gate_are_read() -> None:
-    controller = GuidedController(gated(gate=Gate("z")))
+def test_state_round_trips_json_and_older_states_load() -> None:
+    controller = GuidedController(gated_config(gate=Gate("z")))
     for z in (1.0, -1.3, -0.7):
-        controller.update(alignment=seen(z, 0.3))
-    again = GuidedController(controller.config)
-    again.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert again.state == controller.state
-    assert again.update(alignment=seen(-2.0)) == controller.update(alignment=seen(-2.0))
+        controller.update(alignment=alignment_with(z, 0.3))
+    restored = GuidedController(controller.config)
+    restored.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert restored.state == controller.state
+    assert restored.update(alignment=alignment_with(-2.0)) == controller.update(
+        alignment=alignment_with(-2.0)
+    )
     plain = GuidedController().state_dict()
     del plain["gate"]
     assert ControllerState.from_dict(plain) == GuidedController().state
 
 
-def test_method_hands_each_measurement_on_once() -> None:
+def test_method_passes_each_measurement_on_once() -> None:
     method = METHODS["gac-gated"](gate=Gate("z", decay=0.0), max_step=1.0)
-    state = {**method.init(), "alignment": list(seen(-1.0))}
+    state = {**method.init(), "alignment": list(alignment_with(-1.0))}
     state, mix = method.mix(state, Observation(1))
     assert mix.mu == pytest.approx(0.35) and state["alignment"] is None
     state, mix = method.mix(state, Observation(2))
@@ -194,8 +192,8 @@ def likeness(completion: str, example: Any) -> float:
 
 
 @pytest.mark.parametrize("form", ["z", "cosine"])
-def test_a_closed_gate_goes_on_measuring_and_opens_again(tmp_path, form) -> None:
-    """With mu = 0, demonstrations are left out of the update but their gradient is still measured."""
+def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, form) -> None:
+    """At mu = 0, demonstrations do not affect the update, but their gradient is still measured."""
     common = {
         "steps": 6,
         "reward": "tests.test_gate:likeness",

@@ -1,6 +1,4 @@
-"""The contract of every method: it trains, and an interrupted run resumes to the identical
-trajectory.
-"""
+"""Every method trains, and an interrupted run resumes to the identical trajectory."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ from tools.methods_table import PAGE, RESULTS, needs, page
 from .tiny import metrics, tiny_config
 
 ROOT = Path(__file__).parents[1]
-# What each method requires from the trainer. An unlisted method fails the suite.
+# What each method requires from the trainer; every method must be listed.
 DEMOS = ("demonstrations",)
 ROLLOUTS = ("rollouts",)
 BOTH = ("rollouts", "demonstrations")
-SAME = ("rollouts", "demonstrations of the sampled prompts")
-TWO = (*BOTH, "separate gradients")
+DEMOS_OF_PROMPTS = ("rollouts", "demonstrations of the sampled prompts")
+SEPARATE_GRADIENTS = (*BOTH, "separate gradients")
 NEEDS = {
     **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
     "sft-best": (*DEMOS, "best weights"),
@@ -42,22 +40,22 @@ NEEDS = {
     ),
     **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
     "kl-ctrl": (*BOTH, "reference"),
-    "gradnorm-ctrl": TWO,
-    **dict.fromkeys(["multitask", "luffy", "hpt"], SAME),
-    "trapo": (*SAME, "prefixes"),
-    "srft": (*SAME, "log-probs"),
-    "gta": TWO,
-    **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], TWO),
-    **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], TWO),
+    "gradnorm-ctrl": SEPARATE_GRADIENTS,
+    **dict.fromkeys(["multitask", "luffy", "hpt"], DEMOS_OF_PROMPTS),
+    "trapo": (*DEMOS_OF_PROMPTS, "prefixes"),
+    "srft": (*DEMOS_OF_PROMPTS, "log-probs"),
+    "gta": SEPARATE_GRADIENTS,
+    **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], SEPARATE_GRADIENTS),
+    **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], SEPARATE_GRADIENTS),
     "famo": (*BOTH, "losses after the update"),
     **dict.fromkeys([name for name in METHODS if name.startswith("gac")], (*BOTH, "reference")),
     **dict.fromkeys(
         ["gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated", "oracle"],
-        (*TWO, "reference"),
+        (*SEPARATE_GRADIENTS, "reference"),
     ),
 }
-# Settings that trigger every feature of a method within four steps.
-SHORT = {
+# Settings that use every feature of a method within four steps.
+SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
@@ -74,17 +72,19 @@ SHORT = {
 
 
 def config_of(name: str, task, out, **changes) -> TrainConfig:
-    return tiny_config(task, out, method={"name": name, **SHORT.get(name, {})}, **changes)
+    return tiny_config(
+        task, out, method={"name": name, **SHORT_RUN_FIELDS.get(name, {})}, **changes
+    )
 
 
-def test_every_method_says_what_it_needs():
+def test_every_method_declares_its_needs():
     assert {name: needs(method()) for name, method in METHODS.items()} == NEEDS
     for name, method in METHODS.items():
         assert name == method.name
         assert method.family and method.source and method.__doc__, name
 
 
-def test_the_page_about_the_methods_is_what_the_program_writes():
+def test_methods_page_is_up_to_date():
     study = json.loads((ROOT / RESULTS).read_text()) if (ROOT / RESULTS).exists() else None
     assert (ROOT / PAGE).read_text() == page(study), "run python -m tools.methods_table"
     listed = {row["name"] for row in study["rows"]} if study else set(METHODS)
@@ -95,9 +95,9 @@ def test_the_page_about_the_methods_is_what_the_program_writes():
 def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
     config = config_of(name, task, tmp_path / "whole", eval={})
     assert load(TrainConfig, dump(config)) == config
-    whole = Trainer(config)
-    before = [p.detach().clone() for p in whole.model.parameters()]
-    whole.run()
+    uninterrupted = Trainer(config)
+    before = [p.detach().clone() for p in uninterrupted.model.parameters()]
+    uninterrupted.run()
     rows = metrics(tmp_path / "whole")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(
@@ -105,21 +105,23 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
         for row in rows
         if name != "aligned-mtl"
     )
-    moved = [not torch.equal(a, b) for a, b in zip(before, whole.model.parameters(), strict=True)]
-    assert any(moved) and all(p.isfinite().all() for p in whole.model.parameters())
+    moved = [
+        not torch.equal(a, b) for a, b in zip(before, uninterrupted.model.parameters(), strict=True)
+    ]
+    assert any(moved) and all(p.isfinite().all() for p in uninterrupted.model.parameters())
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
-    again = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
-    assert again.step == 2
-    again.run()
+    resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
+    assert resumed.step == 2
+    resumed.run()
     assert metrics(tmp_path / "cut") == rows
-    assert again.state == whole.state
-    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+    assert resumed.state == uninterrupted.state
+    for a, b in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_the_map_of_the_paper_points_at_things_that_exist():
+def test_paper_map_references_exist():
     text = (ROOT / "docs" / "paper_map.md").read_text()
     tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
     code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from . import ranks
-from .test_distributed import FSDP, assert_same, config, five_steps
+from .test_distributed import FSDP, assert_same, config, train_steps
 
 pytestmark = pytest.mark.dist
 STEPS = 2
@@ -17,24 +17,20 @@ METHODS = {
     "asft": {},  # one loss that uses the LM heads of two models
     "dpo": {},  # a rank may have no preference pair
     "gspo": {},  # a custom rollout loss
-    "hpt": {
-        "table": [0.9, 0.6, 0.3, 0.1, 0.0],
-        "correct": 0.6,
-    },  # ranks may hold different kinds of rows
-    "trapo": {
-        "sizes": [1, 1, 1, 1],
-        "below": [-1, 2, 2, 2],
-    },  # rows that begin with a demonstration prefix
+    # ranks may have different kinds of rows
+    "hpt": {"table": [0.9, 0.6, 0.3, 0.1, 0.0], "correct": 0.6},
+    # rows that begin with a demonstration prefix
+    "trapo": {"sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "famo": {},  # forward passes after the update
 }
 
 
 @pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("name", METHODS)
-def test_two_processes_compute_what_one_does(task, tmp_path, name, parallel):
+def test_two_ranks_match_a_single_process(task, tmp_path, name, parallel):
     method = {"name": name, **METHODS[name]}
     changes = {"method": method, "loss": {}, "micro_batch": 3, "eval": {}}
-    one = ranks.run(five_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
-    many = config(task, tmp_path / "2", parallel=parallel, **changes)
-    for rank in ranks.run(five_steps, many, STEPS, ranks=2):
-        assert_same(one, rank)
+    single = ranks.run(train_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
+    two_rank_config = config(task, tmp_path / "2", parallel=parallel, **changes)
+    for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):
+        assert_same(single, rank)

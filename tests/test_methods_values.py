@@ -31,15 +31,16 @@ from gac_kernels import LossSpec, Signals
 
 from .published import (
     EXTRA,
-    MAX_NEW_TOKENS,
     LOSSES,
+    MAX_NEW_TOKENS,
     SOLVERS,
     TEMPERATURE,
+    RowTerms,
     constant_sum,
-    row_terms,
     nll,
     phi,
     policy_gradient,
+    row_terms,
     surrogate,
 )
 from .tiny import tiny_config
@@ -51,8 +52,10 @@ def test_every_method_has_golden_values():
 
 
 def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], list[Tensor], object]:
-    """Run one real step. Return the trainer, the step's rows, the gradient passed to the optimizer,
-    and a float64 copy of the model from before the step.
+    """Run one real step.
+
+    Returns the trainer, the step's rows, the gradient passed to the optimizer, and a float64 copy
+    of the model from before the step.
     """
     rollouts = {
         "prompts": 6,
@@ -69,35 +72,35 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     del before.forward  # the patched forward still calls the original model
     rows: list[Row] = []
     call = trainer.gradients.__class__.__call__
-    found: list[Tensor] = []
+    grads: list[Tensor] = []
     step = trainer.optimizer.step
 
-    def watch(self, given):
-        rows.extend(given.rows)
-        return call(self, given)
+    def record_rows(self, step_data):
+        rows.extend(step_data.rows)
+        return call(self, step_data)
 
-    def take(*args, **keywords):
-        found.extend(p.grad.double() for p in trainer.model.parameters())
+    def record_grads(*args, **keywords):
+        grads.extend(p.grad.double() for p in trainer.model.parameters())
         return step(*args, **keywords)
 
-    trainer.optimizer.step = take
+    trainer.optimizer.step = record_grads
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.gradients.__class__, "__call__", watch)
+        patch.setattr(trainer.gradients.__class__, "__call__", record_rows)
         trainer._train_step()
-    return trainer, rows, found, before
+    return trainer, rows, grads, before
 
 
-def gradient(loss: Tensor, model, keep: bool = False) -> list[Tensor]:
-    found = torch.autograd.grad(
-        loss, list(model.parameters()), retain_graph=keep, allow_unused=True
+def gradient(loss: Tensor, model, retain_graph: bool = False) -> list[Tensor]:
+    grads = torch.autograd.grad(
+        loss, list(model.parameters()), retain_graph=retain_graph, allow_unused=True
     )
     return [
         torch.zeros_like(p) if g is None else g
-        for g, p in zip(found, model.parameters(), strict=True)
+        for g, p in zip(grads, model.parameters(), strict=True)
     ]
 
 
-def close(ours: list[Tensor], truth: list[Tensor]) -> None:
+def assert_close(ours: list[Tensor], truth: list[Tensor]) -> None:
     """Compare float32 with float64, relative to the largest entry of the whole gradient."""
     size = max(t.abs().max() for t in truth)
     assert size > 0
@@ -105,77 +108,68 @@ def close(ours: list[Tensor], truth: list[Tensor]) -> None:
         assert (x - y).abs().max() < 2e-5 * size
 
 
+def inner_product(x: list[Tensor], y: list[Tensor]) -> float:
+    return sum((a * b).sum().item() for a, b in zip(x, y, strict=True))
+
+
+def halves(rows: list[RowTerms]) -> tuple[list[RowTerms], list[RowTerms]]:
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradient_of_a_step_is_that_of_the_published_loss(name, task, tmp_path):
-    _, rows, found, model = one_step(name, task, tmp_path)
-    seen = [
-        row_terms(model, model, row) for row in rows
-    ]  # before the first step, the model equals the reference
-    close(found, gradient(LOSSES[name](seen), model))
+def test_step_gradient_matches_the_published_loss(name, task, tmp_path):
+    _, rows, grads, model = one_step(name, task, tmp_path)
+    # before the first step, the model equals the reference
+    terms = [row_terms(model, model, row) for row in rows]
+    assert_close(grads, gradient(LOSSES[name](terms), model))
 
 
 @pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
 def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
-    trainer, rows, found, model = one_step(name, task, tmp_path)
-    seen = [row_terms(model, model, row) for row in rows]
-    s, r = gradient(nll(seen), model), gradient(policy_gradient(seen), model)
-    a, b, c = (
-        sum((x * y).sum().item() for x, y in zip(p, q, strict=True))
-        for p, q in ((s, s), (s, r), (r, r))
-    )
+    trainer, rows, grads, model = one_step(name, task, tmp_path)
+    terms = [row_terms(model, model, row) for row in rows]
+    s, r = gradient(nll(terms), model), gradient(policy_gradient(terms), model)
+    a, b, c = inner_product(s, s), inner_product(s, r), inner_product(r, r)
     w_s, w_r = SOLVERS[name](a, b, c)
-    close(found, [w_s * x + w_r * y for x, y in zip(s, r, strict=True)])
+    assert_close(grads, [w_s * x + w_r * y for x, y in zip(s, r, strict=True)])
     if name != "gradnorm-ctrl":
         assert trainer.state["cosine"] == pytest.approx(b / math.sqrt(a * c), rel=1e-3)
 
 
 def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
-    _, rows, found, model = one_step("sdmgrad", task, tmp_path)
-    seen = [row_terms(model, model, row) for row in rows]
-    demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
+    _, rows, grads, model = one_step("sdmgrad", task, tmp_path)
+    terms = [row_terms(model, model, row) for row in rows]
+    demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
-    halves = [
-        *(2 * -sum(r.logp.sum() for r in part) / tokens for part in (demos[:2], demos[2:])),
-        *(
-            2 * sum(surrogate(r).mean() for r in part) / n
-            for part in (rollouts[: n // 2], rollouts[n // 2 :])
-        ),
-    ]
-    parts = [torch.cat([g.flatten() for g in gradient(loss, model, True)]) for loss in halves]
+    losses = [2 * -sum(r.logp.sum() for r in part) / tokens for part in halves(demos)]
+    losses += [2 * sum(surrogate(r).mean() for r in part) / n for part in halves(rollouts)]
+    parts = [torch.cat([g.flatten() for g in gradient(loss, model, True)]) for loss in losses]
     stacked = torch.stack(parts)
     (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
     # minimize (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x); its derivative is linear in x
-    gain = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731 - a formula
-    slope = gain(1.0) - gain(0.0)
-    x = min(max(-gain(0.0) / slope, 0), 1) if slope > 0 else float(gain(0.5) < 0)
+    derivative = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731 - a formula
+    slope = derivative(1.0) - derivative(0.0)
+    x = min(max(-derivative(0.0) / slope, 0), 1) if slope > 0 else float(derivative(0.5) < 0)
     w_s, w_r = (x + 0.15) / 1.3, (1 - x + 0.15) / 1.3
     truth = w_s * (stacked[0] + stacked[1]) / 2 + w_r * (stacked[2] + stacked[3]) / 2
-    close([torch.cat([g.flatten() for g in found])], [truth])
+    assert_close([torch.cat([g.flatten() for g in grads])], [truth])
 
 
-def test_the_gradient_source_is_given_the_true_inner_products(task, tmp_path, monkeypatch):
+def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypatch):
     evidence = []
     read = GradientSignals.read
     monkeypatch.setattr(
         GradientSignals, "read", lambda self, e, s: (evidence.append(e), read(self, e, s))[1]
     )
     trainer, rows, _, model = one_step("gac-biased", task, tmp_path)
-    seen = [row_terms(model, model, row) for row in rows]
-    demos, rollouts = ([r for r in seen if r.row.is_demo == kind] for kind in (True, False))
+    terms = [row_terms(model, model, row) for row in rows]
+    demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
-    losses = [
-        *(
-            2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens
-            for part in (demos[:2], demos[2:])
-        ),
-        *(
-            2 * sum(surrogate(r).mean() for r in part) / n
-            for part in (rollouts[: n // 2], rollouts[n // 2 :])
-        ),
-        nll(seen),
-    ]
-    found = [gradient(loss, model, True) for loss in losses]
-    parts = torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found])
+    losses = [2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens for part in halves(demos)]
+    losses += [2 * sum(surrogate(r).mean() for r in part) / n for part in halves(rollouts)]
+    losses.append(nll(terms))
+    grads = [gradient(loss, model, True) for loss in losses]
+    parts = torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in grads])
     torch.testing.assert_close(evidence[0].gram, parts[:4] @ parts[:4].T, rtol=1e-4, atol=1e-7)
     sft, rl = parts[:2].mean(0), parts[2:4].mean(0)
     four = torch.stack([sft, rl, parts[4], rl])  # on-policy, the clip does nothing
@@ -200,17 +194,8 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     is_demo = torch.zeros(3, dtype=torch.bool)
     batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10), 5)
     spec = method.loss(LossSpec()).spec
-    out = custom_loss(
-        method.token_loss,
-        Head(None, logits=logits),
-        None,
-        batch,
-        0.0,
-        old,
-        None,
-        spec,
-        TermPair(demo=1.0, rollout=3.0),
-    )
+    head, norms = Head(None, logits=logits), TermPair(demo=1.0, rollout=3.0)
+    out = custom_loss(method.token_loss, head, None, batch, 0.0, old, None, spec, norms)
     lengths = torch.tensor([5, 3, 5])
     ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
     parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
@@ -224,19 +209,21 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     assert ours[2].abs().max() == 0  # beyond the clip there is no gradient
 
 
-def test_a_gradient_that_only_one_term_has_is_left_as_it_is():
-    shared, lone = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
-    parts = GradientParts([("shared", shared), ("lone", lone)])
+def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient():
+    shared, one_term_only = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
+    parts = GradientParts([("shared", shared), ("lone", one_term_only)])
     (shared * torch.tensor([3.0, 0.0])).sum().backward()
     parts.take()
-    ((shared * torch.tensor([1.0, 1.0])).sum() + (lone * torch.tensor([0.0, 2.0])).sum()).backward()
+    (
+        (shared * torch.tensor([1.0, 1.0])).sum() + (one_term_only * torch.tensor([0.0, 2.0])).sum()
+    ).backward()
     parts.take()
     assert parts.gram().tolist() == [[9.0, 3.0], [3.0, 6.0]]
     parts.combine([0.5, 2.0])
-    assert shared.grad.tolist() == [3.5, 2.0] and lone.grad.tolist() == [0.0, 4.0]
+    assert shared.grad.tolist() == [3.5, 2.0] and one_term_only.grad.tolist() == [0.0, 4.0]
 
 
-def test_gradients_that_are_not_finite_skip_the_step_and_are_counted(task, tmp_path, monkeypatch):
+def test_nonfinite_gradients_skip_the_step_and_are_counted(task, tmp_path, monkeypatch):
     trainer = Trainer(tiny_config(task, tmp_path, method={"name": "nash-mtl"}, eval={}))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     broken = torch.tensor([[1.0, math.nan], [math.nan, 1.0]], dtype=torch.float64)
@@ -250,15 +237,15 @@ def test_gradients_that_are_not_finite_skip_the_step_and_are_counted(task, tmp_p
     assert not any(map(torch.equal, before, trainer.model.parameters()))
 
 
-# ---- mixing weights over several steps, from given measurements
+# ---- mixing weights over several steps, for known measurements
 
 
-def run_mixes(method, observations: list[Observation]) -> list[float]:
-    state, found = method.init(), []
-    for seen in observations:
-        state, mix = method.mix(state, seen)
-        found.append(mix.mu)
-    return found
+def mu_trajectory(method, observations: list[Observation]) -> list[float]:
+    state, mus = method.init(), []
+    for observation in observations:
+        state, mix = method.mix(state, observation)
+        mus.append(mix.mu)
+    return mus
 
 
 def steps(**columns) -> list[Observation]:
@@ -302,22 +289,23 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_weights_over_several_steps(name):
     fields, observations, expected = MIXES[name]
-    assert run_mixes(METHODS[name](**fields), observations) == pytest.approx(expected, rel=1e-6)
+    assert mu_trajectory(METHODS[name](**fields), observations) == pytest.approx(expected, rel=1e-6)
 
 
-def test_opposite_signs_of_the_rules():
+def test_rules_with_reversed_sign():
     rising = METHODS["kl-ctrl"](calibration=1, sign=-1)
-    assert run_mixes(rising, steps(kl=[0.02, 0.03])) == pytest.approx([0.58, 0.87])
+    assert mu_trajectory(rising, steps(kl=[0.02, 0.03])) == pytest.approx([0.58, 0.87])
     rising = METHODS["rewvar-ctrl"](calibration=1, sign=-1)
-    found = run_mixes(rising, steps(reward_variance=[0.2, 0.1]))
-    assert found == pytest.approx([0.58, 0.29], rel=1e-4)
+    mus = mu_trajectory(rising, steps(reward_variance=[0.2, 0.1]))
+    assert mus == pytest.approx([0.58, 0.29], rel=1e-4)
 
 
 def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
     method = METHODS["famo"]()
     state = method.init()
     for _ in range(20):
-        state, _ = method.after_step(state, UpdateOutcome(None, TermPair(1.0, 0.0), TermPair(0.5, -0.01)))
+        outcome = UpdateOutcome(None, TermPair(1.0, 0.0), TermPair(0.5, -0.01))
+        state, _ = method.after_step(state, outcome)
     logits = state["famo"]["logits"]
     assert logits[0] < 0 < logits[1]
     # w_i ~ z_i / (L_i - floor_i)
@@ -345,20 +333,20 @@ def test_sft_budgets_end_after_their_epochs(task, tmp_path):
     assert (method.limit_demos, method.epochs) == (1000, 1)
 
 
-def test_soft_gate_weighs_both_sides_of_a_prompt(task, tmp_path):
+def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
     table = (0.9, 0.6, 0.3, 0.1, 0.0)
-    _, rows, found, model = one_step("hpt", task, tmp_path, fields={"correct": 0.3, "table": table})
-    seen = [row_terms(model, model, row) for row in rows]
-    assert {round(r.row.weight, 6) for r in seen if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
-    assert len({r.row.weight for r in seen}) > 3
-    own = [r for r in seen if not r.row.is_demo]
-    demos = [r for r in seen if r.row.is_demo]
+    _, rows, grads, model = one_step("hpt", task, tmp_path, fields={"correct": 0.3, "table": table})
+    terms = [row_terms(model, model, row) for row in rows]
+    assert {round(r.row.weight, 6) for r in terms if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
+    assert len({r.row.weight for r in terms}) > 3
+    own = [r for r in terms if not r.row.is_demo]
+    demos = [r for r in terms if r.row.is_demo]
     rl = constant_sum([r.row.weight * (surrogate(r) - 0.001 * r.entropy) for r in own], len(own))
     sft = -sum(r.row.weight * r.logp.sum() for r in demos) / sum(r.n for r in demos)
-    close(found, gradient(rl + sft, model))
+    assert_close(grads, gradient(rl + sft, model))
 
 
-def test_gates():
+def test_hpt_soft_and_hard_gates():
     method = METHODS["hpt"](table=(1.0, 0.75, 0.0))
     nan = math.nan  # a dropped rollout does not count as correct
     rewards = torch.tensor([[0.0, nan, 0.0], [1.0, 0.0, nan], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
@@ -372,37 +360,39 @@ def test_gates():
 # ---- GAC and its variants: the controller itself is tested in test_controller.py
 
 
-def gac_mixes(name: str, fields: dict, steps: int = 30) -> list[float]:
+def gac_mu_trajectory(name: str, fields: dict, steps: int = 30) -> list[float]:
     """mu of every step, with noisy RL, low-noise SFT and the KL on target."""
     method = METHODS[name](**fields)
-    state, found = method.init(), []
+    state, mus = method.init(), []
     for t in range(steps):
-        seen = Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02)
-        state, mix = method.mix(state, seen)
-        found.append(mix.mu)
-    return found
+        observation = Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02)
+        state, mix = method.mix(state, observation)
+        mus.append(mix.mu)
+    return mus
 
 
-def test_variants_differ_from_gac_where_they_say():
-    star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
-    base = gac_mixes("gac", {})
+def test_gac_variants_differ_as_documented():
+    mu_star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
+    base = gac_mu_trajectory("gac", {})
     assert max(abs(b - a) for a, b in itertools.pairwise(base)) <= 0.01 + 1e-12
-    assert gac_mixes("oracle", {})[0] == pytest.approx(star)  # mu equals mu*
-    assert gac_mixes("gac-no-ema", {"max_step": 1.0})[0] == pytest.approx(0.5 * 0.85 + 0.5 * star)
-    m = 0.99 * 0.5 + 0.01 * star
-    assert gac_mixes("gac-no-prior", {"max_step": 1.0})[0] == pytest.approx(m)
-    assert gac_mixes("gac-no-cap", {})[0] == pytest.approx(0.5 * 0.85 + 0.5 * m)
-    low, high = gac_mixes("gac-prior-low", {}), gac_mixes("gac-prior-high", {})
+    assert gac_mu_trajectory("oracle", {})[0] == pytest.approx(mu_star)  # mu equals mu*
+    assert gac_mu_trajectory("gac-no-ema", {"max_step": 1.0})[0] == pytest.approx(
+        0.5 * 0.85 + 0.5 * mu_star
+    )
+    m = 0.99 * 0.5 + 0.01 * mu_star
+    assert gac_mu_trajectory("gac-no-prior", {"max_step": 1.0})[0] == pytest.approx(m)
+    assert gac_mu_trajectory("gac-no-cap", {})[0] == pytest.approx(0.5 * 0.85 + 0.5 * m)
+    low, high = gac_mu_trajectory("gac-prior-low", {}), gac_mu_trajectory("gac-prior-high", {})
     assert low[-1] < base[-1] < high[-1]
-    printed = gac_mixes("gac-paper", {"max_step": 1.0}, 400)
+    printed = gac_mu_trajectory("gac-paper", {"max_step": 1.0}, 400)
     prior = METHODS["gac"]().prior(399)
-    assert printed[-1] == pytest.approx(0.9901 * prior + 0.0099 * star, abs=2e-3)
+    assert printed[-1] == pytest.approx(0.9901 * prior + 0.0099 * mu_star, abs=2e-3)
     early = METHODS["gac-early-refresh"]()
     assert [t for t in range(20) if early.needs(t).signals] == [0, *range(1, 20, 2)]
     assert METHODS["gac-no-trim"]().needs(0).trim == 0.0
 
 
-def test_state_of_gac_survives_json_with_every_source():
+def test_method_state_round_trips_json_and_pickle():
     for name in METHODS:
         state = METHODS[name]().init()
         assert json.loads(json.dumps(state)) == state, name

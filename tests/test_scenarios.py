@@ -40,13 +40,13 @@ def shifted(tiny, out, **changes):
     return tiny_config(tiny, out, **{"data": data, "steps": 6, "checkpoint_every": 1, **changes})
 
 
-def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_path):
+def test_demo_shift_happens_at_its_step_and_survives_a_resume(tiny, tmp_path):
     config = shifted(tiny, tmp_path)
-    words = load_tokenizer(config.model)
-    whole, ranks = Feed(config, words, 0, 1), [Feed(config, words, i, 2) for i in (0, 1)]
+    tokenizer = load_tokenizer(config.model)
+    whole, ranks = Feed(config, tokenizer, 0, 1), [Feed(config, tokenizer, i, 2) for i in (0, 1)]
     plain = Feed(
         dataclasses.replace(config, data=dataclasses.replace(config.data, demo_shifts=None)),
-        words,
+        tokenizer,
         0,
         1,
     )
@@ -61,7 +61,7 @@ def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_pa
         seen.append(rows)
         if step in (1, 3):  # before and after the change
             saved = json.loads(json.dumps(whole.state_dict()))
-            whole = Feed(config, words, 0, 1)
+            whole = Feed(config, tokenizer, 0, 1)
             whole.load_state_dict(saved)
     wrong = {e.prompt + (e.demo or ()) for e in whole.demos[1]}
     right = {e.prompt + (e.demo or ()) for e in whole.demos[0]}
@@ -69,11 +69,11 @@ def test_demonstrations_change_at_the_step_and_go_on_after_a_resume(tiny, tmp_pa
     assert {
         row.ids for rows in seen[3:] for row in rows
     } == wrong  # 12 draws from 5 rows include every row
-    with pytest.raises(ValueError, match="2 sets of demonstrations here and 1 in the saved"):
+    with pytest.raises(ValueError, match="demo_shifts: .* 2 sets .* 1: resume with"):
         whole.load_state_dict(plain.state_dict())
 
 
-def test_one_set_keeps_the_state_of_earlier_versions():
+def test_state_without_shifts_keeps_the_old_format():
     order = ShiftingOrder([0], [7], seed=1)
     assert [row for _, row in order.take(0, 3)] == order.orders[0]._permutation[:3]
     assert order.state_dict() == order.orders[0].state_dict()
@@ -91,38 +91,38 @@ def test_one_set_keeps_the_state_of_earlier_versions():
         ({"reward_noise": {"rate": 0.5, "start": -1}}, "start=-1: use a number >= 0"),
     ],
 )
-def test_impossible_changes_are_refused(changes, message):
+def test_invalid_shifts_and_noise_are_rejected(changes, message):
     with pytest.raises(ConfigError) as error:
         load(TrainConfig, changes)
     assert message in str(error.value)
 
 
-def test_methods_that_read_the_prompts_demonstrations_refuse_shifts(tiny, tmp_path):
+def test_methods_that_use_demos_of_the_prompts_reject_shifts(tiny, tmp_path):
     config = shifted(tiny, tmp_path, method="luffy")
-    with pytest.raises(ValueError, match="data.demo_shifts: method 'luffy' learns from"):
+    with pytest.raises(ValueError, match="data.demo_shifts: .*'luffy'.*; remove it"):
         Feed(config, load_tokenizer(config.model), 0, 1)
 
 
-def test_noise_flips_its_share_from_its_step_on_and_repeats_itself():
-    right = build_reward("gac.demo.task:reward")
-    made = [NoisyReward(right, RewardNoise(0.35, start=3), seed=0, rank=rank) for rank in (0, 1)]
+def test_reward_noise_starts_at_its_step_and_is_reproducible():
+    correct = build_reward("gac.demo.task:reward")
+    noisy = [NoisyReward(correct, RewardNoise(0.35, start=3), seed=0, rank=rank) for rank in (0, 1)]
     texts, gold = ["5"] * 4000, [SimpleNamespace(answer="5", id="x")] * 4000
-    assert made[0](texts, gold) == [1.0] * 4000  # step 0
+    assert noisy[0](texts, gold) == [1.0] * 4000  # step 0
     found = {}
     for step in (2, 3, 4):
-        for rank, reward in enumerate(made):
+        for rank, reward in enumerate(noisy):
             reward.set_step(step)
             found[step, rank] = reward(texts, gold)
     assert found[2, 0] == [1.0] * 4000
     assert sum(found[3, 0]) / 4000 == pytest.approx(0.65, abs=0.03)  # 4 standard errors
     assert len({tuple(found[key]) for key in [(3, 0), (3, 1), (4, 0)]}) == 3
-    made[0].set_step(3)
-    assert made[0](texts[:2000], gold[:2000]) + made[0](texts[2000:], gold[2000:]) == found[3, 0]
-    low = NoisyReward(right, RewardNoise(1.0, low=-1.0), seed=0)
+    noisy[0].set_step(3)
+    assert noisy[0](texts[:2000], gold[:2000]) + noisy[0](texts[2000:], gold[2000:]) == found[3, 0]
+    low = NoisyReward(correct, RewardNoise(1.0, low=-1.0), seed=0)
     assert low(texts[:1], gold[:1]) == [-1.0]
 
 
-def test_a_run_with_both_resumes_and_is_evaluated_without_noise(tiny, tmp_path):
+def test_run_with_shift_and_noise_resumes_and_evaluates_without_noise(tiny, tmp_path):
     changes = {"reward_noise": {"rate": 1.0, "start": 2, "high": 1.0}}
     config = shifted(tiny, tmp_path / "whole", **changes)
     whole = Trainer(config)
@@ -130,11 +130,11 @@ def test_a_run_with_both_resumes_and_is_evaluated_without_noise(tiny, tmp_path):
     rows = metrics(tmp_path / "whole")
     plain = shifted(tiny, tmp_path / "plain", data=dump(tiny_config(tiny, tmp_path))["data"])
     Trainer(plain).run()
-    before = metrics(tmp_path / "plain")
-    assert rows[:2] == before[:2]
+    plain_rows = metrics(tmp_path / "plain")
+    assert rows[:2] == plain_rows[:2]
     # step 2 has the same weights and so the same responses, but every reward is flipped
-    assert rows[2]["reward_mean"] == pytest.approx(1 - before[2]["reward_mean"])
-    assert rows[2]["demo_loss"] == before[2]["demo_loss"]
+    assert rows[2]["reward_mean"] == pytest.approx(1 - plain_rows[2]["reward_mean"])
+    assert rows[2]["demo_loss"] == plain_rows[2]["demo_loss"]
     first = (
         json.loads((tmp_path / name / "eval.jsonl").read_text().splitlines()[0])["accuracy"]
         for name in ("whole", "plain")
@@ -144,17 +144,17 @@ def test_a_run_with_both_resumes_and_is_evaluated_without_noise(tiny, tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (5, 6):
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-0000000{step}", ignore_errors=True)
-    again = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
-    again.run()
-    assert metrics(tmp_path / "cut") == rows and again.state == whole.state
+    resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
+    resumed.run()
+    assert metrics(tmp_path / "cut") == rows and resumed.state == whole.state
 
 
 def test_wrong_demonstrations_keep_their_form():
     rows = task.rows(random.Random(0), ["-"] * 64, {"-": 0.3})
-    spoilt = task.wrong(rows, seed=0)
-    assert [r["solution"][1::2] for r in spoilt] == [r["solution"][1::2] for r in rows]
-    rewards = [task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in spoilt]
-    assert sum(rewards) == 0 and task.wrong(rows, seed=0) == spoilt != task.wrong(rows, seed=1)
+    corrupted = task.wrong(rows, seed=0)
+    assert [r["solution"][1::2] for r in corrupted] == [r["solution"][1::2] for r in rows]
+    rewards = [task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in corrupted]
+    assert sum(rewards) == 0 and task.wrong(rows, seed=0) == corrupted != task.wrong(rows, seed=1)
 
 
 def random_base(out, steps, seeds, gate, data):
@@ -163,12 +163,12 @@ def random_base(out, steps, seeds, gate, data):
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = out / f"{data}-{seeds[0]}"
-    if not made.exists():
+    folder = out / f"{data}-{seeds[0]}"
+    if not folder.exists():
         config = AutoConfig.from_pretrained(out / "task" / "init")
-        AutoModelForCausalLM.from_config(config).save_pretrained(made)
-        load_tokenizer(ModelConfig(str(out / "task" / "init"))).save_pretrained(made)
-    return made
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        load_tokenizer(ModelConfig(str(out / "task" / "init"))).save_pretrained(folder)
+    return folder
 
 
 def test_every_scenario_is_a_configuration_that_trains(tmp_path, monkeypatch, capsys):

@@ -47,11 +47,7 @@ def test_constant_prior_is_exact_at_every_step() -> None:
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 8, 0.5),
         (MixSchedule(0.8, 0.2, decay=4, decay_shape="linear"), 1, 0.65),
         (MixSchedule(0.8, 0.2, warmup=4, warmup_shape="cosine"), 2, 0.4),
-        (
-            MixSchedule(0.8, 0.2, warmup=2),
-            2,
-            0.2,
-        ),  # no decay steps: drops to the valley at once, as in CHORD
+        (MixSchedule(0.8, 0.2, warmup=2), 2, 0.2),  # no decay steps: drops to the valley at once
     ],
 )
 def test_mix_schedule_values(schedule: MixSchedule, step: int, expected: float) -> None:
@@ -59,23 +55,22 @@ def test_mix_schedule_values(schedule: MixSchedule, step: int, expected: float) 
 
 
 def test_the_prior_is_a_mix_schedule_without_warm_up() -> None:
-    same = MixSchedule(peak=0.85, valley=0.15, hold=200, decay=600)
-    assert [Prior()(t) for t in range(900)] == [same(t) for t in range(900)]
+    schedule = MixSchedule(peak=0.85, valley=0.15, hold=200, decay=600)
+    assert [Prior()(t) for t in range(900)] == [schedule(t) for t in range(900)]
 
 
-def test_our_readings_of_undefined_names() -> None:
+def test_hpcd_and_wcf_use_the_chord_schedules() -> None:
     assert MixSchedule.hpcd() == MixSchedule.chord_mu()
     assert MixSchedule.wcf() == MixSchedule.chord_yaml()
 
 
-def test_random_draws_depend_on_name_seed_and_index_alone() -> None:
-    # the value must be the same on every machine and in every process, so that resumed runs and
-    # ranks agree
+def test_random_draws_depend_only_on_name_seed_and_index() -> None:
+    # resumed runs and all ranks must see the same value
     assert uniform("prior", 0, 0) == 0.9881898122568942
     assert uniform("prior", 0, 1) != uniform("prior", 1, 0) != uniform("shuffle", 1, 0)
 
 
-def test_random_prior_is_uniform_and_kept_for_its_interval() -> None:
+def test_random_prior_is_uniform_and_constant_within_an_interval() -> None:
     prior = RandomPrior(low=0.1, high=0.9, interval=5, seed=3)
     values = [prior(t) for t in range(20_000)]
     draws = values[::5]

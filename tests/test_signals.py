@@ -45,46 +45,46 @@ def read_all(source, steps: range, state=None):
 def test_proxies_are_the_loss_statistics() -> None:
     reading, _ = ProxySignals(trim=0.2).read(Evidence(0, moments(0)), {})
     assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
-    assert reading.corrections is None and not any(ProxySignals().wanted)
+    assert reading.corrections is None and not any(ProxySignals().needs)
 
 
-def test_constant_variance_replaces_one_signal_alone() -> None:
+def test_constant_variance_replaces_only_one_signal() -> None:
     plain, _ = read_all(ProxySignals(), range(5))
-    spoilt, _ = read_all(ConstantVariance(value=1.0), range(5))
-    assert spoilt == [signals._replace(rl_variance=1.0) for signals in plain]
+    ablated, _ = read_all(ConstantVariance(value=1.0), range(5))
+    assert ablated == [signals._replace(rl_variance=1.0) for signals in plain]
 
 
 def test_random_disagreement_is_uniform_noise_that_depends_on_the_step() -> None:
     plain, _ = read_all(ProxySignals(), range(200))
-    spoilt, _ = read_all(RandomDisagreement(seed=4), range(200))
-    draws = [signals.disagreement for signals in spoilt]
-    assert [s._replace(disagreement=0) for s in spoilt] == [
+    ablated, _ = read_all(RandomDisagreement(seed=4), range(200))
+    draws = [signals.disagreement for signals in ablated]
+    assert [s._replace(disagreement=0) for s in ablated] == [
         s._replace(disagreement=0) for s in plain
     ]
     assert 0 <= min(draws) < 0.05 and 0.95 < max(draws) < 1 and len(set(draws)) == 200
-    assert read_all(RandomDisagreement(seed=4), range(50, 60))[0] == spoilt[50:60]
-    assert read_all(RandomDisagreement(seed=5), range(50, 60))[0] != spoilt[50:60]
+    assert read_all(RandomDisagreement(seed=4), range(50, 60))[0] == ablated[50:60]
+    assert read_all(RandomDisagreement(seed=5), range(50, 60))[0] != ablated[50:60]
 
 
-def test_shuffling_keeps_past_values_and_breaks_their_order() -> None:
+def test_shuffling_keeps_recent_values_and_breaks_their_order() -> None:
     plain = [signals.disagreement for signals in read_all(ProxySignals(), range(100))[0]]
-    spoilt = [s.disagreement for s in read_all(ShuffledDisagreement(window=20), range(100))[0]]
-    for t, value in enumerate(spoilt):
+    ablated = [s.disagreement for s in read_all(ShuffledDisagreement(window=20), range(100))[0]]
+    for t, value in enumerate(ablated):
         assert value in plain[max(0, t - 19) : t + 1]
-    both = torch.tensor([plain[20:], spoilt[20:]], dtype=torch.float64)
-    assert abs(torch.corrcoef(both)[0, 1].item()) < 0.35  # 80 pairs: about 3 standard errors
-    assert torch.corrcoef(torch.stack([both[0], both[0]]))[0, 1] > 0.99
+    gradients = torch.tensor([plain[20:], ablated[20:]], dtype=torch.float64)
+    assert abs(torch.corrcoef(gradients)[0, 1].item()) < 0.35  # 80 pairs: about 3 standard errors
+    assert torch.corrcoef(torch.stack([gradients[0], gradients[0]]))[0, 1] > 0.99
 
 
 def test_shuffling_resumes_from_its_saved_state() -> None:
     source = ShuffledDisagreement(window=4, seed=1)
-    whole, end = read_all(source, range(12))
+    uninterrupted, end = read_all(source, range(12))
     first, state = read_all(source, range(7))
     rest, resumed = read_all(source, range(7, 12), json.loads(json.dumps(state)))
-    assert first + rest == whole and resumed == end
+    assert first + rest == uninterrupted and resumed == end
 
 
-def test_an_unknown_disagreement_enters_no_past() -> None:
+def test_nan_disagreement_is_not_stored() -> None:
     demos_only = fused_gac_loss(
         torch.randn(2, 3, 5),
         torch.ones(2, 3, dtype=torch.int64),
@@ -92,17 +92,16 @@ def test_an_unknown_disagreement_enters_no_past() -> None:
         torch.tensor([True, True]),
         backend="reference",
     ).moments
-    reading, state = ShuffledDisagreement().read(
-        Evidence(0, demos_only), ShuffledDisagreement().init()
-    )
+    source = ShuffledDisagreement()
+    reading, state = source.read(Evidence(0, demos_only), source.init())
     assert math.isnan(reading.signals.disagreement) and state["past"] == []
 
 
 def test_gradient_moments_equal_direct_computation() -> None:
     x = torch.randn(5, 9, dtype=torch.float64) + 1
     y = torch.randn(3, 9, dtype=torch.float64) * 2
-    both = torch.cat([x, y])
-    reading = gradient_moments(both @ both.T, 5)
+    gradients = torch.cat([x, y])
+    reading = gradient_moments(gradients @ gradients.T, 5)
     sft = x.var(dim=0).sum().item() / 5
     rl = y.var(dim=0).sum().item() / 3
     gap = (x.mean(0) - y.mean(0)).square().sum().item() - sft - rl
@@ -113,8 +112,8 @@ def test_gradient_moments_equal_direct_computation() -> None:
 def test_paired_covariance_equals_direct_computation() -> None:
     x, noise = torch.randn(2, 6, 4, dtype=torch.float64)
     y = 0.5 * x + noise
-    both = torch.cat([x, y])
-    reading = gradient_moments(both @ both.T, 6, paired=True)
+    gradients = torch.cat([x, y])
+    reading = gradient_moments(gradients @ gradients.T, 6, paired=True)
     covariance = sum(torch.cov(torch.stack([x[:, k], y[:, k]]))[0, 1].item() for k in range(4)) / 6
     assert reading.corrections.covariance == pytest.approx(covariance, rel=1e-12)
     sft, rl, gap = reading.signals
@@ -130,48 +129,41 @@ def test_gradient_moments_are_unbiased() -> None:
     x = torch.randn(draws, 4, dims, dtype=torch.float64) * spread_s + common + d
     y = torch.randn(draws, 4, dims, dtype=torch.float64) * spread_r + common
     rows = []
-    for both in torch.cat([x, y], dim=1):
-        reading = gradient_moments(both @ both.T, 4, paired=True)
+    for gradients in torch.cat([x, y], dim=1):
+        reading = gradient_moments(gradients @ gradients.T, 4, paired=True)
         rows.append([*reading.signals, reading.corrections.covariance])
-    found = torch.tensor(rows, dtype=torch.float64)
-    expected = found.new_tensor(
-        [
-            dims * (spread_s**2 + shared**2) / 4,
-            dims * (spread_r**2 + shared**2) / 4,
-            dims * d**2,
-            dims * shared**2 / 4,
-        ]
-    )
-    error = (found.mean(0) - expected).abs() / (found.std(0) / math.sqrt(draws))
+    estimates = torch.tensor(rows, dtype=torch.float64)
+    sft, rl = dims * (spread_s**2 + shared**2) / 4, dims * (spread_r**2 + shared**2) / 4
+    expected = estimates.new_tensor([sft, rl, dims * d**2, dims * shared**2 / 4])
+    error = (estimates.mean(0) - expected).abs() / (estimates.std(0) / math.sqrt(draws))
     assert error.max() < 5, error
 
 
 def test_one_micro_batch_has_no_variance() -> None:
-    both = torch.randn(3, 4, dtype=torch.float64)
-    sft, rl, gap = gradient_moments(both @ both.T, 1).signals
+    gradients = torch.randn(3, 4, dtype=torch.float64)
+    sft, rl, gap = gradient_moments(gradients @ gradients.T, 1).signals
     assert math.isnan(sft) and math.isfinite(rl) and math.isnan(gap)
 
 
 def test_gradient_source_reads_the_gram_matrix() -> None:
-    both = torch.randn(6, 4, dtype=torch.float64)
-    evidence = Evidence(0, gram=both @ both.T, sft_count=3)
+    gradients = torch.randn(6, 4, dtype=torch.float64)
+    evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=3)
     reading, _ = GradientSignals(paired=True).read(evidence, {})
-    assert reading == gradient_moments(both @ both.T, 3, paired=True)
-    assert GradientSignals().wanted.gram and ConstantVariance(GradientSignals()).wanted.gram
+    assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
+    assert GradientSignals().needs.gram and ConstantVariance(GradientSignals()).needs.gram
 
 
 def test_bias_moments_give_the_exact_optimum() -> None:
     vectors = torch.randn(4, 8, dtype=torch.float64)
     used_s, used_r, true_s, true_r = vectors
-    found = bias_moments(vectors @ vectors.T, covariance=0.1)
+    biases = bias_moments(vectors @ vectors.T, covariance=0.1)
     d, gap, rl = true_s - true_r, (used_s - true_s) - (used_r - true_r), used_r - true_r
     pairs = ((gap, gap), (gap, d), (rl, d), (rl, gap))
-    assert found == pytest.approx((0.1, *(x.dot(y).item() for x, y in pairs)), rel=1e-10)
-    # without noise, the optimum is the projection of the target onto the line through the used
-    # gradients
+    assert biases == pytest.approx((0.1, *(x.dot(y).item() for x, y in pairs)), rel=1e-10)
+    # without noise, the optimum projects the target onto the line through the used gradients
     target, line = 0.4 * true_s + 0.6 * true_r, used_s - used_r
     mu = ((target - used_r).dot(line) / line.dot(line)).clamp(0, 1).item()
-    noiseless = found._replace(covariance=0.0)
+    noiseless = biases._replace(covariance=0.0)
     assert mu_star_biased(0.4, d.dot(d).item(), 0, 0, noiseless) == pytest.approx(mu, abs=1e-12)
 
 
@@ -182,7 +174,7 @@ def test_bias_moments_give_the_exact_optimum() -> None:
         (lambda: GradientSignals().read(Evidence(0), {}), "evidence.gram=None"),
         (lambda: gradient_moments(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
         (lambda: gradient_moments(torch.ones(3, 2), 1), "gram=(3, 2): use a square matrix"),
-        (lambda: gradient_moments(torch.eye(3), 1, paired=True), "sft_count=1: use as many"),
+        (lambda: gradient_moments(torch.eye(3), 1, paired=True), "sft_count=1: use 2"),
         (lambda: bias_moments(torch.eye(3)), "gram=(3, 3): use a [4, 4] matrix"),
         (lambda: ConstantVariance(value=-1.0), "value=-1.0"),
         (lambda: ShuffledDisagreement(window=1), "window=1: use an integer >= 2"),

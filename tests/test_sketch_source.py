@@ -1,6 +1,4 @@
-"""The `sketch` signal source: units against autograd, one process against two, mu = 0, and
-unsupported configurations.
-"""
+"""The signal source `sketch`: unit sketches, two ranks, mu = 0, and unsupported configurations."""
 
 from __future__ import annotations
 
@@ -36,27 +34,27 @@ def config(task, out, **changes):
 
 
 def measure(config, mu):
-    """Run the passes of the first step at `mu`; return the trainer, the step and the measurements."""
+    """Measure the first step at `mu`. Returns the trainer, the step and the measurements."""
     engines.generate = fixed_responses  # runs in its own process, or the caller restores it
     trainer = Trainer(config)
     step = trainer._assemble(trainer._sample(), Mix(mu))
     return trainer, step, trainer.gradients(step)
 
 
-def units_found(config, mu):
-    """Unit sketches, sorted because ranks hold the rows in a different order."""
-    found = measure(config, mu)[2].sketches
-    return [sorted(side.tolist()) for side in found]
+def unit_sketches(config, mu):
+    """Unit sketches of both terms, sorted because the order of the rows depends on the ranks."""
+    sketches = measure(config, mu)[2].sketches
+    return [sorted(term.tolist()) for term in sketches]
 
 
 @pytest.fixture
-def fixed(monkeypatch):
+def fixed_rollouts(monkeypatch):
     monkeypatch.setattr(engines, "generate", fixed_responses)
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.3, 1.0])
-def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed, mu):
-    trainer, step, found = measure(config(task, tmp_path, micro_batch=3), mu)
+def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts, mu):
+    trainer, step, measured = measure(config(task, tmp_path, micro_batch=3), mu)
     model = copy.deepcopy(trainer.model).double()
     del model.forward  # the patched forward still calls the original model
     weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
@@ -76,46 +74,40 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed, mu):
         truth[key] = truth.get(key, 0) + torch.autograd.grad(loss, weight)[0]
     sketch = HeadSketch(SIZE, step.sketch_seed)
     left, right = sketch.vocabulary(weight.shape[0]), sketch.hidden(weight.shape[1])
-    for side, demo in zip(found.sketches, (True, False), strict=True):
-        wanted = torch.stack(
-            [
-                (left.double() @ g @ right.double().T).flatten()
-                for key, g in truth.items()
-                if key[0] == demo
-            ]
-        )
-        assert len(wanted) == 4 and wanted.abs().max() > 1e-3
-        torch.testing.assert_close(side, wanted, rtol=1e-4, atol=2e-6)
+    for side, demo in zip(measured.sketches, (True, False), strict=True):
+        gradients = [g for key, g in truth.items() if key[0] == demo]
+        rows = [(left.double() @ g @ right.double().T).flatten() for g in gradients]
+        expected = torch.stack(rows)
+        assert len(expected) == 4 and expected.abs().max() > 1e-3
+        torch.testing.assert_close(side, expected, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mu", [0.0, 0.3])
-def test_any_split_of_the_batch_gives_the_same_units(task, tmp_path, fixed, mu):
-    one = units_found(config(task, tmp_path / "one"), mu)
-    splits = [units_found(config(task, tmp_path / "split", micro_batch=3), mu)]
+def test_any_split_of_the_batch_gives_the_same_units(task, tmp_path, fixed_rollouts, mu):
+    single = unit_sketches(config(task, tmp_path / "one"), mu)
+    splits = [unit_sketches(config(task, tmp_path / "split", micro_batch=3), mu)]
     for mode in ("ddp", "fsdp"):
-        made = config(task, tmp_path / mode, micro_batch=3, parallel={"mode": mode})
-        splits += ranks.run(units_found, made, mu, ranks=2)
+        settings = config(task, tmp_path / mode, micro_batch=3, parallel={"mode": mode})
+        splits += ranks.run(unit_sketches, settings, mu, ranks=2)
     for split in splits:
-        for ours, theirs in zip(split, one, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=2e-6
-            )
+        for term, expected in zip(map(torch.tensor, split), map(torch.tensor, single), strict=True):
+            torch.testing.assert_close(term, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_the_sketch_changes_no_gradient_and_draws_anew(task, tmp_path, fixed):
-    trainer, step, found = measure(config(task, tmp_path), 0.3)
+def test_sketch_leaves_gradients_unchanged_and_reseeds_each_step(task, tmp_path, fixed_rollouts):
+    trainer, step, measured = measure(config(task, tmp_path), 0.3)
     grads = [p.grad.clone() for p in trainer.model.parameters()]
     trainer.optimizer.zero_grad()
     plain = trainer.gradients(dataclasses.replace(step, needs=step.needs._replace(sketch=0)))
-    assert plain.sketches is None and plain.losses == found.losses
+    assert plain.sketches is None and plain.losses == measured.losses
     for p, grad in zip(trainer.model.parameters(), grads, strict=True):
         assert torch.equal(p.grad, grad)
     trainer.step = 2
     assert trainer._assemble(list(step.rows), step.mix).sketch_seed != step.sketch_seed
 
 
-def test_moments_of_units_are_unbiased_and_know_what_they_do_not_know():
+def test_unit_moments_are_unbiased_or_nan():
     generator = torch.Generator().manual_seed(0)
     s, r = torch.randn(2, 16, dtype=torch.float64, generator=generator)
     counts, noise, readings = (5, 3), (2.0, 3.0), []
@@ -124,23 +116,23 @@ def test_moments_of_units_are_unbiased_and_know_what_they_do_not_know():
             (mean + scale * torch.randn(n, 16, dtype=torch.float64, generator=generator)) / n
             for mean, scale, n in zip((s, r), noise, counts, strict=True)
         ]
-        found = sketch_moments(Sketches(*sides))
-        readings.append([*found.signals, *found.alignment])
+        reading = sketch_moments(Sketches(*sides))
+        readings.append([*reading.signals, *reading.alignment])
     values = torch.tensor(readings, dtype=torch.float64)
     mean, error = values.mean(0), values.std(0) / len(values) ** 0.5
     inner_variance = values[:, 3].var()
     sft, rl = 16 * 4 / 5, 16 * 9 / 3
     totals = s @ s + sft, r @ r + rl
-    wanted = [sft, rl, (s - r).square().sum(), s @ r, inner_variance, s @ s, r @ r, *totals]
-    for ours, spread, truth in zip(mean, error, wanted, strict=True):
+    expected = [sft, rl, (s - r).square().sum(), s @ r, inner_variance, s @ s, r @ r, *totals]
+    for ours, spread, truth in zip(mean, error, expected, strict=True):
         assert abs(ours - truth) < 4 * spread + 0.05 * abs(truth) * (truth is inner_variance)
     for broken in (torch.full((4, 16), math.nan).double(), torch.empty(0, 16).double()):
-        found = sketch_moments(Sketches(broken, sides[1]))
-        assert math.isnan(found.signals.sft_variance) and math.isnan(found.alignment.inner)
-        assert found.signals.rl_variance > 0 and math.isfinite(found.alignment.rl_square)
+        reading = sketch_moments(Sketches(broken, sides[1]))
+        assert math.isnan(reading.signals.sft_variance) and math.isnan(reading.alignment.inner)
+        assert reading.signals.rl_variance > 0 and math.isfinite(reading.alignment.rl_square)
 
 
-def test_a_closed_gate_goes_on_looking_and_opens_again(tmp_path):
+def test_closed_gate_keeps_measuring_and_reopens(tmp_path):
     """At mu = 0 the demonstrations do not affect the update but are still sketched."""
     common = {
         "steps": 6,
@@ -162,15 +154,15 @@ def test_a_closed_gate_goes_on_looking_and_opens_again(tmp_path):
         assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)
 
 
-def test_a_loss_or_a_head_that_cannot_be_sketched_is_refused(task, tmp_path, monkeypatch):
+def test_a_loss_or_a_head_that_cannot_be_sketched_is_rejected(task, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="size=7"):
         config(task, tmp_path, method={**METHOD, "signals": {"size": 7}})
-    made = config(task, tmp_path)
+    settings = config(task, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("gac.models.causal_lm._plain_head", lambda model: False)
-        with pytest.raises(ConfigError, match="signals: sketch needs the weight of a plain head"):
-            Trainer(made)
-    own = Loss(made.loss, token=lambda view: -view.logps)
-    monkeypatch.setattr(METHODS["gac-gated-sketch"], "loss", lambda self, base: own)
-    with pytest.raises(ConfigError, match="signals: sketch is made by the fused loss"):
-        Trainer(made)
+        with pytest.raises(ConfigError, match="signals: sketch .* set method.signals"):
+            Trainer(settings)
+    unfused = Loss(settings.loss, token=lambda view: -view.logps)
+    monkeypatch.setattr(METHODS["gac-gated-sketch"], "loss", lambda self, base: unfused)
+    with pytest.raises(ConfigError, match="signals: sketch .* fused loss.* set method.signals"):
+        Trainer(settings)

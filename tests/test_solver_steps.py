@@ -1,4 +1,4 @@
-"""Solvers with learned weights: fixed points, steps worked out by hand, and TorchJD as an oracle."""
+"""Solvers with learned weights: fixed points, steps computed by hand, and TorchJD as an oracle."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gradnorm_first_step_by_hand() -> None:
     assert state.weights == weights and state.initial_losses is None
 
 
-def test_gradnorm_without_asymmetry_ends_at_the_nash_direction() -> None:
+def test_gradnorm_without_asymmetry_converges_to_the_nash_direction() -> None:
     gram, state = Gram(9.0, -0.3, 0.25), GradNormState()
     for t in range(3000):
         weights, state = gradnorm_step(state, gram, lr=0.05 / (1 + 0.05 * t))
@@ -54,25 +54,23 @@ def test_gradnorm_without_asymmetry_ends_at_the_nash_direction() -> None:
     assert weights[0] / 2 == pytest.approx(nash[0] / sum(nash), abs=2e-3)
 
 
-def test_gradnorm_asymmetry_favours_the_objective_that_lags() -> None:
+def test_gradnorm_asymmetry_favors_the_objective_that_lags() -> None:
     gram = Gram(1.0, 0.0, 1.0)
     _, state = gradnorm_step(GradNormState(), gram, (2.0, 3.0), asymmetry=1.5)
     assert state.initial_losses == (2.0, 3.0)
     # SFT fell to a tenth, RL did not: its target is (2 * 3 / 3.3)^1.5 of the mean, so w_r rises
     weights, state = gradnorm_step(state, gram, (0.2, 3.0), asymmetry=1.5)
     assert weights[1] > 1 > weights[0]
-    again, _ = gradnorm_step(restored(state), gram, (0.2, 3.0), asymmetry=1.5)
-    assert again == gradnorm_step(state, gram, (0.2, 3.0), asymmetry=1.5)[0]
+    from_checkpoint, _ = gradnorm_step(restored(state), gram, (0.2, 3.0), asymmetry=1.5)
+    assert from_checkpoint == gradnorm_step(state, gram, (0.2, 3.0), asymmetry=1.5)[0]
 
 
 def test_gradnorm_keeps_its_state_when_it_skips() -> None:
     state = GradNormState((0.5, 1.5))
     assert gradnorm_step(state, Gram(math.nan, 0.0, 1.0)) == (None, state)
     assert gradnorm_step(state, Gram(0.0, 0.0, 0.0)) == (None, state)
-    assert gradnorm_step(state, Gram(1.0, 0.0, 1.0), (math.nan, 1.0), asymmetry=1.0) == (
-        None,
-        state,
-    )
+    skipped = gradnorm_step(state, Gram(1.0, 0.0, 1.0), (math.nan, 1.0), asymmetry=1.0)
+    assert skipped == (None, state)
     weights, _ = gradnorm_step(state, Gram(1.0, 0.0, 0.0), lr=100.0)
     assert min(weights) > 0 and sum(weights) == pytest.approx(2)
 
@@ -90,7 +88,7 @@ def test_moco_first_step_by_hand() -> None:
 @pytest.mark.parametrize(
     "gram", [Gram(9.0, -0.5, 1.0), Gram(1.0, 0.9, 25.0), Gram(1e-6, 1e-7, 2e-6)]
 )
-def test_moco_on_a_fixed_gram_ends_at_mgda(gram: Gram) -> None:
+def test_moco_on_a_fixed_gram_converges_to_mgda(gram: Gram) -> None:
     state = (0.5, 0.5)
     for _ in range(3000):
         weights, state = moco_step(state, gram)
@@ -106,11 +104,11 @@ def test_uncertainty_step_is_the_gradient_of_its_loss() -> None:
     s = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
     values = torch.tensor([2.0, 0.1], dtype=torch.float64)
     (0.5 * torch.exp(-s) * values + 0.5 * s).sum().backward()
-    found = uncertainty_step((0.3, -0.4), (2.0, 0.1), lr=0.1)
-    assert found == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
+    stepped = uncertainty_step((0.3, -0.4), (2.0, 0.1), lr=0.1)
+    assert stepped == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
 
 
-def test_uncertainty_weights_are_inverse_losses_in_the_end() -> None:
+def test_uncertainty_weights_converge_to_half_the_inverse_losses() -> None:
     state = (0.0, 0.0)
     for _ in range(2000):
         state = uncertainty_step(state, (2.0, 0.1), lr=0.1)
@@ -151,29 +149,27 @@ def test_famo_gives_more_weight_to_the_loss_that_falls_more_slowly() -> None:
     assert state.logits[0] < -0.5 and state.logits[1] > 0.5
 
 
-def test_famo_of_equal_falls_stays_even() -> None:
+def test_famo_keeps_equal_weights_for_equal_decreases() -> None:
     state = famo_step(FAMOState(), (2.0, 2.0), (1.0, 1.0))
     assert state.logits == (0.0, 0.0) and state.steps == 1
     assert famo_step(state, (math.nan, 1.0), (1.0, 1.0)) is None
     assert famo_weights(state, (1.0, math.inf)) is None
 
 
+def gradnorm_with_losses(values):
+    return gradnorm_step(GradNormState(), Gram(1, 0, 1), values, asymmetry=1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gradnorm_step(GradNormState(), Gram(1, 0, 1), asymmetry=1), "losses=None"),
-        (
-            lambda: gradnorm_step(GradNormState(), Gram(1, 0, 1), (0.0, 1.0), asymmetry=1),
-            "losses=(0.0, 1.0): use positive losses",
-        ),
+        (lambda: gradnorm_with_losses(None), "losses=None"),
+        (lambda: gradnorm_with_losses((0.0, 1.0)), "losses=(0.0, 1.0): use positive losses"),
         (lambda: moco_step((0.5, 0.5), Gram(1, 0, 1), lr=-1), "lr=-1"),
         (lambda: dwa_step(DWAState(), (-0.1, 1.0)), "losses=(-0.1, 1.0): use losses >= 0"),
         (lambda: dwa_step(DWAState(), (1.0, 1.0), window=0), "window=0"),
         (lambda: dwa_weights(DWAState(), temperature=0.0), "temperature=0.0"),
-        (
-            lambda: famo_weights(FAMOState(), (1.0, -0.2)),
-            "losses=(1.0, -0.2): use losses >= minimum",
-        ),
+        (lambda: famo_weights(FAMOState(), (1.0, -0.2)), "losses=(1.0, -0.2): use losses >= min"),
     ],
 )
 def test_errors_name_argument_and_value(call, message: str) -> None:
@@ -182,44 +178,42 @@ def test_errors_name_argument_and_value(call, message: str) -> None:
     assert message in str(error.value)
 
 
-def library():
+def torchjd_scalarization():
     reason = "torchjd is an optional test oracle"
     return pytest.importorskip("torchjd.scalarization", reason=reason)
 
 
-def library_weights(scalarizer, pair) -> list[float]:
+def torchjd_weights(scalarizer, pair) -> list[float]:
     values = torch.tensor(pair, dtype=torch.float64, requires_grad=True)
     return torch.autograd.grad(scalarizer(values), values)[0].tolist()
 
 
 def test_dwa_agrees_with_torchjd() -> None:
-    theirs, state = library().DWA(2.0), DWAState()
+    theirs, state = torchjd_scalarization().DWA(2.0), DWAState()
     for t, pair in enumerate(losses(40)):
-        assert dwa_weights(state) == pytest.approx(library_weights(theirs, pair), abs=1e-7)
+        assert dwa_weights(state) == pytest.approx(torchjd_weights(theirs, pair), abs=1e-7)
         state = dwa_step(state, pair, window=5)
         if t % 5 == 4:
             theirs.step()
 
 
 def test_uncertainty_weighting_agrees_with_torchjd() -> None:
-    theirs, state = library().UW(2).double(), (0.0, 0.0)
+    theirs, state = torchjd_scalarization().UW(2).double(), (0.0, 0.0)
     for pair in losses(40):
-        assert uncertainty_weights(state) == pytest.approx(library_weights(theirs, pair), abs=1e-12)
-        (slope,) = torch.autograd.grad(
-            theirs(torch.tensor(pair, dtype=torch.float64)), theirs.log_var
-        )
+        assert uncertainty_weights(state) == pytest.approx(torchjd_weights(theirs, pair), abs=1e-12)
+        loss = theirs(torch.tensor(pair, dtype=torch.float64))
+        (slope,) = torch.autograd.grad(loss, theirs.log_var)
         with torch.no_grad():
             theirs.log_var -= 0.1 * slope
         state = uncertainty_step(state, pair, lr=0.1)
 
 
 def test_famo_agrees_with_torchjd_over_a_resumed_run() -> None:
-    theirs, state = library().FAMO(2).double(), FAMOState()
+    theirs, state = torchjd_scalarization().FAMO(2).double(), FAMOState()
     pairs = losses(41)
     for t, (before, after) in enumerate(itertools.pairwise(pairs)):
         state = restored(state) if t == 20 else state
-        assert famo_weights(state, before) == pytest.approx(
-            library_weights(theirs, before), abs=1e-9
-        )
+        expected = torchjd_weights(theirs, before)
+        assert famo_weights(state, before) == pytest.approx(expected, abs=1e-9)
         theirs.update(torch.tensor(after, dtype=torch.float64))
         state = famo_step(state, before, after)

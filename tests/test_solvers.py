@@ -87,7 +87,7 @@ def test_the_update_worsens_neither_objective(solve, slack: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["cagrad 0.5", "aligned min", "aligned rmse", "sdmgrad"])
-def test_these_solvers_may_worsen_one(name: str) -> None:
+def test_solvers_that_may_worsen_an_objective(name: str) -> None:
     assert any(min(gains(gram, SOLVERS[name](gram))) < -0.01 for gram in random_grams())
 
 
@@ -95,9 +95,8 @@ def test_these_solvers_may_worsen_one(name: str) -> None:
 def test_swapping_the_objectives_swaps_the_weights(solve) -> None:
     for gram in random_grams():
         s, r = solve(gram)
-        assert solve(Gram(gram.rl, gram.dot, gram.sft)) == pytest.approx(
-            (r, s), rel=1e-8, abs=1e-10
-        )
+        swapped = solve(Gram(gram.rl, gram.dot, gram.sft))
+        assert swapped == pytest.approx((r, s), rel=1e-8, abs=1e-10)
 
 
 @each_solver
@@ -105,9 +104,7 @@ def test_a_common_scale_changes_the_size_of_the_update_only(solve) -> None:
     for gram in random_grams(100):
         weights = solve(gram)
         scaled = solve(Gram(*(x * 2.0**40 for x in gram)))  # gradients times 2^20
-        factor = (
-            2.0**-20 if solve is nash_mtl else 1.0
-        )  # Nash: the update has unit norm at any scale
+        factor = 2.0**-20 if solve is nash_mtl else 1.0  # Nash: an update of norm 1 at any scale
         assert scaled == pytest.approx([w * factor for w in weights], rel=1e-12)
 
 
@@ -143,8 +140,8 @@ def test_cagrad_is_optimal_and_stays_on_its_sphere(radius: float) -> None:
             length = (x * x * a + 2 * x * y * b + y * y * c).clamp(min=0).sqrt()
             return 0.5 * (x * (a + b) + y * (b + c)) + radius * mean * length
 
-        found = torch.tensor((s - 0.5) / (s + r - 1), dtype=torch.float64)
-        assert dual(found) <= dual(x).min() + 1e-12
+        solution = torch.tensor((s - 0.5) / (s + r - 1), dtype=torch.float64)
+        assert dual(solution) <= dual(x).min() + 1e-12
 
 
 def test_nash_solves_its_equation_and_clips_to_the_unit_bisector() -> None:
@@ -158,7 +155,7 @@ def test_nash_solves_its_equation_and_clips_to_the_unit_bisector() -> None:
         assert first == pytest.approx(second, rel=1e-7)
 
 
-def test_unit_rl_leaves_nash_alone_and_changes_mgda() -> None:
+def test_unit_rl_changes_mgda_but_not_nash() -> None:
     for gram in random_grams(50):
         assert with_unit_rl(nash_mtl, gram) == pytest.approx(nash_mtl(gram), rel=1e-9)
     s, r = with_unit_rl(mgda, Gram(4.0, 0.0, 9.0))  # norms 2 and 1: weights 1/5 and 4/5, over 3
@@ -180,12 +177,12 @@ def test_aligned_mtl_makes_the_gram_matrix_a_multiple_of_the_identity(mode: str)
         assert torch.allclose(aligned / scale, identity, atol=1e-6), gram
 
 
-def test_sdmgrad_without_regularisation_is_mgda() -> None:
+def test_sdmgrad_without_regularization_is_mgda() -> None:
     for gram in random_grams():
         assert sdmgrad(gram, 0.0) == pytest.approx(mgda(gram), abs=1e-12)
 
 
-def test_sdmgrad_is_where_its_inner_loop_ends() -> None:
+def test_sdmgrad_matches_its_converged_inner_loop() -> None:
     """The published loop w <- Proj(w - lr A (w + lambda p)), run to convergence from (1/2, 1/2)."""
     saddles = 0
     for rows in torch.randn(60, 2, 2, dtype=torch.float64).tolist():
@@ -203,12 +200,12 @@ def test_sdmgrad_is_where_its_inner_loop_ends() -> None:
 def test_gram_of_micro_batches_and_their_halves() -> None:
     x, y = torch.randn(2, 4, 6, dtype=torch.float64)
     x = x[:3]  # an odd count: halves of one and two
-    both = torch.cat([x, y])
+    gradients = torch.cat([x, y])
     g_s, g_r = x.mean(0), y.mean(0)
     expected = (g_s.dot(g_s).item(), g_s.dot(g_r).item(), g_r.dot(g_r).item())
-    assert Gram.of_means(both @ both.T, 3) == pytest.approx(expected, rel=1e-12)
+    assert Gram.of_means(gradients @ gradients.T, 3) == pytest.approx(expected, rel=1e-12)
     halves = [(x[:1].mean(0), y[:2].mean(0)), (x[1:].mean(0), y[2:].mean(0))]
-    for i, row in enumerate(cross_gram(both @ both.T, 3)):
+    for i, row in enumerate(cross_gram(gradients @ gradients.T, 3)):
         direct = [halves[0][i].dot(g).item() for g in halves[1]]
         assert row == pytest.approx(direct, rel=1e-12)
 
@@ -222,11 +219,7 @@ def test_gram_of_micro_batches_and_their_halves() -> None:
         (pcgrad, Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
         (pcgrad, Gram(1.0, -1.0, 1.0), (2.0, 2.0)),
         (cagrad, Gram(4.0, 0.0, 0.0), (0.5, 0.5)),
-        (
-            cagrad,
-            Gram(1.0, -1.0, 1.0),
-            (0.5, 0.5),
-        ),  # the mean is zero, so the ball around it has radius zero
+        (cagrad, Gram(1.0, -1.0, 1.0), (0.5, 0.5)),  # a zero mean: the ball has radius zero
         (cagrad, Gram(1.0, 1.0, 1.0), (0.75, 0.75)),
         (partial(cagrad, radius=2.0), Gram(4.0, -2.0, 1.0), (0.0, 0.0)),
         (nash_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
@@ -241,7 +234,7 @@ def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:
     assert solve(gram) == pytest.approx(expected, abs=1e-12)
 
 
-def test_nash_fades_for_opposite_gradients() -> None:
+def test_nash_update_vanishes_for_opposite_gradients() -> None:
     gram = Gram(1.0, -1.0, 1.0)
     weights = nash_mtl(gram)
     assert all(0 < w < 1e4 for w in weights) and gram.norm_of(weights) == 0
@@ -257,10 +250,10 @@ def test_extreme_sizes_give_finite_weights(solve, scale: float) -> None:
 
 @each_solver
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_products_ask_for_a_skip(solve, bad: float) -> None:
-    for place in range(3):
+def test_non_finite_products_return_none(solve, bad: float) -> None:
+    for index in range(3):
         values = [2.0, -0.5, 1.0]
-        values[place] = bad
+        values[index] = bad
         assert solve(Gram(*values)) is None
         assert with_unit_rl(solve, Gram(*values)) is None
     assert sdmgrad(((1.0, bad), (0.0, 1.0))) is None
@@ -277,7 +270,7 @@ def test_non_finite_products_ask_for_a_skip(solve, bad: float) -> None:
         (lambda: aligned_mtl(GOLDEN, preference=(1.0, -1.0)), "preference=(1.0, -1.0)"),
         (lambda: sdmgrad(GOLDEN, regularization=math.nan), "regularization=nan"),
         (lambda: mgda(Gram(-1.0, 0.0, 1.0)), "gram.sft=-1.0: use a squared norm, >= 0"),
-        (lambda: cross_gram(torch.eye(3), 2), "sft_count=2: use 2 or more of each side"),
+        (lambda: cross_gram(torch.eye(3), 2), "sft_count=2: use at least 2 of each"),
         (lambda: Gram.of_means(torch.eye(3), 0), "sft_count=0"),
     ],
 )
@@ -287,7 +280,7 @@ def test_errors_name_argument_and_value(call, message: str) -> None:
     assert message in str(error.value)
 
 
-def oracle(weighting, gram: Gram) -> list[float]:
+def torchjd_weights(weighting, gram: Gram) -> list[float]:
     a, b, c = gram.unit()
     return weighting(torch.tensor([[a, b], [b, c]], dtype=torch.float64)).tolist()
 
@@ -302,22 +295,22 @@ def test_agrees_with_torchjd(name: str) -> None:
         "aligned rmse": lib.AlignedMTLWeighting(scale_mode="rmse"),
     }[name]
     for gram in random_grams():
-        theirs = oracle(weighting, gram)
+        theirs = torchjd_weights(weighting, gram)
         assert SOLVERS[name](gram) == pytest.approx(theirs, rel=1e-6, abs=1e-9), gram
 
 
 def test_nash_direction_is_torchjd_imtl_g() -> None:
     lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
     for gram in random_grams():
-        s, r = oracle(lib.IMTLGWeighting(), gram)
-        found = nash_mtl(gram)
-        assert found[0] / sum(found) == pytest.approx(s / (s + r), rel=1e-6)
+        s, r = torchjd_weights(lib.IMTLGWeighting(), gram)
+        weights = nash_mtl(gram)
+        assert weights[0] / sum(weights) == pytest.approx(s / (s + r), rel=1e-6)
 
 
 def test_sdmgrad_agrees_with_torchjd_where_its_loop_converges() -> None:
     lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
     for gram in (GOLDEN, Gram(1.0, 0.2, 2.0), Gram(3.0, -1.0, 1.0)):
-        theirs = oracle(lib.SDMGradWeighting(lr=0.3, n_iter=3000, lambda_=0.3), gram)
+        theirs = torchjd_weights(lib.SDMGradWeighting(lr=0.3, n_iter=3000, lambda_=0.3), gram)
         assert sdmgrad(gram) == pytest.approx(theirs, abs=1e-9)
 
 
@@ -326,5 +319,5 @@ def test_cagrad_agrees_with_torchjd() -> None:
     from torchjd.aggregation import CAGradWeighting
 
     for gram in random_grams(30):
-        theirs = oracle(CAGradWeighting(c=0.5, norm_eps=0.0), gram)
+        theirs = torchjd_weights(CAGradWeighting(c=0.5, norm_eps=0.0), gram)
         assert cagrad(gram) == pytest.approx(theirs, rel=1e-3, abs=1e-5)
