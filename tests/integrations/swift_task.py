@@ -113,9 +113,7 @@ def column(trainer: Any, name: str) -> list[float]:
 
 
 def main(folder: str, out: str, accumulation_steps: str, *options: str) -> None:
-    """Run one rank: swift's own trainer, ours with a constant mu, and ours with the controller,
-    uninterrupted and resumed.
-    """
+    """Run one rank: swift's trainer, ours with a constant mu, ours with the controller, resumed."""
     options = ("--gradient_accumulation_steps", accumulation_steps, *options)
     one_step = ("--max_steps", "1", *options)
     grpo = train(folder, f"{out}/grpo", RecordingGRPOTrainer, *one_step, demos="")
