@@ -12,7 +12,7 @@ from .yaml_text import to_yaml
 
 
 def dump(obj: Any) -> dict[str, Any]:
-    """Convert a dataclass instance to plain YAML types; `load(type(obj), dump(obj)) == obj`."""
+    """Convert a dataclass instance to plain YAML types, which `load` converts back."""
     hints = typing.get_type_hints(type(obj), include_extras=True)
     fields = (field.name for field in dataclasses.fields(obj) if field.init)
     return {name: to_plain(getattr(obj, name), hints[name]) for name in fields}

@@ -80,9 +80,9 @@ _CHOICE_PATTERNS = tuple(
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter that a multiple-choice response chooses, in upper case, or None.
+    r"""The letter that a multiple-choice response chooses, in upper case, or None.
 
-    Tried in this order: `\\boxed{C}`; "answer is (C)", "Answer: C"; a response that is only a
+    Tried in this order: `\boxed{C}`; "answer is (C)", "Answer: C"; a response that is only a
     letter; the last "(C)"; a letter at the very end. The last match counts.
     """
     for pattern in _CHOICE_PATTERNS:
