@@ -1,4 +1,4 @@
-"""Fixtures that every test file shares."""
+"""Fixtures and hooks for all tests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    if (
-        "tests.ranks" in sys.modules
-    ):  # start its server now, so that it is ready when the first test needs it
+    # start the server now, so that it is ready when the first test needs it
+    if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].start_server()
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Seed all RNGs, so that a test sees the same random numbers alone and in the full suite."""
+    """Seed all RNGs, so that a test's random numbers do not depend on which other tests run."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -44,9 +43,7 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a tiny model, tokenizer and dataset, enough for a run of milliseconds. Tests must
-    not modify it.
-    """
+    """Folder with a tiny model, tokenizer and dataset. Tests must not modify it."""
     from .tiny import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
@@ -54,9 +51,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialized memory with NaN (floats) or the dtype's minimum, so that a read of it is
-    noticed.
-    """
+    """Fill uninitialized memory with nan or the dtype's minimum, so that reading it is noticed."""
 
     def poisoned(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -66,12 +61,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
                 return tensor.fill_(torch.iinfo(tensor.dtype).min)
         return tensor
 
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ):
+    functions = [(torch, name) for name in ("empty", "empty_like", "empty_strided")]
+    for owner, name in [*functions, (torch.Tensor, "new_empty")]:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _real=real, **k: poisoned(_real(*a, **k)))
 

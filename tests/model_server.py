@@ -30,46 +30,47 @@ class Serving:
     """Server options; each flag injects one fault."""
 
     folder: str
-    """Folder with the model's configuration. The server initializes its own random weights, so they
-    differ from the trainer's.
+    """Folder with the model's configuration. The server's random weights differ from the trainer's.
     """
     name: str | None = None
     """Name of the served model; None: the folder."""
-    most: int = 64
+    max_model_len: int = 64
     """Maximum number of tokens in a prompt plus its response."""
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     """Vocabulary size, if it should differ from the model's."""
-    deaf: bool = False
+    ignores_updates: bool = False
     """Confirm weight updates but keep the old weights."""
-    dies_after: int | None = None
-    """Exit once this many completion requests have been answered and another arrives."""
+    exits_after: int | None = None
+    """Exit at the next completion request after this many have been answered."""
     store: int | None = None
     """Port of the TCPStore for the process group that broadcasts weights."""
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **how: Any) -> Iterator[Any]:
-    """Run a server for the duration of the block. Yields a handle: `.url`, `.asked()` (request
-    paths so far), `.kill()`.
+def serving(folder: Path, **options: Any) -> Iterator[Any]:
+    """Run a server for the duration of the block.
+
+    Yields a handle: `.url`, `.requests()` (their paths so far), `.kill()`.
     """
     ranks.start_server()
-    here, there = ranks.CONTEXT.Pipe()
-    process = ranks.CONTEXT.Process(target=_serve, args=(Serving(str(folder), **how), there))
+    parent_pipe, child_pipe = ranks.CONTEXT.Pipe()
+    arguments = (Serving(str(folder), **options), child_pipe)
+    process = ranks.CONTEXT.Process(target=_serve, args=arguments)
     process.start()
-    there.close()
-    if not here.poll(DEADLINE):
+    child_pipe.close()
+    if not parent_pipe.poll(DEADLINE):
         process.kill()
         raise TimeoutError(f"the server did not start within {DEADLINE} s")
-    port = here.recv()
+    port = parent_pipe.recv()
 
     class Handle:
         url = f"http://127.0.0.1:{port}"
 
-        def asked(self) -> list[str]:
-            here.send("asked")
-            if not here.poll(DEADLINE):
+        def requests(self) -> list[str]:
+            parent_pipe.send("requests")
+            if not parent_pipe.poll(DEADLINE):
                 raise TimeoutError("the server did not return its list of requests")
-            return here.recv()
+            return parent_pipe.recv()
 
         def kill(self) -> None:
             process.kill()
@@ -82,9 +83,9 @@ def serving(folder: Path, **how: Any) -> Iterator[Any]:
         process.join(DEADLINE)
 
 
-def _serve(how: Serving, pipe: Connection) -> None:
+def _serve(options: Serving, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    state = State(how)
+    state = State(options)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -101,8 +102,8 @@ def _serve(how: Serving, pipe: Connection) -> None:
             self.answer(json.loads(self.rfile.read(length) or "null"))
 
         def answer(self, body: Any) -> None:
-            code, found = state.answer(self.path, body)
-            text = json.dumps(found).encode()
+            code, reply = state.answer(self.path, body)
+            text = json.dumps(reply).encode()
             self.send_response(code)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -113,8 +114,8 @@ def _serve(how: Serving, pipe: Connection) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     pipe.send(server.server_address[1])
     try:
-        while pipe.recv() == "asked":
-            pipe.send(list(state.asked))
+        while pipe.recv() == "requests":
+            pipe.send(list(state.requests))
     except EOFError:
         os._exit(0)  # the test is over
 
@@ -122,12 +123,12 @@ def _serve(how: Serving, pipe: Connection) -> None:
 class State:
     """Holds the model and answers requests, one at a time."""
 
-    def __init__(self, how: Serving) -> None:
+    def __init__(self, options: Serving) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.how, self.asked, self.lock, self.completions = how, [], threading.Lock(), 0
-        config = AutoConfig.from_pretrained(how.folder)
-        config.vocab_size = how.vocabulary or config.vocab_size
+        self.options, self.requests, self.lock, self.completions = options, [], threading.Lock(), 0
+        config = AutoConfig.from_pretrained(options.folder)
+        config.vocab_size = options.vocab_size or config.vocab_size
         torch.manual_seed(99)
         self.model = AutoModelForCausalLM.from_config(config).eval()
         self.updating = False
@@ -135,8 +136,8 @@ class State:
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         """Return (HTTP status, JSON body)."""
         with self.lock:
-            self.asked.append(path)
-            known = {
+            self.requests.append(path)
+            handlers = {
                 "/v1/models": self.models,
                 "/v1/completions": self.completion,
                 "/collective_rpc": self.reload,
@@ -145,18 +146,22 @@ class State:
                 "/update_weights": self.receive,
                 "/finish_weight_update": self.finish,
             }
-            if path not in known:
+            if path not in handlers:
                 return 404, {"detail": "Not Found"}
             try:
-                return 200, known[path](body)
-            except ValueError as refusal:
-                return 400, {"error": {"message": str(refusal)}}
+                return 200, handlers[path](body)
+            except ValueError as error:
+                return 400, {"error": {"message": str(error)}}
             except Exception as error:
                 return 500, {"error": {"message": repr(error)}}
 
     def models(self, _: Any) -> Any:
-        name = self.how.name or self.how.folder
-        card = {"id": name, "root": self.how.folder, "max_model_len": self.how.most}
+        name = self.options.name or self.options.folder
+        card = {
+            "id": name,
+            "root": self.options.folder,
+            "max_model_len": self.options.max_model_len,
+        }
         return {"object": "list", "data": [card]}
 
     def reset(self, _: Any) -> Any:
@@ -167,39 +172,41 @@ class State:
 
         if body["method"] != "reload_weights":
             raise AttributeError(body["method"])
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
         for file in files:
-            found |= load_file(file)
-        self.load(found)
+            weights |= load_file(file)
+        self.load(weights)
         return {"results": [None]}
 
-    def load(self, found: dict[str, torch.Tensor]) -> None:
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Load all of the model's weights, by name."""
-        own = dict(self.model.named_parameters())
-        if found.keys() != own.keys():
-            raise KeyError(sorted(found.keys() ^ own.keys()))
-        for name, value in {} if self.how.deaf else found.items():
-            own[name].data.copy_(value)
+        parameters = dict(self.model.named_parameters())
+        if weights.keys() != parameters.keys():
+            raise KeyError(sorted(weights.keys() ^ parameters.keys()))
+        if self.options.ignores_updates:
+            return
+        for name, value in weights.items():
+            parameters[name].data.copy_(value)
 
     def start(self, _: Any) -> Any:
         self.updating = True
         return {"message": "Weight update started"}
 
     def receive(self, body: Any) -> Any:
-        """Receive weights as vLLM does over NCCL, but with gloo: the request lists the names, the
-        tensors are broadcast in that order.
+        """Receive weights as vLLM does over NCCL, but with gloo.
+
+        The request lists the names; the tensors are broadcast in that order.
         """
         assert self.updating
         info = body["update_info"]
-        group = meet(dist.TCPStore("127.0.0.1", self.how.store, is_master=False), 1)
-        found = {}
-        for name, dtype, shape in zip(
-            info["names"], info["dtype_names"], info["shapes"], strict=True
-        ):
-            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            group.broadcast(found[name], 0).wait()
-        self.load(found)
+        group = weight_group(dist.TCPStore("127.0.0.1", self.options.store, is_master=False), 1)
+        weights = {}
+        described = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        for name, dtype, shape in described:
+            weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast(weights[name], 0).wait()
+        self.load(weights)
         return {"message": "Weights updated"}
 
     def finish(self, _: Any) -> Any:
@@ -208,9 +215,9 @@ class State:
 
     def completion(self, body: Any) -> Any:
         self.completions += 1
-        if self.how.dies_after is not None and self.completions > self.how.dies_after:
+        if self.options.exits_after is not None and self.completions > self.options.exits_after:
             os._exit(1)
-        if body["model"] != (self.how.name or self.how.folder):
+        if body["model"] != (self.options.name or self.options.folder):
             raise ValueError(f"The model `{body['model']}` does not exist.")
         choices = [choice for prompt in body["prompt"] for choice in self.responses(prompt, body)]
         return {"choices": choices}
@@ -221,10 +228,12 @@ class State:
         size = self.model.config.vocab_size
         if max(prompt) >= size:
             raise ValueError(f"Token id {max(prompt)} is out of vocabulary")
-        if len(prompt) + body["max_tokens"] > self.how.most:
-            raise ValueError(f"This model's maximum context length is {self.how.most} tokens.")
+        if len(prompt) + body["max_tokens"] > self.options.max_model_len:
+            raise ValueError(
+                f"This model's maximum context length is {self.options.max_model_len} tokens."
+            )
         assert body["ignore_eos"] and body["return_token_ids"]
-        found = []
+        choices = []
         for i in range(body["n"]):
             rng = torch.Generator().manual_seed(body["seed"] + i)
             ids, logps = list(prompt), []
@@ -235,22 +244,20 @@ class State:
                 logps.append(logp)
                 if token in body.get("stop_token_ids", []):
                     break
-            drawn = ids[len(prompt) :]
-            found.append({"token_ids": drawn, "prompt_token_ids": prompt, "logprobs": None})
+            response = ids[len(prompt) :]
+            choice = {"token_ids": response, "prompt_token_ids": prompt, "logprobs": None}
             if body["logprobs"] is not None:
-                names = [f"token_id:{t}" for t in drawn]
-                tops = [{n: p} for n, p in zip(names, logps, strict=True)]
-                found[-1]["logprobs"] = {
-                    "tokens": names,
-                    "token_logprobs": logps,
-                    "top_logprobs": tops,
-                }
-        return found
+                names = [f"token_id:{t}" for t in response]
+                top = [{n: p} for n, p in zip(names, logps, strict=True)]
+                logprobs = {"tokens": names, "token_logprobs": logps, "top_logprobs": top}
+                choice["logprobs"] = logprobs
+            choices.append(choice)
+        return choices
 
 
-def meet(store: dist.Store, place: int) -> dist.ProcessGroup:
+def weight_group(store: dist.Store, rank: int) -> dist.ProcessGroup:
     """Process group of the weight sender (rank 0) and receiver (rank 1)."""
-    return dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=DEADLINE))
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=DEADLINE))
 
 
 def _pick(
