@@ -30,8 +30,8 @@ class Case:
     demos: tuple[int, ...] = (0, 1, 0, 0, 1, 1)
     packed: bool = False
     per_token: bool = False  # advantages per token
-    peak: float = 1.0  # scale of the logits; trained models have peaked distributions
-    masked_words: int = 0  # vocabulary entries whose logit is -inf
+    peak: float = 1.0  # scale of the logits; a trained model's distributions are peaked
+    masked_vocab: int = 0  # vocabulary entries whose logit is -inf
     mu: float = 0.4
     old: float | None = None  # standard deviation of logp - old_logps; None = on-policy
     ref: float | None = None  # standard deviation of logp - ref_logps; None = no reference
@@ -39,9 +39,7 @@ class Case:
 
 @dataclass
 class Batch:
-    """The inputs of one case. hidden, weight and bias are leaf tensors; `keywords` are accepted by
-    every entry point.
-    """
+    """The inputs of one case; hidden, weight and bias are leaf tensors."""
 
     hidden: Tensor
     weight: Tensor
@@ -49,12 +47,12 @@ class Batch:
     targets: Tensor
     advantages: Tensor
     is_demo: Tensor
-    keywords: dict[str, Any]
+    keywords: dict[str, Any]  # that every entry point accepts
 
     def logits(self) -> Tensor:
         """The case's logits as a leaf tensor in hidden's dtype."""
-        exact = reference.linear_logits(self.hidden, self.weight, self.bias).detach()
-        return exact.to(self.hidden.dtype).requires_grad_()
+        logits = reference.linear_logits(self.hidden, self.weight, self.bias).detach()
+        return logits.to(self.hidden.dtype).requires_grad_()
 
     def to(self, dtype: torch.dtype) -> Batch:
         """A copy of the batch whose leaf tensors have another dtype."""
@@ -74,12 +72,10 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
 
     hidden, weight = normal(sequences, width, H), normal(case.vocabulary, H) * case.peak / H**0.5
     bias = normal(case.vocabulary) / 2
-    bias[case.vocabulary - case.masked_words :] = -torch.inf
-    words = case.vocabulary - case.masked_words
-    targets = torch.randint(0, words, (sequences, width), generator=g)
-    targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(
-        -1
-    )  # the most likely token, so that p is high
+    bias[case.vocabulary - case.masked_vocab :] = -torch.inf
+    targets = torch.randint(0, case.vocabulary - case.masked_vocab, (sequences, width), generator=g)
+    # the first target is the most likely token, so that its p is high
+    targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(-1)
     live = torch.arange(width) < torch.tensor(case.lengths)[:, None]
     targets[~live] = -100
     is_demo = torch.tensor(case.demos, dtype=torch.bool)
@@ -87,21 +83,19 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
     logps, _ = reference.linear_token_logprobs(
         hidden, weight, targets, bias=bias, temperature=case.spec.temperature
     )
-    past = [
+    old_and_ref = [
         None if spread is None else (logps + spread * normal(sequences, width)).float()
         for spread in (case.old, case.ref)
     ]
     keywords: dict[str, Any] = {"mu": case.mu, "spec": case.spec}
-    if (
-        case.packed
-    ):  # drop half of the padding, so that some masked tokens remain in the packed batch
+    if case.packed:  # drop only half of the padding, so that some masked tokens remain
         kept = live | (torch.rand(live.shape, generator=g) < 0.5)
         hidden, targets = hidden[kept], targets[kept]
-        past = [x if x is None else x[kept] for x in past]
+        old_and_ref = [x if x is None else x[kept] for x in old_and_ref]
         advantages = advantages[kept] if case.per_token else advantages
         ends = kept.sum(1).cumsum(0)
         keywords["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-    keywords |= {"old_logps": past[0], "ref_logps": past[1]}
+    keywords |= {"old_logps": old_and_ref[0], "ref_logps": old_and_ref[1]}
     return Batch(hidden, weight, bias, targets, advantages, is_demo, keywords).to(dtype)
 
 
@@ -144,10 +138,10 @@ CASES = [
     ),
     Case("per-token", "advantages per token", per_token=True, packed=True, old=0.3),
     Case(
-        "masked-words",
+        "masked-vocab",
         "-inf logits mask part of the vocabulary",
         LossSpec(entropy_coef=0.05),
-        masked_words=30,
+        masked_vocab=30,
     ),
     Case("peaked", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
     Case(
@@ -163,18 +157,17 @@ BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
-def available(name: str, dtype: torch.dtype = torch.float32) -> str:
-    """Return the backend's name; if it cannot run here, skip the test with the backend's own
-    reason.
-    """
+def require_backend(name: str, dtype: torch.dtype = torch.float32) -> str:
+    """Return the backend's name, or skip the test with the reason if it cannot run here."""
     if reason := backends.unavailable(name, torch.device("cpu"), dtype):
         pytest.skip(f"{name}: {reason}")
     return name
 
 
-def by_rows(batch: Batch, rows: int) -> Tensor:
-    """Gradient of hidden from the same-dtype reference, with the last GEMM split into chunks of
-    `rows` rows: for few rows, BLAS may use a different, less accurate summation order.
+def hidden_grad_by_rows(batch: Batch, rows: int) -> Tensor:
+    """Gradient of hidden from the reference, with the last GEMM split into chunks of `rows` rows.
+
+    For few rows, BLAS may use a different, less accurate summation order.
     """
     logits = batch.logits()
     out = reference.fused_gac_loss(
@@ -185,19 +178,21 @@ def by_rows(batch: Batch, rows: int) -> Tensor:
     return torch.cat(parts).view_as(batch.hidden)
 
 
-def worse(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
-    """Return whichever of two results has the larger maximum error."""
+def less_accurate(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
+    """Return the less accurate of two results, by maximum error."""
     return max(a, b, key=lambda x: (x.double() - truth).abs().max().item())
 
 
-def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.0) -> None:
-    """Assert |ours - truth| <= 2 |same-dtype reference - truth| + 8 float32 ulp of the largest
-    truth.
+def check(
+    name: str, ours: Tensor, same_dtype: Tensor, truth: Tensor, extra_rtol: float = 0.0
+) -> None:
+    """Assert |ours - truth| <= 2 |same_dtype - truth| + 8 float32 ulp of the largest truth.
 
-    Both errors are maxima over elements. `unit` adds this fraction of the largest truth, for stores
-    that truncate. On failure, the message shows our worst element.
+    `same_dtype` is the reference's result in our dtype. Errors are maxima over elements.
+    `extra_rtol` adds this fraction of the largest truth, for results that are rounded once more. On
+    failure, the message shows our worst element.
     """
-    ours, same, truth = (x.detach().double() for x in (ours, same, truth))
+    ours, same_dtype, truth = (x.detach().double() for x in (ours, same_dtype, truth))
     assert ours.shape == truth.shape, f"{name}: shape {ours.shape} instead of {truth.shape}"
     if truth.numel() == 0:
         return
@@ -205,8 +200,10 @@ def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.
     if truth.isnan().any():
         assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: NaNs at different positions"
         return
-    error, allowed = (ours - truth).abs().reshape(-1), 2 * (same - truth).abs().max().item()
-    allowed += (unit + 8 * torch.finfo(torch.float32).eps) * max(truth.abs().max().item(), 1e-3)
+    error = (ours - truth).abs().reshape(-1)
+    scale = max(truth.abs().max().item(), 1e-3)
+    allowed = 2 * (same_dtype - truth).abs().max().item()
+    allowed += (extra_rtol + 8 * torch.finfo(torch.float32).eps) * scale
     worst = error.nan_to_num(nan=torch.inf).argmax()
     assert error[worst] <= allowed, (
         f"{name}: element {worst.item()} of {list(truth.shape)} is {ours.reshape(-1)[worst]:.9g}, "
@@ -214,23 +211,23 @@ def check(name: str, ours: Tensor, same: Tensor, truth: Tensor, unit: float = 0.
     )
 
 
-def check_outputs(ours: Any, same: Any, truth: Any) -> None:
+def check_outputs(ours: Any, same_dtype: Any, truth: Any) -> None:
     """Check every field of a LossOutput; moments are compared through their sums."""
+    outputs = ours, same_dtype, truth
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
-        check(name, *(getattr(out, name) for out in (ours, same, truth)))
-    nll = [torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in (ours, same, truth)]
-    check("demo_nll", *nll)
-    check("rollouts", *(out.moments.rollouts for out in (ours, same, truth)))
-    totals = [torch.nan_to_num(out.moments.totals, nan=-1.0) for out in (ours, same, truth)]
-    check("totals", *totals)
+        check(name, *(getattr(out, name) for out in outputs))
+    check("rollouts", *(out.moments.rollouts for out in outputs))
+    check("demo_nll", *(torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in outputs))
+    check("totals", *(torch.nan_to_num(out.moments.totals, nan=-1.0) for out in outputs))
 
 
 def check_grads(
     names: Iterable[str],
     ours: Iterable[Tensor],
-    same: Iterable[Tensor],
+    same_dtype: Iterable[Tensor],
     truth: Iterable[Tensor],
-    unit: float = 0.0,
+    extra_rtol: float = 0.0,
 ) -> None:
-    for name, *grads in zip(names, ours, same, truth, strict=True):
-        check(f"gradient of {name}", *grads, unit=unit)
+    """Check each gradient as `check` does."""
+    for name, *grads in zip(names, ours, same_dtype, truth, strict=True):
+        check(f"gradient of {name}", *grads, extra_rtol=extra_rtol)

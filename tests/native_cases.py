@@ -1,6 +1,4 @@
-"""Batches for the native CPU backend's tests, and helpers that compare its results with the
-reference.
-"""
+"""Batches and helpers for the tests of the native CPU backend."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ if reason := cpu.unavailable(CPU, torch.float32):
 def batch(
     width: int, rows: int = 4, length: int = 5, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Rollouts and demonstrations with masked tokens; old and reference log-probs are close to
-    those of the logits.
-    """
+    """Build rollouts and demonstrations with masked tokens; old and ref are close to the policy."""
     g = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(rows, length, width, generator=g)
     targets = torch.randint(width, (rows, length), generator=g)
@@ -49,12 +45,12 @@ def call(
     leaf = logits.detach().requires_grad_()
     out = fused_gac_loss(leaf, **inputs, backend=backend, **keywords)
     out.loss.backward()
-    scalars = {k: getattr(out, k).detach() for k in ("loss", "rollout_loss", "demo_loss")}
-    rest = {k: getattr(out, k) for k in ("kl", "clip_fraction", "logps", "entropy")}
-    return scalars | rest, leaf.grad
+    names = ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy")
+    return {name: getattr(out, name).detach() for name in names}, leaf.grad
 
 
 def error(value: Tensor, truth: Tensor) -> float:
+    """Largest absolute error."""
     return (value.double() - truth.double()).abs().max().item()
 
 

@@ -1,4 +1,4 @@
-"""Readable reimplementation of the published formulas: one row at a time, plain autograd, float64."""
+"""The published formulas, reimplemented one row at a time in float64 with plain autograd."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from gac.data.rows import Row
 from gac.methods import METHODS
 
 TEMPERATURE = 1.3
-MAX_NEW_TOKENS = 5  # rollouts.max_new_tokens of the tiny run
+MAX_NEW_TOKENS = 5
 
 
 class RowTerms(SimpleNamespace):
-    """One row evaluated by the float64 model: logp, p, entropy, reference logp and demonstration
-    mask of its n tokens.
-    """
+    """Per-token values of one row under the float64 model; see `row_terms`."""
 
 
 def row_terms(model, reference, row: Row) -> RowTerms:
-    """Differentiable log-probabilities of the row's loss tokens."""
+    """Evaluate the row's n loss tokens; logp, entropy and log_p are differentiable."""
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
     temperature = 1.0 if row.is_demo else TEMPERATURE
     targets = ids[0, start:]
-    out = {}
-    for name, net in (("own", model), ("ref", reference)):
-        logits = net(input_ids=ids).logits[0, start - 1 : -1] / temperature
-        out[name] = logits.log_softmax(-1)
-    logp = out["own"].gather(1, targets[:, None])[:, 0]
+    log_p, log_q = (
+        (net(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+        for net in (model, reference)
+    )
+    logp = log_p.gather(1, targets[:, None])[:, 0]
     switch = len(row.ids) if row.is_demo else max(row.switch, start)
     return RowTerms(
         row=row,
@@ -40,15 +38,15 @@ def row_terms(model, reference, row: Row) -> RowTerms:
         p=logp.detach().exp(),
         a=row.advantage,
         n=len(targets),
-        entropy=-(out["own"].exp() * out["own"]).sum(-1),
-        log_p=out["own"],
-        log_q=out["ref"].detach(),
-        ref=out["ref"].gather(1, targets[:, None])[:, 0].detach(),
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        log_p=log_p,
+        log_q=log_q.detach(),
+        ref=log_q.gather(1, targets[:, None])[:, 0].detach(),
         demo=torch.arange(start, len(row.ids)) < switch,
     )
 
 
-# ---- the two terms, from the papers' equations
+# ---- losses, from the papers' equations
 
 
 def nll(rows: list[RowTerms], weight: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
@@ -68,7 +66,7 @@ def policy_gradient(rows: list[RowTerms]) -> Tensor:
 
 
 def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
-    """Sum over tokens / (rows x maximum response length), as in LUFFY, HPT and TRAPO."""
+    """Sum over tokens / (rows * maximum response length), as in LUFFY, HPT and TRAPO."""
     return sum(p.sum() for p in parts) / (rows * MAX_NEW_TOKENS)
 
 
@@ -101,8 +99,9 @@ def gspo(rows: list[RowTerms]) -> Tensor:
 def preference(rows: list[RowTerms], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
     """Mean over pairs; the preferred response comes first."""
     assert [r.a for r in rows] == [1.0, -1.0] * (len(rows) // 2)
-    found = [(r.logp - r.ref).mean() if mean else (r.logp - r.ref).sum() for r in rows]
-    losses = [loss(w - lose) for w, lose in zip(found[0::2], found[1::2], strict=True)]
+    margins = [(r.logp - r.ref).mean() if mean else (r.logp - r.ref).sum() for r in rows]
+    pairs = zip(margins[0::2], margins[1::2], strict=True)
+    losses = [loss(preferred - rejected) for preferred, rejected in pairs]
     return sum(losses) / len(losses)
 
 
@@ -120,32 +119,35 @@ def multitask(rows: list[RowTerms]) -> Tensor:
 
 def luffy(rows: list[RowTerms]) -> Tensor:
     shaped = [-r.a * r.logp.exp() / (r.logp.exp() + 0.1) for r in rows if r.row.is_demo]
-    own = [surrogate(r) - 0.001 * r.entropy for r in rows if not r.row.is_demo]
-    return constant_sum(shaped + own, len(rows))
+    rollouts = [surrogate(r) - 0.001 * r.entropy for r in rows if not r.row.is_demo]
+    return constant_sum(shaped + rollouts, len(rows))
 
 
 def srft(rows: list[RowTerms]) -> Tensor:
     demos = [r for r in rows if r.row.is_demo]
     rollouts = [r for r in rows if not r.row.is_demo]
-    spread = {id(r): r.entropy.mean().detach() for r in rows}
-    sft = sum((-0.5 * (-spread[id(r)]).exp() * r.logp - r.a * r.logp.exp()).sum() for r in demos)
-    own = sum((-0.1 * spread[id(r)].exp() * r.logp if r.a > 0 else r.logp).sum() for r in rollouts)
     assert {r.a for r in rollouts} == {1.0, -1.0}
-    return sft / sum(r.n for r in demos) + own / sum(r.n for r in rollouts)
+    sft, rl = [], []
+    for r in demos:
+        weight = 0.5 * (-r.entropy.mean().detach()).exp()
+        sft.append((-weight * r.logp - r.a * r.logp.exp()).sum())
+    for r in rollouts:
+        weight = 0.1 * r.entropy.mean().detach().exp()
+        rl.append((-weight * r.logp if r.a > 0 else r.logp).sum())
+    return sum(sft) / sum(r.n for r in demos) + sum(rl) / sum(r.n for r in rollouts)
 
 
 def hpt(rows: list[RowTerms]) -> Tensor:
-    own = [r for r in rows if not r.row.is_demo]
-    assert own and len(own) < len(rows)
-    return constant_sum([surrogate(r) - 0.001 * r.entropy for r in own], len(own)) + nll(rows)
+    rollouts = [r for r in rows if not r.row.is_demo]
+    assert rollouts and len(rollouts) < len(rows)
+    parts = [surrogate(r) - 0.001 * r.entropy for r in rollouts]
+    return constant_sum(parts, len(rollouts)) + nll(rows)
 
 
 def trapo(rows: list[RowTerms]) -> Tensor:
-    """Prefix tokens: -p / max(p, 0.1). The policy's own tokens: -A times the ratio."""
-    assert any(
-        r.demo.any() and not r.demo.all() for r in rows
-    )  # a row with both prefix and own tokens
-    assert any(r.row.is_demo for r in rows)  # a whole demonstration
+    """Demonstrated prefix tokens: -p / max(p, 0.1). Sampled tokens: -A times the ratio."""
+    assert any(r.demo.any() and not r.demo.all() for r in rows), "no row has both kinds of tokens"
+    assert any(r.row.is_demo for r in rows), "no row is a complete demonstration"
     parts = [torch.where(r.demo, -r.logp.exp() / r.p.clamp(min=0.1), surrogate(r)) for r in rows]
     return constant_sum(parts, len(rows))
 
@@ -226,21 +228,16 @@ def aligned(a: float, b: float, c: float) -> tuple[float, float]:
 
 
 def moco(a: float, b: float, c: float) -> tuple[float, float]:
-    """From (1/2, 1/2): one step of size 0.1 on the tracked Gram matrix divided by its trace, then a
-    projection.
-    """
-    share = (0.1 * (c - a) / (a + c) / 2 + 1) / 2
-    return 0.1 * share, 0.1 * (1 - share)  # tracked gradients are 0.1 g after one step
+    """From (1/2, 1/2): one projected step of size 0.1 on the tracked Gram matrix / its trace."""
+    weight = (0.1 * (c - a) / (a + c) / 2 + 1) / 2
+    return 0.1 * weight, 0.1 * (1 - weight)  # tracked gradients are 0.1 g after one step
 
 
 def gradnorm(a: float, b: float, c: float) -> tuple[float, float]:
-    """Both weights 1; the larger norm's weight falls by 0.025 |g| / mean, the other's rises."""
+    """From weights of 1: the larger norm's falls by 0.025 |g| / mean, the other's rises."""
     s, r = math.sqrt(a), math.sqrt(c)
     mean = (s + r) / 2
-    s, r = (
-        1 - 0.025 * math.copysign(s / mean, s - mean),
-        1 - 0.025 * math.copysign(r / mean, r - mean),
-    )
+    s, r = (1 - 0.025 * math.copysign(x / mean, x - mean) for x in (s, r))
     return 2 * s / (s + r), 2 * r / (s + r)
 
 

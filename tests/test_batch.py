@@ -1,7 +1,7 @@
 """`plan` and `reduce` of the kernel backends against their definitions in `gac_kernels.tokens`.
 
-Tolerances: copied values and counts are equal; float32 values may differ by one ulp; float64 sums
-may differ by summation order.
+Copied values and counts must be equal; float32 values may differ by one ulp, and float64 sums in
+their summation order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Summary, Tokens, TokenTerms, reduce, plan
+from gac_kernels.tokens import Summary, Tokens, TokenTerms, plan, reduce
 
-from .cases import Case, available, build, each_case
+from .cases import Case, build, each_case, require_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 KERNELS = ("native", "triton")
@@ -34,21 +34,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "BLOCK", 16)
 
 
-class Given(NamedTuple):
+class PlanArgs(NamedTuple):
     """The arguments of `plan`."""
 
     inputs: BatchInputs
     spec: LossSpec = LossSpec()
 
-    def change(self, **fields: Any) -> Given:
+    def change(self, **fields: Any) -> PlanArgs:
         return self._replace(inputs=self.inputs._replace(**fields))
 
 
-def of_case(case: Case) -> Given:
+def plan_args(case: Case) -> PlanArgs:
     batch = build(case)
     keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
     inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
-    return Given(inputs, case.spec)
+    return PlanArgs(inputs, case.spec)
 
 
 def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
@@ -59,72 +59,73 @@ def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
     return TokenTerms(*(x.detach() for x in reference.token_terms(logps, entropy, tokens, spec)))
 
 
-def close(name: str, ours: Tensor, theirs: Tensor, scale: float = 1.0) -> None:
+def assert_close(name: str, actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     """Assert equality up to one float32 ulp, or 2^-40 of `scale` for float64 sums."""
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
-    if theirs.dtype == torch.float32:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
+    if expected.dtype == torch.float32:
         tolerance = {"rtol": 2.0**-23, "atol": 2.0**-24 * scale}
     else:
         tolerance = {"rtol": 1e-12, "atol": 2.0**-40 * scale}
     torch.testing.assert_close(
-        ours, theirs, **tolerance, equal_nan=True, msg=lambda text: f"{name}: {text}"
+        actual, expected, **tolerance, equal_nan=True, msg=lambda text: f"{name}: {text}"
     )
 
 
-def check_plan(name: str, given: Given) -> Tokens:
-    ours, theirs = backends.load(name, CPU).plan(*given), plan(*given)
+def check_plan(name: str, args: PlanArgs) -> Tokens:
+    """Check that the backend's `plan` equals the definition, and return the definition's tokens."""
+    ours, definition = backends.load(name, CPU).plan(*args), plan(*args)
     for field in Tokens._fields:
-        mine, definition = getattr(ours, field), getattr(theirs, field)
+        actual, expected = getattr(ours, field), getattr(definition, field)
         if field in ("weight", "scale"):
-            close(field, mine, definition, scale=0.0)
-        elif isinstance(definition, Tensor):
-            assert mine.dtype == definition.dtype, field
-            assert torch.equal(mine, definition), field
+            assert_close(field, actual, expected, scale=0.0)
+        elif isinstance(expected, Tensor):
+            assert actual.dtype == expected.dtype, field
+            assert torch.equal(actual, expected), field
         else:
-            assert mine == definition, field
-    return theirs
+            assert actual == expected, field
+    return definition
 
 
 def flat(summary: Summary) -> dict[str, Tensor]:
+    """Every tensor of a summary by name."""
     scalars = {k: v for k, v in summary._asdict().items() if k != "moments"}
     return scalars | (vars(summary.moments) if summary.moments else {})
 
 
 def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
-    """Check that `reduce` equals `finish` and is bitwise reproducible."""
-    ours = backends.load(name, CPU).reduce(tokens, terms, moments)
-    theirs = reduce(tokens, terms, moments)
-    again = flat(backends.load(name, CPU).reduce(tokens, terms, moments))
-    assert flat(ours).keys() == flat(theirs).keys()
-    for field, definition in flat(theirs).items():
-        close(field, flat(ours)[field], definition)
-        assert flat(ours)[field].numpy().tobytes() == again[field].numpy().tobytes(), field
+    """Check that the backend's `reduce` equals the definition and is bitwise reproducible."""
+    ours, repeated = (backends.load(name, CPU).reduce(tokens, terms, moments) for _ in range(2))
+    definition = flat(reduce(tokens, terms, moments))
+    assert flat(ours).keys() == definition.keys()
+    for field, expected in definition.items():
+        actual = flat(ours)[field]
+        assert_close(field, actual, expected)
+        assert actual.numpy().tobytes() == flat(repeated)[field].numpy().tobytes(), field
     return ours
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @each_case
 def test_every_case(case: Case, name: str, poison: None) -> None:
-    given = of_case(case)
-    tokens = check_plan(available(name), given)
+    tokens = check_plan(require_backend(name), plan_args(case))
     summary = check_reduce(name, tokens, terms_of(tokens, case.spec))
     assert summary.loss != 0 and summary.moments is not None and summary.moments.rollouts[3] > 0
 
 
-def padded(*shape: int, demos: tuple[int, ...]) -> Given:
+def padded(*shape: int, demos: tuple[int, ...]) -> PlanArgs:
     g = torch.Generator().manual_seed(2)
     targets = torch.randint(9, shape, generator=g)
     targets[torch.rand(shape, generator=g) < 0.3] = -100
     advantages = torch.randn(shape[0], generator=g)
-    return Given(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
+    return PlanArgs(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
 
 
-def packed(lengths: list[int]) -> Given:
+def packed(lengths: list[int]) -> PlanArgs:
     ends = torch.tensor(lengths).cumsum(0)
-    given = padded(1, sum(lengths), demos=(0,))
+    args = padded(1, sum(lengths), demos=(0,))
     g = torch.Generator().manual_seed(3)
-    return given.change(
-        targets=given.inputs.targets[0],
+    return args.change(
+        targets=args.inputs.targets[0],
         advantages=torch.randn(len(lengths), generator=g),
         is_demo=torch.arange(len(lengths)) % 3 == 1,
         cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
@@ -132,8 +133,8 @@ def packed(lengths: list[int]) -> Given:
 
 
 SMALL = padded(4, 6, demos=(0, 1, 0, 1))
-GIVEN: dict[str, Callable[[], Given]] = {
-    "no rollouts: their signals are nan": lambda: padded(2, 5, demos=(1, 1)),
+EDGES: dict[str, Callable[[], PlanArgs]] = {
+    "no rollouts, whose signals are nan": lambda: padded(2, 5, demos=(1, 1)),
     "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
     "no loss tokens: every norm is 0": lambda: SMALL.change(targets=torch.full((4, 6), -100)),
     "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
@@ -144,12 +145,12 @@ GIVEN: dict[str, Callable[[], Given]] = {
     "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
     "more sequences than a block": lambda: packed([1, 2, 0] * 7),
     "mu as a tensor": lambda: SMALL.change(mu=torch.tensor(0.3)),
-    "norms given by the caller": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
+    "norms from the caller": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
     "norms as tensors": lambda: SMALL.change(
         rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)
     ),
     "a norm of 0 gives zero weight": lambda: SMALL.change(rollout_norm=0.0),
-    "constant norms given by the caller": lambda: SMALL.change(rollout_norm=5)._replace(
+    "constant norms from the caller": lambda: SMALL.change(rollout_norm=5)._replace(
         spec=LossSpec(rollout_reduction="constant", max_tokens=9)
     ),
     "other float dtypes": lambda: SMALL.change(
@@ -174,61 +175,65 @@ GIVEN: dict[str, Callable[[], Given]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
-def test_edges(given: Callable[[], Given], name: str, poison: None) -> None:
-    arguments = given()
-    tokens = check_plan(available(name), arguments)
-    check_reduce(name, tokens, terms_of(tokens, arguments.spec))
+@pytest.mark.parametrize("make_args", EDGES.values(), ids=EDGES)
+def test_edges(make_args: Callable[[], PlanArgs], name: str, poison: None) -> None:
+    args = make_args()
+    tokens = check_plan(require_backend(name), args)
+    check_reduce(name, tokens, terms_of(tokens, args.spec))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("sequence", (0, 1), ids=("rollout", "demonstration"))
-def test_a_broken_token_is_seen_where_the_definition_sees_it(name: str, sequence: int) -> None:
+def test_nan_tokens_propagate_as_in_the_definition(name: str, sequence: int) -> None:
     tokens = plan(*SMALL)
     terms = terms_of(tokens, SMALL.spec)
-    broken = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
-    terms.logps[broken] = terms.loss[broken] = terms.entropy[broken] = math.nan
-    summary = check_reduce(available(name), tokens, terms)
+    token = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
+    terms.logps[token] = terms.loss[token] = terms.entropy[token] = math.nan
+    summary = check_reduce(require_backend(name), tokens, terms)
     assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_centred_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -> None:
-    given = SMALL.change(advantages=1e4 + 1e-2 * torch.randn(4, 6))
-    tokens = plan(*given)
-    summary = check_reduce(available(name), tokens, terms_of(tokens, given.spec))
-    ours, exact = (
-        x.moments.rollouts[4] for x in (summary, reduce(tokens, terms_of(tokens, given.spec), True))
+def test_centered_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -> None:
+    args = SMALL.change(advantages=1e4 + 1e-2 * torch.randn(4, 6))
+    tokens = plan(*args)
+    terms = terms_of(tokens, args.spec)
+    ours = check_reduce(require_backend(name), tokens, terms)
+    definition = reduce(tokens, terms, True)
+    torch.testing.assert_close(
+        ours.moments.rollouts[4], definition.moments.rollouts[4], rtol=1e-6, atol=0
     )
-    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_without_moments(name: str) -> None:
     tokens = plan(*SMALL)
-    summary = check_reduce(available(name), tokens, terms_of(tokens, SMALL.spec), moments=False)
+    summary = check_reduce(
+        require_backend(name), tokens, terms_of(tokens, SMALL.spec), moments=False
+    )
     assert summary.moments is None
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_loss_may_change_in_place(name: str) -> None:
+def test_the_loss_can_be_modified_in_place(name: str) -> None:
     """Trainers do `loss /= steps` and `loss += auxiliary`."""
     logits = torch.randn(2, 3, 11, requires_grad=True)
     batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
-    plain = fused_gac_loss(logits, *batch, backend=available(name)).loss
-    (whole,) = torch.autograd.grad(plain, logits)
+    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name)).loss
+    (expected,) = torch.autograd.grad(unmodified, logits)
     loss = fused_gac_loss(logits, *batch, backend=name).loss
     loss /= 4
     loss += 1
-    (quarter,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(quarter, whole / 4)
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(grad, expected / 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [True, False])
 def test_inputs_on_the_cpu(pinned: bool) -> None:
-    """CPU inputs, pageable or pinned, are copied without synchronization. Copies of pinned inputs
-    can be captured in a CUDA graph, and a replay reads their new values.
+    """CPU inputs are copied without synchronization.
+
+    A CUDA graph can capture copies of pinned inputs, and a replay reads their new values.
     """
     cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3), demo_norm=torch.tensor(9.0)).inputs
     if pinned:
@@ -255,16 +260,16 @@ def test_inputs_on_the_cpu(pinned: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_recorded_in_a_cuda_graph() -> None:
+def test_cuda_graph_capture() -> None:
     """No host synchronization; a replay on new inputs gives the results for those inputs."""
     cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3)).inputs
-    given = Given(BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)))
-    targets = given.inputs.targets
+    args = PlanArgs(BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)))
+    targets = args.inputs.targets
     triton = backends.load("triton", torch.device("cuda"))
     logps = torch.zeros(len(targets), device="cuda")
 
     def run() -> tuple[Tokens, Summary]:
-        tokens = triton.plan(*given)
+        tokens = triton.plan(*args)
         return tokens, triton.reduce(tokens, TokenTerms(*[logps] * 5), True)
 
     run()  # compile
@@ -274,9 +279,9 @@ def test_recorded_in_a_cuda_graph() -> None:
     targets[1] = -100
     logps.copy_(torch.where(targets == -100, 0.0, -torch.rand_like(logps)))
     graph.replay()
-    expected = plan(*given)
+    expected = plan(*args)
     for field in ("live", "lengths", "offsets", "sequence", "advantages"):
         assert torch.equal(getattr(tokens, field), getattr(expected, field)), field
-    close("weight", tokens.weight, expected.weight)
+    assert_close("weight", tokens.weight, expected.weight)
     for field, value in flat(reduce(expected, TokenTerms(*[logps] * 5), True)).items():
-        close(field, flat(summary)[field], value, scale=float(len(logps)))
+        assert_close(field, flat(summary)[field], value, scale=float(len(logps)))

@@ -1,4 +1,4 @@
-"""torch.compile: the public calls are opaque custom operators and cause no graph breaks."""
+"""torch.compile: the public functions are custom operators and cause no graph breaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cases import BY_NAME, Batch, build
 
 
 def all_calls(batch: Batch, mu: float | torch.Tensor):
-    """Call every public function; all differentiable outputs contribute to the result."""
+    """Call every public function; the first result depends on all differentiable outputs."""
     hidden, weight, bias = batch.hidden, batch.weight, batch.bias
     logits = torch.nn.functional.linear(hidden, weight, bias)
     keywords = batch.keywords | {"mu": mu}
@@ -40,7 +40,7 @@ def check_compiled(backend: str, name: str, mu: float | torch.Tensor, autocast: 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, out, plain = all_calls(batch, mu)
         total_c, out_c, plain_c = compiled(batch, mu)
-    # both run the same operators; inductor may only reorder the additions around them
+    # compiled code runs the same operators; inductor may only reorder the additions around them
     torch.testing.assert_close(total_c, total, rtol=1e-6, atol=0)
     grads, grads_c = torch.autograd.grad(total, leaves), torch.autograd.grad(total_c, leaves)
     torch.testing.assert_close(grads_c, grads, rtol=1e-5, atol=1e-6)
@@ -51,7 +51,7 @@ def check_compiled(backend: str, name: str, mu: float | torch.Tensor, autocast: 
 
 
 @pytest.mark.parametrize("name", ["entropy", "k3"])
-def test_one_graph_with_the_same_numbers(name: str) -> None:
+def test_one_graph_with_the_same_values(name: str) -> None:
     check_compiled("aot_eager", name, 0.3, autocast=False)
 
 
@@ -68,10 +68,8 @@ def test_inductor() -> None:
     check_compiled("inductor", "entropy", 0.3, autocast=False)
 
 
-def test_a_new_mu_compiles_nothing_anew() -> None:
-    """The controller changes mu at every step; passed as a tensor, it is not a constant of the
-    graph.
-    """
+def test_a_new_mu_does_not_recompile() -> None:
+    """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
     batch = build(BY_NAME["defaults"])
     counter = CompileCounterWithBackend("eager")
     torch.compiler.reset()
@@ -94,7 +92,7 @@ def test_no_grad_and_frozen_weight() -> None:
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_values_are_checked_when_the_code_runs() -> None:
+def test_values_are_checked_at_run_time() -> None:
     batch = build(BY_NAME["defaults"])
     torch.compiler.reset()
     compiled = torch.compile(fused_gac_loss, fullgraph=True, backend="aot_eager")
@@ -106,7 +104,7 @@ def test_values_are_checked_when_the_code_runs() -> None:
 
 
 def test_float16_weight_gradient() -> None:
-    """The scale (`unit`) of float16 gradients is passed through the custom operator."""
+    """The custom operator returns `inv_scale`, which unscales float16 gradients."""
     batch = build(BY_NAME["one"], torch.float16)
 
     def call(batch: Batch):
@@ -157,7 +155,7 @@ def test_opcheck(form: str) -> None:
     )
 
 
-def test_the_specification_survives_its_encoding() -> None:
+def test_spec_encode_decode_round_trip() -> None:
     spec = LossSpec(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99)
     assert ops.decode(ops.encode(spec)) == spec
     assert ops.decode(ops.encode(LossSpec())) == LossSpec()

@@ -10,35 +10,28 @@ from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, loss_from_logprobs, reference
 
-from .cases import BY_NAME, Batch, Case, available, build, check, check_outputs, each_case
+from .cases import BY_NAME, Batch, Case, build, check, check_outputs, each_case, require_backend
 
 
-def from_logits(batch: Batch, **changes):
-    """Return the loss computed from reference log-probabilities, and its gradient with respect to
-    the logits.
-    """
-    keywords = batch.keywords | changes
+def from_logits(batch: Batch):
+    """Return `loss_from_logprobs` of the reference's log-probs, and the gradient of the logits."""
     logits = batch.logits()
-    temperature = keywords["spec"].temperature
+    temperature = batch.keywords["spec"].temperature
     logps, entropy = reference.token_logprobs(logits, batch.targets, temperature=temperature)
-    out = loss_from_logprobs(
-        logps, batch.targets, batch.advantages, batch.is_demo, entropy=entropy, **keywords
-    )
+    out = call(batch, logps, entropy)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
 
-def fused(batch: Batch, backend: str, **changes):
+def fused(batch: Batch, backend: str):
+    """Return `fused_gac_loss` and the gradient of the logits."""
     logits = batch.logits()
-    out = fused_gac_loss(
-        *(logits, batch.targets, batch.advantages, batch.is_demo),
-        **batch.keywords | changes,
-        backend=backend,
-    )
+    inputs = batch.targets, batch.advantages, batch.is_demo
+    out = fused_gac_loss(logits, *inputs, **batch.keywords, backend=backend)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
 
 @each_case
-def test_float64_is_the_reference_bit_for_bit(case: Case) -> None:
+def test_float64_equals_the_reference_bit_for_bit(case: Case) -> None:
     batch = build(case, torch.float64)
     (ours, d_ours), (exact, d_exact) = from_logits(batch), fused(batch, "reference")
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
@@ -51,22 +44,23 @@ def test_float64_is_the_reference_bit_for_bit(case: Case) -> None:
 
 
 @each_case
-def test_float32_is_as_good_as_the_fused_kernels(case: Case) -> None:
+def test_float32_is_as_accurate_as_the_fused_kernels(case: Case) -> None:
     batch = build(case)
     truth, d_truth = fused(batch.to(torch.float64), "reference")
-    kernel, d_kernel = fused(batch, available("native"))
+    kernel, d_kernel = fused(batch, require_backend("native"))
     ours, d_ours = from_logits(batch)
-    same, d_same = fused(batch, "reference")
-    check_outputs(ours, same, truth)
-    check_outputs(kernel, same, truth)
-    check("gradient", d_ours, d_same, d_truth)
-    check("gradient of the kernel", d_kernel, d_same, d_truth)
+    same_dtype, d_same_dtype = fused(batch, "reference")
+    check_outputs(ours, same_dtype, truth)
+    check_outputs(kernel, same_dtype, truth)
+    check("gradient", d_ours, d_same_dtype, d_truth)
+    check("gradient of the kernel", d_kernel, d_same_dtype, d_truth)
 
 
 def leaves(name: str, dtype: torch.dtype = torch.float64) -> tuple[Batch, Tensor, Tensor]:
+    """Build a batch and the leaf tensors logps and entropy."""
     batch = build(BY_NAME[name], dtype)
-    found = reference.token_logprobs(batch.logits().detach(), batch.targets)
-    logps, entropy = (x.requires_grad_() for x in found)
+    stats = reference.token_logprobs(batch.logits().detach(), batch.targets)
+    logps, entropy = (x.requires_grad_() for x in stats)
     return batch, logps, entropy
 
 
@@ -76,7 +70,7 @@ def call(batch: Batch, logps: Tensor, entropy: Tensor | None = None, **changes):
     return loss_from_logprobs(logps, *inputs, entropy=entropy, **keywords)
 
 
-def test_differentiable_in_both_and_twice() -> None:
+def test_differentiable_twice_in_logps_and_entropy() -> None:
     """With w = 1 and explicit old log-probabilities, nothing is detached."""
     batch, logps, entropy = leaves("clip")
     spec = LossSpec(demo_weight=DemoWeight.ONE, entropy_coef=0.1)
@@ -87,27 +81,27 @@ def test_differentiable_in_both_and_twice() -> None:
     assert torch.autograd.grad(first.sum(), logps)[0].isfinite().all()
 
 
-def test_nothing_is_read_where_there_is_no_loss() -> None:
+def test_masked_tokens_are_not_read() -> None:
     batch, logps, entropy = leaves("packed")
-    dead = batch.targets == -100
+    masked = batch.targets == -100
     clean = call(batch, logps, entropy)
     grads = torch.autograd.grad(clean.loss, logps)[0]
-    assert dead.any() and not grads[dead].any() and grads[~dead].any()
-    dirty = logps.detach().masked_fill(dead, torch.nan).requires_grad_()
-    out = call(batch, dirty, entropy.detach().masked_fill(dead, torch.inf))
+    assert masked.any() and not grads[masked].any() and grads[~masked].any()
+    dirty = logps.detach().masked_fill(masked, torch.nan).requires_grad_()
+    out = call(batch, dirty, entropy.detach().masked_fill(masked, torch.inf))
     assert torch.equal(out.loss, clean.loss) and torch.equal(out.logps, clean.logps)
     assert torch.equal(torch.autograd.grad(out.loss, dirty)[0], grads)
 
 
-def test_an_unknown_entropy_is_nan_and_changes_nothing_else() -> None:
+def test_without_entropy_only_entropy_outputs_are_nan() -> None:
     batch, logps, entropy = leaves("k3")
-    known, unknown = call(batch, logps, entropy), call(batch, logps)
+    expected, out = call(batch, logps, entropy), call(batch, logps)
     live = batch.targets != -100
-    assert unknown.entropy[live].isnan().all() and not unknown.entropy[~live].any()
-    assert torch.equal(unknown.loss, known.loss)
-    assert unknown.moments.totals[4:].isnan().all()
-    assert torch.equal(unknown.moments.totals[:4], known.moments.totals[:4])
-    assert unknown.moments.signals() == known.moments.signals()
+    assert out.entropy[live].isnan().all() and not out.entropy[~live].any()
+    assert torch.equal(out.loss, expected.loss)
+    assert out.moments.totals[4:].isnan().all()
+    assert torch.equal(out.moments.totals[:4], expected.moments.totals[:4])
+    assert out.moments.signals() == expected.moments.signals()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,41 +115,41 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert grads[0].dtype == dtype and torch.equal(grads[0], grads[1].to(dtype))
 
 
-def test_batches_with_nothing_to_learn() -> None:
+def test_batches_without_loss_tokens() -> None:
     batch, logps, _ = leaves("defaults")
     for targets in (torch.full_like(batch.targets, -100), batch.targets[:, :0]):
-        given = logps[:, : targets.shape[1]].detach().requires_grad_()
-        out = call(replace(batch, targets=targets), given)
-        (grad,) = torch.autograd.grad(out.loss, given)
+        leaf = logps[:, : targets.shape[1]].detach().requires_grad_()
+        out = call(replace(batch, targets=targets), leaf)
+        (grad,) = torch.autograd.grad(out.loss, leaf)
         assert out.loss == 0 and not grad.any() and out.moments.rollouts[0] == 0
-    only = replace(batch, is_demo=torch.ones_like(batch.is_demo))
-    assert call(only, logps).rollout_loss == 0 and call(only, logps).demo_loss != 0
+    out = call(replace(batch, is_demo=torch.ones_like(batch.is_demo)), logps)
+    assert out.rollout_loss == 0 and out.demo_loss != 0
 
 
 def test_micro_batches_with_norms_add_up() -> None:
     batch, logps, _ = leaves("defaults")
     norms = {"rollout_norm": 3.0, "demo_norm": torch.tensor(9.0)}
-    whole = call(batch, logps, **norms)
+    full = call(batch, logps, **norms)
     parts = []
     for rows in (slice(0, 2), slice(2, 6)):
-        some = replace(
+        part = replace(
             batch,
             targets=batch.targets[rows],
             advantages=batch.advantages[rows],
             is_demo=batch.is_demo[rows],
         )
-        parts.append(call(some, logps[rows], **norms))
-    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss)
-    added = (parts[0].moments + parts[1].moments).signals()
-    assert added == pytest.approx(whole.moments.signals(), rel=1e-12)
+        parts.append(call(part, logps[rows], **norms))
+    torch.testing.assert_close(parts[0].loss + parts[1].loss, full.loss)
+    signals = (parts[0].moments + parts[1].moments).signals()
+    assert signals == pytest.approx(full.moments.signals(), rel=1e-12)
 
 
-def test_moments_may_be_left_out() -> None:
+def test_moments_are_optional() -> None:
     batch, logps, _ = leaves("defaults")
     assert call(batch, logps, moments=False).moments is None
 
 
-def test_compiles_without_a_break() -> None:
+def test_compiles_without_graph_breaks() -> None:
     batch, logps, entropy = leaves("entropy", torch.float32)
     mu = torch.tensor(0.4)
 
@@ -177,10 +171,10 @@ ERRORS = {
         "targets": torch.zeros(1, 2, 3).long()
     },
     r"targets\[0, 0\] = -1: use a token in \[0, V\), or -100": {"targets": torch.full((2, 3), -1)},
-    "entropy is None: spec.entropy_coef=0.1 needs it": {"spec": LossSpec(entropy_coef=0.1)},
-    "ref_logps is None: spec.kl_coef=0.1 needs it": {"spec": LossSpec(kl_coef=0.1)},
+    "entropy is None: spec.entropy_coef=0.1": {"spec": LossSpec(entropy_coef=0.1)},
+    "ref_logps is None: spec.kl_coef=0.1": {"spec": LossSpec(kl_coef=0.1)},
     "mu=1.5": {"mu": 1.5},
-    "cu_seqlens is None: the packed layout needs it": {
+    "cu_seqlens is None: .*packed": {
         "targets": torch.zeros(3).long(),
         "logps": torch.zeros(3),
     },
@@ -195,11 +189,11 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "wrong"), ERRORS.items(), ids=ERRORS)
 def test_errors_name_the_argument(message: str, wrong: dict) -> None:
-    given = {
+    valid = {
         "logps": -torch.ones(2, 3),
         "targets": torch.zeros(2, 3, dtype=torch.int64),
         "advantages": torch.ones(2),
         "is_demo": torch.tensor([False, True]),
     }
     with pytest.raises((TypeError, ValueError), match=message):
-        loss_from_logprobs(**given | wrong)
+        loss_from_logprobs(**valid | wrong)

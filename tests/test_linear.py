@@ -1,4 +1,4 @@
-"""The linear form: values, gradients, FLOPs and memory of the chunked head."""
+"""The chunked LM head: values, gradients, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from gac_kernels import (
 from .cases import (
     BY_NAME,
     Case,
-    available,
     build,
-    by_rows,
     check,
     check_grads,
     check_outputs,
     each_case,
-    worse,
+    hidden_grad_by_rows,
+    less_accurate,
+    require_backend,
 )
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
 LEAVES = ["hidden", "weight", "bias"]
 
 
-class Work(TorchDispatchMode):
+class WorkCounter(TorchDispatchMode):
     """Counts GEMMs and their FLOPs, and records the largest tensor that an operator allocates."""
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class Work(TorchDispatchMode):
             a, b = args[-2:]
             self.gemms[name] += 1
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        new = not any(
-            result.alias_info for result in func._schema.returns
-        )  # neither a view nor an out= argument
+        # an allocation, neither a view nor an out= argument
+        allocates = not any(result.alias_info for result in func._schema.returns)
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and new:
+            if isinstance(x, torch.Tensor) and allocates:
                 self.largest = max(self.largest, x.numel())
         return out
 
 
 def run(call, batch, **keywords):
+    """Return the outputs, and the gradients of hidden, weight and bias."""
     leaves = batch.hidden, batch.weight, batch.bias
     out = call(
         batch.hidden,
@@ -75,17 +75,19 @@ def run(call, batch, **keywords):
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
-    available(backend)
+    require_backend(backend)
     batch = build(case, dtype)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
-    same, d_same = run(reference.fused_linear_gac_loss, batch)
+    same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
     if dtype == torch.float32:
-        d_same = (worse(d_same[0], by_rows(batch, 3), d_truth[0]), *d_same[1:])
+        d_hidden, *others = d_same_dtype
+        d_hidden = less_accurate(d_hidden, hidden_grad_by_rows(batch, 3), d_truth[0])
+        d_same_dtype = (d_hidden, *others)
     # three rows per chunk, so that every case has several chunks and a partial last one
     chunk = 3 * 4 * case.vocabulary
     out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
-    check_outputs(out, same, truth)
-    check_grads(LEAVES, d_ours, d_same, d_truth)
+    check_outputs(out, same_dtype, truth)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
@@ -101,7 +103,7 @@ def test_half(dtype: torch.dtype, backend: str) -> None:
     compare(BY_NAME["k2"], dtype, backend)
 
 
-def test_float64_is_the_reference_itself() -> None:
+def test_float64_equals_the_reference() -> None:
     batch = build(BY_NAME["k3"], torch.float64)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch)
     out, d_ours = run(fused_linear_gac_loss, batch)
@@ -113,30 +115,31 @@ def test_float64_is_the_reference_itself() -> None:
 @each_backend
 @pytest.mark.parametrize("name", ["entropy", "packed"])
 def test_token_logprobs(name: str, backend: str) -> None:
-    available(backend)
+    require_backend(backend)
     batch = build(BY_NAME[name])
-    up = torch.randn(2, *batch.targets.shape)
-    up[:, 1] = 0
+    upstream = torch.randn(2, *batch.targets.shape)
+    upstream[:, 1] = 0
 
     def run(call, x, **keywords):
-        outs = call(x.hidden, x.weight, x.targets, bias=x.bias, temperature=0.7, **keywords)
+        outputs = call(x.hidden, x.weight, x.targets, bias=x.bias, temperature=0.7, **keywords)
         leaves = x.hidden, x.weight, x.bias
-        return outs, torch.autograd.grad(outs, leaves, list(up.to(outs[0].dtype)))
+        grad_outputs = list(upstream.to(outputs[0].dtype))
+        return outputs, torch.autograd.grad(outputs, leaves, grad_outputs)
 
     truth, d_truth = run(reference.linear_token_logprobs, batch.to(torch.float64))
-    same, d_same = run(reference.linear_token_logprobs, batch)
+    same_dtype, d_same_dtype = run(reference.linear_token_logprobs, batch)
     ours, d_ours = run(linear_token_logprobs, batch, backend=backend, chunk_bytes=1500)
-    for label, *values in zip(("logps", "entropy"), ours, same, truth, strict=True):
+    for label, *values in zip(("logps", "entropy"), ours, same_dtype, truth, strict=True):
         check(label, *values)
-    check_grads(LEAVES, d_ours, d_same, d_truth)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
 
 
 def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
-    """Measure one forward and backward on [4, 8] tokens, H = 24, V = 101."""
+    """Count the work of one forward and backward pass on [4, 8] tokens, H = 24, V = 101."""
     batch = build(Case("work", "", lengths=lengths, demos=demos))
     batch.hidden.requires_grad_(needs[0])
     batch.weight.requires_grad_(needs[1])
-    with Work() as work:
+    with WorkCounter() as work:
         out = fused_linear_gac_loss(
             batch.hidden,
             batch.weight,
@@ -150,7 +153,7 @@ def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0
     return work, batch
 
 
-NHV = 8 * 24 * 101  # one batch row; a GEMM does 2 NHV FLOPs, a multiplication and an addition each
+NHV = 8 * 24 * 101  # for one row of the batch, whose GEMM takes 2 NHV FLOPs
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_zero_advantages_give_zero_gradients() -> None:
     assert batch.hidden.grad.abs().sum() == 0 and batch.weight.grad.abs().sum() == 0
 
 
-def test_no_grad_runs_the_forward_alone() -> None:
+def test_no_grad_runs_only_the_forward() -> None:
     with torch.no_grad():
         work, _ = work_of([1.0, 1, 1, 1])
     assert work.flops == 4 * 2 * NHV
@@ -208,7 +211,7 @@ def test_no_grad_runs_the_forward_alone() -> None:
 
 def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
     batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
-    with Work() as work:
+    with WorkCounter() as work:
         logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
         logps[:1].sum().backward()
     assert work.flops == (4 * 2 + 6) * NHV
@@ -220,16 +223,14 @@ def test_frozen_weight_gets_no_buffer() -> None:
 
 
 @pytest.mark.parametrize("call", ["loss", "logprobs"])
-def test_memory_is_flat_in_tokens(call: str) -> None:
-    """With 64 rows per chunk, no operator creates a tensor larger than [64, V], for N = 256 and
-    1024.
-    """
+def test_memory_does_not_grow_with_tokens(call: str) -> None:
+    """With 64 rows per chunk, no operator allocates more than [64, V], for N = 256 and 1024."""
     largest = []
     for tokens in (256, 1024):
         hidden = torch.randn(1, tokens, 2, requires_grad=True)
         weight = torch.randn(503, 2, requires_grad=True)
         targets = torch.randint(0, 503, (1, tokens))
-        with Work() as work:
+        with WorkCounter() as work:
             if call == "loss":
                 args = targets, torch.ones(1), torch.tensor([False])
                 out = fused_linear_gac_loss(hidden, weight, *args, chunk_bytes=64 * 503 * 4).loss
@@ -241,22 +242,20 @@ def test_memory_is_flat_in_tokens(call: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["defaults", "entropy"])
-def test_chunk_size_changes_nothing_but_rounding(name: str) -> None:
+def test_chunk_size_changes_only_rounding(name: str) -> None:
     batch = build(BY_NAME[name])
-    whole, d_whole = run(fused_linear_gac_loss, batch)
-    parts, d_parts = run(fused_linear_gac_loss, batch, chunk_bytes=1)
-    torch.testing.assert_close(parts.loss, whole.loss, rtol=2e-6, atol=0)
-    torch.testing.assert_close(d_parts, d_whole, rtol=1e-4, atol=2e-6)
+    single, d_single = run(fused_linear_gac_loss, batch)
+    chunked, d_chunked = run(fused_linear_gac_loss, batch, chunk_bytes=1)
+    torch.testing.assert_close(chunked.loss, single.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(d_chunked, d_single, rtol=1e-4, atol=2e-6)
 
 
 @each_backend
-def test_rows_without_a_loss_are_never_read(
+def test_masked_rows_are_never_read(
     backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also during CUDA graph capture, where row counts cannot be read back and all rows are
-    multiplied.
-    """
-    available(backend)
+    """Nor during CUDA graph capture, which cannot read row counts and multiplies all rows."""
+    require_backend(backend)
     batch = build(BY_NAME["packed"])
     clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
     dirty = batch.hidden.detach().clone()
@@ -280,7 +279,7 @@ def test_nan_hidden_gives_a_nan_loss(advantage: float) -> None:
     assert run(fused_linear_gac_loss, batch)[0].loss.isnan()
 
 
-def test_repeats_bit_for_bit() -> None:
+def test_deterministic() -> None:
     batch = build(BY_NAME["wide"])
     (a, d_a), (b, d_b) = (run(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2))
     assert torch.equal(a.loss, b.loss)
@@ -309,7 +308,7 @@ def test_half_weight_gradient_is_summed_in_float32() -> None:
 
 
 def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
-    """Gradients of order 2^-24 underflow in float16; a loss scale of 2^24 must recover them."""
+    """With demo_norm = 2^24, float16 gradients of order 2^-24 underflow unless they are scaled."""
     batch = build(BY_NAME["one"], torch.float16)
     batch.keywords |= {"demo_norm": 2.0**24, "mu": 1.0}
     leaves = batch.hidden, batch.weight
@@ -319,13 +318,14 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
         return torch.autograd.grad(out.loss * 2.0**24, (x.hidden, x.weight))
 
     truth = grads(reference.fused_linear_gac_loss, batch.to(torch.float64))
-    for ours, exact, leaf in zip(grads(fused_linear_gac_loss, batch), truth, leaves, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=1e-3)
-        assert ours.dtype == leaf.dtype and exact.abs().max() > 0.1
+    ours = grads(fused_linear_gac_loss, batch)
+    for grad, exact, leaf in zip(ours, truth, leaves, strict=True):
+        torch.testing.assert_close(grad.double(), exact, rtol=2e-3, atol=1e-3)
+        assert grad.dtype == leaf.dtype and exact.abs().max() > 0.1
 
 
 def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
-    """Like F.linear under autocast; the float32 weight's gradient is never rounded to bfloat16."""
+    """As with F.linear, but the float32 weight's gradient is never rounded to bfloat16."""
     batch = build(BY_NAME["entropy"])
     with torch.autocast("cpu", torch.bfloat16):
         out, d_ours = run(fused_linear_gac_loss, batch)
@@ -365,7 +365,7 @@ def test_inference_mode() -> None:
     assert torch.equal(logps, linear_token_logprobs(batch.hidden, batch.weight, batch.targets)[0])
 
 
-def test_second_backward_is_torch_own_error() -> None:
+def test_a_second_backward_raises_torchs_error() -> None:
     batch = build(BY_NAME["entropy"])
     args = batch.targets, batch.advantages, batch.is_demo
     loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
@@ -389,8 +389,8 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(logps.sum(), batch.hidden, create_graph=True)
 
 
-def test_tensors_in_the_output_are_seen_by_pytree() -> None:
-    """FSDP's hooks walk the output with pytree: a dataclass would hide the loss from them."""
+def test_pytree_finds_the_tensors_in_the_output() -> None:
+    """FSDP's hooks search the output with pytree, which does not look inside dataclasses."""
     batch = build(BY_NAME["entropy"])
     out = fused_linear_gac_loss(
         batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo

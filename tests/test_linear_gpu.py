@@ -1,4 +1,4 @@
-"""The linear form on a GPU: half-precision GEMMs with float32 output, chunks, masked rows, memory."""
+"""The chunked LM head on a GPU: half-precision GEMMs with float32 output, chunks and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.smoke import problem
+from bench.smoke import unavailable_reason
 from gac_kernels import LossSpec, fused_linear_gac_loss, reference
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.01)
 
 
 def make(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Four sequences, the second and fourth demonstrations; a masked tail."""
+    """Build two rollouts and two demonstrations, alternating; the third has masked tokens."""
     weight = torch.randn(vocab, hidden, device=DEVICE) / hidden**0.5
     targets = torch.randint(vocab, (4, tokens // 4), device=DEVICE)
     states = 2 * torch.randn(*targets.shape, hidden, device=DEVICE)
@@ -40,38 +40,36 @@ def run(call, batch: dict[str, Tensor], dtype: torch.dtype | None = None, **keyw
 
 
 def relative(x: Tensor, truth: Tensor) -> float:
+    """Norm of the error divided by the norm of the truth."""
     return ((x.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("backend", ["triton", "native"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
-    """With one chunk and with many; gradient errors are no larger than PyTorch's in the same dtype."""
-    if reason := problem(
-        backend, "cuda"
-    ):  # checked in a subprocess first: a hanging kernel would take this process down
+    """For one chunk and several, gradient errors are at most PyTorch's in the same dtype."""
+    # checked in a subprocess first, because a hanging kernel would block this process
+    if reason := unavailable_reason(backend, "cuda"):
         pytest.skip(reason)
     batch = make(480, 256, 50257, dtype)
     truth, true_grads = run(reference.fused_linear_gac_loss, batch, torch.float64)
 
-    def plain(hidden: Tensor, weight: Tensor, *_: Tensor, **keywords):
+    def pytorch(hidden: Tensor, weight: Tensor, *_: Tensor, **keywords):
         logits = torch.nn.functional.linear(hidden, weight)
         return reference.fused_gac_loss(logits, **keywords)
 
-    _, plain_grads = run(plain, batch)
+    _, pytorch_grads = run(pytorch, batch)
     for chunk_bytes in (None, 128 * 50257 * 4):
         out, grads = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk_bytes)
         assert (out.logps - truth.logps).abs().max() < 2e-4
         assert (out.entropy - truth.entropy).abs().max() < 2e-4
         assert relative(out.loss, truth.loss) < 1e-4
-        for ours, theirs, exact in zip(grads, plain_grads, true_grads, strict=True):
+        for ours, theirs, exact in zip(grads, pytorch_grads, true_grads, strict=True):
             assert relative(ours, exact) <= 1.05 * relative(theirs, exact) + 1e-6
 
 
 def test_extra_memory_is_bounded() -> None:
-    """At most 1 GiB beyond inputs and gradients, including the float32 accumulator of the weight
-    gradient.
-    """
+    """At most 1 GiB beyond the inputs, the gradients and the float32 sum of weight gradients."""
     batch = make(8192, 1024, 151936, torch.bfloat16)
     run(fused_linear_gac_loss, batch)
     torch.cuda.synchronize()
@@ -79,23 +77,21 @@ def test_extra_memory_is_bounded() -> None:
     before = torch.cuda.memory_allocated()
     grads = run(fused_linear_gac_loss, batch)[1]
     peak = torch.cuda.max_memory_allocated() - before
-    summed = 4 * batch["weight"].numel() + sum(g.nbytes for g in grads)
-    assert peak - summed <= 2**30, f"{(peak - summed) / 2**20:.0f} MiB"
+    extra = peak - 4 * batch["weight"].numel() - sum(g.nbytes for g in grads)
+    assert extra <= 2**30, f"{extra / 2**20:.0f} MiB"
 
 
-def test_a_lone_sum_is_rounded_once() -> None:
-    """With a single chunk, the weight gradient is written directly in bfloat16 without losing
-    accuracy.
-    """
+def test_a_single_chunk_gradient_is_rounded_once() -> None:
+    """A single chunk writes the weight gradient directly in bfloat16, as accurately as a sum."""
     batch = make(1024, 512, 50257, torch.bfloat16)
-    _, alone = run(fused_linear_gac_loss, batch)
-    _, parts = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 256 * 2) * 50257)
+    _, single = run(fused_linear_gac_loss, batch)
+    _, chunked = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 256 * 2) * 50257)
     _, truth = run(reference.fused_linear_gac_loss, batch, torch.float64)
-    assert relative(alone[1], truth[1]) <= 1.05 * relative(parts[1], truth[1])
+    assert relative(single[1], truth[1]) <= 1.05 * relative(chunked[1], truth[1])
 
 
-def test_records_in_a_cuda_graph() -> None:
-    """With several chunks of several blocks, and the small inputs in pinned CPU memory."""
+def test_cuda_graph_capture() -> None:
+    """Several chunks of several blocks, with the small inputs in pinned CPU memory."""
     batch = make(2048, 512, 50257, torch.bfloat16)
     batch["hidden"].requires_grad_()
     for name in ("advantages", "is_demo"):
@@ -108,16 +104,16 @@ def test_records_in_a_cuda_graph() -> None:
         )
         return out.logps, torch.autograd.grad(out.loss, batch["hidden"])[0]
 
-    warm = torch.cuda.Stream()
-    warm.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm):
+    warmup = torch.cuda.Stream()
+    warmup.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup):
         step()
-    torch.cuda.current_stream().wait_stream(warm)
+    torch.cuda.current_stream().wait_stream(warmup)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = step()
+        captured = step()
     graph.replay()
     torch.cuda.synchronize()
     logps, grad = step()
-    torch.testing.assert_close(recorded[0], logps, rtol=0, atol=2e-4)
-    assert relative(recorded[1], grad.double()) < 1e-2
+    torch.testing.assert_close(captured[0], logps, rtol=0, atol=2e-4)
+    assert relative(captured[1], grad.double()) < 1e-2

@@ -1,4 +1,4 @@
-"""The logits-level calls: every backend against the float64 reference, values and gradients."""
+"""The functions of logits: values and gradients of every backend against the float64 reference."""
 
 from __future__ import annotations
 
@@ -9,32 +9,40 @@ import torch
 
 from gac_kernels import LossSpec, fused_gac_loss, reference, token_logprobs
 
-from .cases import BY_NAME, Case, available, build, check, check_grads, check_outputs, each_case
+from .cases import (
+    BY_NAME,
+    Case,
+    build,
+    check,
+    check_grads,
+    check_outputs,
+    each_case,
+    require_backend,
+)
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "native", "triton"])
 
 
 def loss_and_grad(call, logits, batch, **keywords):
     out = call(logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords, **keywords)
-    # half-precision gradients are rounded before the factor is applied; a power of two adds no
-    # rounding
+    # half-precision gradients are rounded before the factor 4, which adds no rounding error
     return out, torch.autograd.grad(out.loss * 4, logits)
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
-    available(backend, dtype)
+    require_backend(backend, dtype)
     batch = build(case, dtype)
     logits = batch.logits()
-    exact = logits.detach().double().requires_grad_()
-    truth, d_truth = loss_and_grad(reference.fused_gac_loss, exact, batch)
-    same, d_same = loss_and_grad(reference.fused_gac_loss, logits, batch)
+    doubles = logits.detach().double().requires_grad_()
+    truth, d_truth = loss_and_grad(reference.fused_gac_loss, doubles, batch)
+    same_dtype, d_same_dtype = loss_and_grad(reference.fused_gac_loss, logits, batch)
     # a non-leaf, because a leaf that is overwritten could not be used again
     out, d_ours = loss_and_grad(fused_gac_loss, logits * 1, batch, backend=backend, **keywords)
-    check_outputs(out, same, truth)
-    # the interpreter's conversion to bfloat16 truncates, while the hardware rounds
+    check_outputs(out, same_dtype, truth)
+    # Triton's interpreter truncates to bfloat16, whereas the hardware rounds
     truncates = backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available()
-    unit = torch.finfo(dtype).eps / 2 if truncates else 0.0
-    check_grads(["logits"], d_ours, d_same, d_truth, unit)
+    extra_rtol = torch.finfo(dtype).eps / 2 if truncates else 0.0
+    check_grads(["logits"], d_ours, d_same_dtype, d_truth, extra_rtol)
     assert d_ours[0].dtype == dtype
     assert out.loss.dtype == out.logps.dtype == out.entropy.dtype == torch.float32
     masked = batch.targets == -100
@@ -50,7 +58,7 @@ def test_float32(case: Case, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["k2", "masked-words", "wide"])
+@pytest.mark.parametrize("name", ["k2", "masked-vocab", "wide"])
 def test_half(name: str, dtype: torch.dtype, backend: str) -> None:
     compare(BY_NAME[name], dtype, backend)
 
@@ -58,8 +66,8 @@ def test_half(name: str, dtype: torch.dtype, backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
-    """Any factor on the loss reaches the gradient, up to rounding."""
-    available(backend, dtype)
+    """The gradient is scaled by any upstream gradient, up to rounding."""
+    require_backend(backend, dtype)
     batch = build(BY_NAME["clip"], dtype)
     args = batch.targets, batch.advantages, batch.is_demo
 
@@ -73,7 +81,7 @@ def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("name", ["entropy", "packed"])
-def test_overwrite_takes_the_logits_storage(name: str, backend: str) -> None:
+def test_overwrite_reuses_the_logits_storage(name: str, backend: str) -> None:
     compare(BY_NAME[name], torch.float32, backend, overwrite=True)
     if backend != "reference":
         batch = build(BY_NAME[name])
@@ -83,9 +91,9 @@ def test_overwrite_takes_the_logits_storage(name: str, backend: str) -> None:
 
 
 @each_backend
-def test_overwrite_leaves_rows_that_share_memory(backend: str) -> None:
-    """The rows of an expanded tensor share storage, which cannot hold their separate gradients."""
-    available(backend)
+def test_overwrite_skips_rows_that_share_memory(backend: str) -> None:
+    """The rows of an expanded tensor share memory, but have separate gradients."""
+    require_backend(backend)
     batch = build(BY_NAME["clip"])
     row = batch.logits().detach()[:, :1].requires_grad_()
 
@@ -100,8 +108,8 @@ def test_overwrite_leaves_rows_that_share_memory(backend: str) -> None:
 
 @each_backend
 def test_strided_rows(backend: str) -> None:
-    """logits[:, :-1] of a larger buffer (the usual shift); the rest of the buffer is nan."""
-    available(backend)
+    """The logits are a view of a larger buffer, as after the usual shift; the rest is nan."""
+    require_backend(backend)
     batch = build(BY_NAME["clip"])
     logits = batch.logits()
     buffer = torch.full((logits.shape[0], logits.shape[1] + 1, 130), torch.nan)
@@ -113,38 +121,39 @@ def test_strided_rows(backend: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("name", ["entropy", "packed", "masked-words"])
+@pytest.mark.parametrize("name", ["entropy", "packed", "masked-vocab"])
 def test_token_logprobs(name: str, backend: str) -> None:
     """Both outputs are differentiable; a row with zero upstream gradient gets a zero gradient."""
-    available(backend)
+    require_backend(backend)
     case = BY_NAME[name]
     batch = build(case)
     logits = batch.logits()
-    up = torch.randn(2, *batch.targets.shape)
-    up[:, 0] = 0
+    upstream = torch.randn(2, *batch.targets.shape)
+    upstream[:, 0] = 0
 
     def run(call, x, **keywords):
-        outs = call(x, batch.targets, temperature=0.7, **keywords)
-        return outs, torch.autograd.grad(outs, x, list(up.to(outs[0].dtype)))
+        outputs = call(x, batch.targets, temperature=0.7, **keywords)
+        grad_outputs = list(upstream.to(outputs[0].dtype))
+        return outputs, torch.autograd.grad(outputs, x, grad_outputs)
 
-    (truth, d_truth) = run(reference.token_logprobs, logits.detach().double().requires_grad_())
-    (same, d_same) = run(reference.token_logprobs, logits)
-    (ours, d_ours) = run(token_logprobs, logits, backend=backend)
-    for label, *values in zip(("logps", "entropy"), ours, same, truth, strict=True):
+    truth, d_truth = run(reference.token_logprobs, logits.detach().double().requires_grad_())
+    same_dtype, d_same_dtype = run(reference.token_logprobs, logits)
+    ours, d_ours = run(token_logprobs, logits, backend=backend)
+    for label, *values in zip(("logps", "entropy"), ours, same_dtype, truth, strict=True):
         check(label, *values)
-    check_grads(["logits"], d_ours, d_same, d_truth)
+    check_grads(["logits"], d_ours, d_same_dtype, d_truth)
     assert (d_ours[0][0] == 0).all()
 
 
 @each_backend
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
 def test_bad_logits_give_a_nan_loss(bad: float, backend: str) -> None:
-    available(backend)
+    require_backend(backend)
     batch = build(BY_NAME["defaults"])
     logits = batch.logits().detach()
     logits[0, 1, 50] = bad
-    for weight in (1.0, 0.0):  # with advantage 0 the row carries no gradient, but it is still read
-        batch.advantages[0] *= weight
+    for factor in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
+        batch.advantages[0] *= factor
         out = fused_gac_loss(
             logits, batch.targets, batch.advantages, batch.is_demo, backend=backend
         )
@@ -152,8 +161,8 @@ def test_bad_logits_give_a_nan_loss(bad: float, backend: str) -> None:
 
 
 @each_backend
-def test_rows_without_a_loss_are_never_read(backend: str, poison: None) -> None:
-    available(backend)
+def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
+    require_backend(backend)
     batch = build(BY_NAME["entropy"])
     clean = batch.logits()
     dirty = clean.detach().clone()
@@ -167,8 +176,8 @@ def test_rows_without_a_loss_are_never_read(backend: str, poison: None) -> None:
 
 
 @each_backend
-def test_repeats_bit_for_bit(backend: str) -> None:
-    available(backend)
+def test_deterministic(backend: str) -> None:
+    require_backend(backend)
     batch = build(BY_NAME["wide"])
     logits = batch.logits()
     runs = [loss_and_grad(fused_gac_loss, logits, batch, backend=backend) for _ in range(2)]
@@ -190,7 +199,7 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name: str, backend: str) -> None:
     """A term without tokens is exactly 0; a batch without tokens has loss 0 and gradient 0."""
-    available(backend)
+    require_backend(backend)
     shape, demos = EDGES[name]
     logits = torch.randn(*shape, 11, requires_grad=True)
     targets = torch.randint(0, 11, shape)
@@ -211,24 +220,26 @@ def test_edges(name: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
-def test_mu_at_its_ends_removes_a_term(mu: float | torch.Tensor, backend: str) -> None:
-    available(backend)
+def test_mu_of_0_or_1_removes_a_term(mu: float | torch.Tensor, backend: str) -> None:
+    require_backend(backend)
     batch = build(BY_NAME["defaults"])
     logits = batch.logits()
     batch.keywords["mu"] = mu
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
     removed = ~batch.is_demo if mu == 1 else batch.is_demo
-    kept = out.demo_loss if mu == 1 else out.rollout_loss
-    assert torch.equal(out.loss, kept)
+    remaining_loss = out.demo_loss if mu == 1 else out.rollout_loss
+    assert torch.equal(out.loss, remaining_loss)
     assert (grad[removed] == 0).all() and (grad[~removed].abs().sum() > 0).item()
 
 
 @each_backend
 def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> None:
-    """The gradient exceeds float16's range before the division by 30 (advantage 12,000, temperature
-    0.05); the result, 4,000, fits.
+    """Only the intermediate gradient exceeds float16's range.
+
+    It is 12,000 (advantage) / 0.05 (temperature) / 2 (1 - p) = 120,000; divided by 30 (tokens times
+    norm), the result is 4,000.
     """
-    available(backend, torch.float16)
+    require_backend(backend, torch.float16)
     logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
     targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
     out = fused_gac_loss(
@@ -250,14 +261,14 @@ def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> 
 @each_backend
 @pytest.mark.parametrize("advantage", [-1e4, 1e4])
 @pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 1e4])
-def test_an_impossible_ratio_stays_in_float32(gap: float, advantage: float, backend: str) -> None:
+def test_extreme_ratios_are_clamped(gap: float, advantage: float, backend: str) -> None:
     """Ratios are clamped to e^40, with zero gradient above that, in every dtype and backend."""
-    available(backend)
-    exact, batch, keywords = unlikely(old=gap)
+    require_backend(backend)
+    logits, batch, keywords = unlikely_token(old=gap)
     batch[1][:] = advantage
     keywords["spec"] = LossSpec(clip_low=None, clip_high=None)
-    truth, d_truth = both(exact, batch, keywords, "reference")
-    out, grad = both(exact.float(), batch, keywords, backend)
+    truth, d_truth = loss_and_logits_grad(logits, batch, keywords, "reference")
+    out, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
     assert out.loss.item() == pytest.approx(truth.loss.item(), rel=1e-4)
     assert out.loss.item() == pytest.approx(-advantage * math.exp(min(gap, 40)) / 2, rel=1e-4)
     assert (grad[0, 0] != 0).all() == (gap < 40)
@@ -265,16 +276,16 @@ def test_an_impossible_ratio_stays_in_float32(gap: float, advantage: float, back
 
 
 @each_backend
-def test_a_k3_beyond_float32_is_not_a_number_to_learn_from(backend: str) -> None:
-    available(backend)
-    logits, batch, keywords = unlikely(ref=100.0)
-    out, grad = both(logits.float(), batch, keywords, backend)
+def test_a_k3_overflow_makes_loss_and_gradient_non_finite(backend: str) -> None:
+    require_backend(backend)
+    logits, batch, keywords = unlikely_token(ref=100.0)
+    out, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
     assert out.kl == torch.inf and not out.loss.isfinite()
     assert not grad.isfinite().all()
 
 
-def unlikely(old: float = 0.0, ref: float = 0.0):
-    """A rollout of two tokens; the first has the given logp - old and ref - logp."""
+def unlikely_token(old: float = 0.0, ref: float = 0.0):
+    """Build a rollout of two tokens; the first has the given logp - old and ref - logp."""
     logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).double()
     targets = torch.tensor([[1, 3]])
     logps, _ = token_logprobs(logits, targets, backend="reference")
@@ -288,17 +299,19 @@ def unlikely(old: float = 0.0, ref: float = 0.0):
     return logits, (targets, torch.ones(1), torch.tensor([False])), keywords
 
 
-def both(logits, batch, keywords, backend):
+def loss_and_logits_grad(logits, batch, keywords, backend):
     """Return the outputs and the gradient with respect to the logits."""
     leaf = logits.detach().requires_grad_()
-    wide = {k: x.to(leaf.dtype) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
-    out = fused_gac_loss(leaf, *batch, **wide, backend=backend)
+    same_dtype = {
+        k: x.to(leaf.dtype) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()
+    }
+    out = fused_gac_loss(leaf, *batch, **same_dtype, backend=backend)
     return out, torch.autograd.grad(out.loss, leaf)[0]
 
 
 @each_backend
-def test_zero_advantages_teach_nothing(backend: str) -> None:
-    available(backend)
+def test_zero_advantages_give_zero_loss_and_gradient(backend: str) -> None:
+    require_backend(backend)
     batch = build(Case("rollouts", "", demos=(0,) * 6))
     logits = batch.logits()
     batch.advantages.zero_()
@@ -308,10 +321,8 @@ def test_zero_advantages_teach_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
-    """Gradients of order 2^-24 underflow in float16 (demo_norm is 2^24); the loss scale of 2^24
-    must recover them.
-    """
-    available(backend, torch.float16)
+    """With demo_norm = 2^24, float16 gradients of order 2^-24 underflow unless they are scaled."""
+    require_backend(backend, torch.float16)
     logits = torch.randn(2, 3, 11, dtype=torch.float16, requires_grad=True)
     targets, is_demo = torch.randint(0, 11, (2, 3)), torch.tensor([True, True])
     spec = LossSpec(demo_weight="one")

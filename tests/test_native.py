@@ -1,4 +1,4 @@
-"""Numerics of the native CPU backend: precision, dtypes, strides, extreme logits, threads, memory."""
+"""Numerics and memory of the native CPU backend: dtypes, strides, extreme logits, threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from .native_cases import HALF, SPECS, batch, call, error
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_float32_is_as_good_as_pytorch(spec: LossSpec) -> None:
+def test_float32_is_as_accurate_as_pytorch(spec: LossSpec) -> None:
     data = batch(1003, temperature=spec.temperature)
     doubles = {k: v.double() if v.is_floating_point() else v for k, v in data.items()}
     truth, true_grad = call(doubles, backend="reference", spec=spec)
-    peer, peer_grad = call(data, backend="reference", spec=spec)
+    baseline, baseline_grad = call(data, backend="reference", spec=spec)
     ours, grad = call(data, spec=spec)
     for name, value in truth.items():
-        assert error(ours[name], value) <= error(peer[name], value) + 2e-7 * (
-            1 + value.abs().max()
-        ), name
-    assert error(grad, true_grad) <= error(peer_grad, true_grad) + 1e-8
+        margin = 2e-7 * (1 + value.abs().max())
+        assert error(ours[name], value) <= error(baseline[name], value) + margin, name
+    assert error(grad, true_grad) <= error(baseline_grad, true_grad) + 1e-8
     assert true_grad.abs().max() > 1e-3, "the bound above would also hold for zero gradients"
 
 
@@ -62,9 +61,9 @@ def test_half_precision_rounds_only_input_and_gradient(dtype: torch.dtype) -> No
     for name, value in truth.items():
         assert error(ours[name], value) < 2e-6 * (1 + value.abs().max()), name
     rounding = true_grad.float().to(dtype).double() - true_grad
-    beyond = (grad.double() - true_grad).abs() - rounding.abs()
+    excess_error = (grad.double() - true_grad).abs() - rounding.abs()
     step = torch.finfo(dtype).eps * true_grad.abs() + torch.finfo(dtype).tiny
-    assert (beyond <= 0.01 * step + 1e-8).all(), "the gradient was rounded more than once"
+    assert (excess_error <= 0.01 * step + 1e-8).all(), "the gradient was rounded more than once"
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -80,14 +79,14 @@ def test_every_half_value_converts_exactly(dtype: torch.dtype) -> None:
 
 def test_strides_of_logits_and_gradient() -> None:
     data = batch(257, length=6)
-    whole = data["logits"]
+    logits = data["logits"]
     short = {k: v[:, :-1] if v.dim() > 1 else v for k, v in data.items()}
     expected, grad = call(short, short["logits"].contiguous())
     views = {
-        "shifted [:, :-1]": whole[:, :-1],
-        "part of a wider vocabulary": torch.cat([whole, whole], -1)[:, :-1, :257],
-        "time major": whole[:, :-1].transpose(0, 1).contiguous().transpose(0, 1),
-        "unaligned": torch.cat([whole[..., :1], whole], -1)[:, :-1, 1:],
+        "shifted [:, :-1]": logits[:, :-1],
+        "part of a wider vocabulary": torch.cat([logits, logits], -1)[:, :-1, :257],
+        "time major": logits[:, :-1].transpose(0, 1).contiguous().transpose(0, 1),
+        "unaligned": torch.cat([logits[..., :1], logits], -1)[:, :-1, 1:],
     }
     for name, view in views.items():
         ours, ours_grad = call(short, view)
@@ -105,7 +104,7 @@ def test_packed_equals_padded() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
 @pytest.mark.parametrize("spec", (SPECS["plain"], SPECS["everything"]), ids=("plain", "entropy"))
-def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) -> None:
+def test_overwrite_allocates_no_second_buffer(dtype: torch.dtype, spec: LossSpec) -> None:
     data = batch(5003)
     logits = data["logits"].to(dtype)
     expected, grad = call(data, logits, spec=spec)
@@ -114,10 +113,9 @@ def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) ->
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            new = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-            sizes.extend(
-                x.untyped_storage().nbytes() for x in new if x.data_ptr() != owned.data_ptr()
-            )
+            tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            new = [x for x in tensors if x.data_ptr() != owned.data_ptr()]
+            sizes.extend(x.untyped_storage().nbytes() for x in new)
             return out
 
     with Allocations():
@@ -127,7 +125,7 @@ def test_overwrite_takes_no_second_buffer(dtype: torch.dtype, spec: LossSpec) ->
     assert sizes and max(sizes) < owned.nbytes / 20
 
 
-def test_large_result_is_streamed_to_every_place() -> None:
+def test_large_gradient_is_equal_in_a_new_buffer_and_in_place() -> None:
     data = batch(9001, rows=4, length=250)  # 34 MiB: larger than the caches; rows are unaligned
     _, grad = call(data)
     _, in_place = call(data, data["logits"].clone(), overwrite=True)
@@ -159,17 +157,17 @@ def test_zero_coefficients_give_exact_zeros() -> None:
 
 
 @pytest.mark.parametrize("spec", (SPECS["plain"], SPECS["everything"]), ids=("plain", "entropy"))
-def test_minus_infinity_is_a_masked_vocabulary(spec: LossSpec) -> None:
+def test_minus_infinity_logits_mask_the_vocabulary(spec: LossSpec) -> None:
     data = batch(5000, rows=2, length=2)
-    inside = torch.zeros(5000, dtype=torch.bool)
-    inside[2500:4000] = True  # the whole first block is masked
+    unmasked = torch.zeros(5000, dtype=torch.bool)
+    unmasked[2500:4000] = True  # every entry of the first block is masked
     data["targets"].clamp_(min=0).remainder_(1500).add_(2500)
-    masked = data["logits"].masked_fill(~inside, -math.inf)
+    masked = data["logits"].masked_fill(~unmasked, -math.inf)
     ours, grad = call(data, masked, spec=spec)
     small = data | {"targets": data["targets"] - 2500}
-    expected, small_grad = call(small, data["logits"][..., inside].contiguous(), spec=spec)
-    assert (grad[..., ~inside] == 0).all()
-    assert error(grad[..., inside], small_grad) <= 1e-6 * small_grad.abs().max()
+    expected, small_grad = call(small, data["logits"][..., unmasked].contiguous(), spec=spec)
+    assert (grad[..., ~unmasked] == 0).all()
+    assert error(grad[..., unmasked], small_grad) <= 1e-6 * small_grad.abs().max()
     assert error(ours["entropy"], expected["entropy"]) < 1e-6
 
 
@@ -177,7 +175,7 @@ def test_minus_infinity_is_a_masked_vocabulary(spec: LossSpec) -> None:
     "bad", (math.nan, -math.nan, math.inf), ids=("nan", "negative nan", "infinity")
 )
 @pytest.mark.parametrize("place", (0, 2047, 4999), ids=("first", "end of block", "rest"))
-def test_a_bad_logit_is_nan_never_a_number(bad: float, place: int) -> None:
+def test_nonfinite_logit_makes_its_row_nan(bad: float, place: int) -> None:
     data = batch(5000, rows=2, length=2)
     data["targets"].fill_(17)
     data["logits"][0, 1, place] = bad
@@ -186,7 +184,7 @@ def test_a_bad_logit_is_nan_never_a_number(bad: float, place: int) -> None:
     assert grad[0, 1].isnan().all() and grad[0, 0].isfinite().all()
 
 
-def test_nan_with_any_payload_is_seen() -> None:
+def test_nan_with_any_payload_is_propagated() -> None:
     data = batch(300, rows=2, length=2)
     data["targets"].fill_(3)
     bits = torch.tensor([0x7FC00001, 0x7F800001, -0x003FFEAB, -0x00400000], dtype=torch.int32)
@@ -207,27 +205,29 @@ def test_target_outside_the_vocabulary_is_not_read() -> None:
     assert logps[:2].isnan().all() and logps[2] == pytest.approx(-math.log(8))
 
 
-def test_offset_peaked_and_falling_rows() -> None:
+def test_offset_peaked_and_monotonic_rows() -> None:
     ramp = torch.linspace(-300, 300, 9000)
     rows = {
         "large offset": torch.randn(9000) + 1000,
         "peaked": torch.where(torch.arange(9000) == 4000, 60.0, torch.randn(9000)),
-        "the base rises in every block": ramp,
-        "the base is in the first block": ramp.flip(0),
+        "every block has a new maximum": ramp,
+        "the maximum is in the first block": ramp.flip(0),
         "finfo.min as a mask": torch.where(torch.arange(9000) < 5000, -3.4e38, torch.randn(9000)),
     }
     for name, row in rows.items():
         target = torch.tensor([[8000]])
         logps, entropy = token_logprobs(row[None, None], target, backend="native")
-        peer = reference.token_logprobs(row[None, None], target)
+        baseline = reference.token_logprobs(row[None, None], target)
         truth = reference.token_logprobs(row.double()[None, None], target)
-        assert error(logps, truth[0]) <= error(peer[0], truth[0]) + 2e-7, name
-        assert error(entropy, truth[1]) <= error(peer[1], truth[1]) + 2e-7, name
+        assert error(logps, truth[0]) <= error(baseline[0], truth[0]) + 2e-7, name
+        assert error(entropy, truth[1]) <= error(baseline[1], truth[1]) + 2e-7, name
 
 
-def test_small_probabilities_keep_their_digits() -> None:
-    """p from 1 down to 1e-35. Errors come from rounding the distance to the largest logit, its
-    product with log2(e), log2(e) itself, and a power of two in [1, 2).
+def test_small_probabilities_keep_relative_accuracy() -> None:
+    """Probabilities from 1 to 1e-35.
+
+    Errors come from rounding the distance to the largest logit, its product with log2(e), log2(e)
+    itself, and a power of two in [1, 2).
     """
     leaf = (7 - torch.linspace(0, 80, 5001))[None, None].requires_grad_()
     logps, _ = token_logprobs(leaf, torch.tensor([[0]]), backend="native")
@@ -249,11 +249,11 @@ def test_token_logprobs_gradients() -> None:
         return leaf.grad
 
     truth = grad(data["logits"].double(), "reference")
-    peer = error(grad(data["logits"], "reference"), truth)
-    assert error(grad(data["logits"], "native"), truth) <= peer + 1e-7
+    baseline = error(grad(data["logits"], "reference"), truth)
+    assert error(grad(data["logits"], "native"), truth) <= baseline + 1e-7
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_results_are_bitwise_equal_for_any_thread_count() -> None:
     data = batch(4099, rows=6, length=20)
     before = torch.get_num_threads()
     results = []
