@@ -43,34 +43,29 @@ def shifted(tiny, out, **changes):
 def test_demo_shift_happens_at_its_step_and_survives_a_resume(tiny, tmp_path):
     config = shifted(tiny, tmp_path)
     tokenizer = load_tokenizer(config.model)
-    whole, ranks = Feed(config, tokenizer, 0, 1), [Feed(config, tokenizer, i, 2) for i in (0, 1)]
-    plain = Feed(
-        dataclasses.replace(config, data=dataclasses.replace(config.data, demo_shifts=None)),
-        tokenizer,
-        0,
-        1,
-    )
-    seen = []
+    feed, ranks = Feed(config, tokenizer, 0, 1), [Feed(config, tokenizer, i, 2) for i in (0, 1)]
+    data = dataclasses.replace(config.data, demo_shifts=None)
+    plain = Feed(dataclasses.replace(config, data=data), tokenizer, 0, 1)
+    demo_rows = []
     for step in range(6):
-        rows = whole.demo_rows(step)
+        rows = feed.demo_rows(step)
         assert len(rows) == 4
-        halves = [feed.demo_rows(step) for feed in ranks]
+        halves = [sharded.demo_rows(step) for sharded in ranks]
         assert [r for pair in zip(*halves, strict=True) for r in pair] == rows
         if step < 3:
             assert rows == plain.demo_rows(step)
-        seen.append(rows)
+        demo_rows.append(rows)
         if step in (1, 3):  # before and after the change
-            saved = json.loads(json.dumps(whole.state_dict()))
-            whole = Feed(config, tokenizer, 0, 1)
-            whole.load_state_dict(saved)
-    wrong = {e.prompt + (e.demo or ()) for e in whole.demos[1]}
-    right = {e.prompt + (e.demo or ()) for e in whole.demos[0]}
-    assert all(row.ids in right - wrong for rows in seen[:3] for row in rows)
-    assert {
-        row.ids for rows in seen[3:] for row in rows
-    } == wrong  # 12 draws from 5 rows include every row
+            saved = json.loads(json.dumps(feed.state_dict()))
+            feed = Feed(config, tokenizer, 0, 1)
+            feed.load_state_dict(saved)
+    wrong = {e.prompt + (e.demo or ()) for e in feed.demos[1]}
+    right = {e.prompt + (e.demo or ()) for e in feed.demos[0]}
+    assert all(row.ids in right - wrong for rows in demo_rows[:3] for row in rows)
+    # 12 draws from 5 rows include every row
+    assert {row.ids for rows in demo_rows[3:] for row in rows} == wrong
     with pytest.raises(ValueError, match="demo_shifts: .* 2 sets .* 1: resume with"):
-        whole.load_state_dict(plain.state_dict())
+        feed.load_state_dict(plain.state_dict())
 
 
 def test_state_without_shifts_keeps_the_old_format():
@@ -85,7 +80,7 @@ def test_state_without_shifts_keeps_the_old_format():
         ({"data": {"demo_shifts": [{"step": 0, "demos": "x"}]}}, "step=0: use a number >= 1"),
         (
             {"data": {"demo_shifts": [{"step": 5, "demos": "x"}, {"step": 5, "demos": "y"}]}},
-            "steps [5, 5] must rise",
+            "demo_shifts: steps [5, 5] must",
         ),
         ({"reward_noise": {"rate": 1.5}}, "rate=1.5: use a number in [0, 1]"),
         ({"reward_noise": {"rate": 0.5, "start": -1}}, "start=-1: use a number >= 0"),
@@ -158,9 +153,7 @@ def test_wrong_demonstrations_keep_their_form():
 
 
 def random_base(out, steps, seeds, gate, data):
-    """Stands in for training the base model, which the demo's own tests cover; the model has the
-    demo's size.
-    """
+    """Replaces training of the base model, which the demo's tests cover, by a model of its size."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = out / f"{data}-{seeds[0]}"

@@ -14,7 +14,7 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class TRAPO(Method):
-    """Samples rollouts in micro-groups; after low rewards, the next one continues a demonstration.
+    """Rollouts in micro-groups; after low rewards, the next one starts from a demonstration prefix.
 
     Prefix tokens are trained by trust-region SFT with loss -p / max(p, c), the policy's own tokens
     by RL with advantages centered over the whole group and no clipping. All sums are divided by
