@@ -67,11 +67,12 @@ def test_python_runs_as_written(page):
 
 @pytest.mark.parametrize("page", pages_with_code("sh"), ids=name)
 def test_commands_run_as_written(page, tmp_path, monkeypatch):
-    """Run in a folder with a tiny model and data, under the file names used in the pages."""
-    monkeypatch.chdir(write_tiny(tmp_path))
-    Path("init").rename("model")
-    save_weights(Path("model"))
-    Path("eval.jsonl").rename("test.jsonl")
+    """A tiny model and tiny data replace those that `make demo` creates."""
+    monkeypatch.chdir(tmp_path)
+    task, model = write_tiny(Path("runs/demo/task")), Path("runs/demo/base-0/model")
+    model.parent.mkdir()
+    (task / "init").rename(model)
+    save_weights(model)
     for block in blocks(page, "yaml"):
         first = block.text.splitlines()[0]
         if match := re.fullmatch(r"# (\S+\.yaml)", first):

@@ -1,4 +1,4 @@
-"""The README's code runs as written; files, links and targets that it lists exist."""
+"""The README's code runs as written; what README and CONTRIBUTING.md list exists."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import torch
 
+from tests.test_architecture import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_diff_runs_as_written():
@@ -32,18 +35,33 @@ def test_diff_runs_as_written():
     assert namespace["model"].lm_head.weight.grad.abs().sum() > 0
 
 
-def test_every_file_of_the_tree_exists():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    tree = re.search(r"## What is where\n\n```\n(.*?)```", text, re.DOTALL).group(1)
-    folder, missing = ROOT, []
-    for line in tree.splitlines():
-        words = line.split("  ")[0] if not line.startswith(" ") else line.strip().split("  ")[0]
-        if not line.startswith(" "):
-            folder = ROOT / words.split()[0]
-            missing += [w for w in words.split() if not (ROOT / w).exists()]
+def tree() -> dict[str, list[str]]:
+    """The code layout of CONTRIBUTING.md: root entries -> the entries below the last one."""
+    block = re.search(r"## Code layout\n.*?```\n(.*?)```", CONTRIBUTING, re.DOTALL).group(1)
+    entries: dict[str, list[str]] = {}
+    for line in block.splitlines():
+        if line.startswith("  "):
+            entries[list(entries)[-1]].append(line.split()[0].rstrip("/"))
         else:
-            missing += [w for w in words.split() if not (folder / w).exists()]
-    assert not missing
+            entries |= {name.rstrip("/"): [] for name in line.split("  ")[0].split()}
+    return entries
+
+
+def test_every_file_of_the_tree_exists():
+    for folder, names in tree().items():
+        for path in (ROOT / folder, *(ROOT / folder / name for name in names)):
+            assert path.exists(), path
+
+
+def test_the_tree_lists_the_packages_in_import_order():
+    assert [name.removesuffix(".py") for name in tree()["gac"]] == list(PACKAGES)
+
+
+def test_walkthroughs_name_existing_files():
+    walkthroughs = re.search(r"## Walkthroughs\n(.*?)\n## ", CONTRIBUTING, re.DOTALL).group(1)
+    roots = [ROOT, *(ROOT / name for name in ("gac", "gac_kernels", "gac/rollouts"))]
+    for name in re.findall(r"`([\w/]+(?:/|\.py|\.h))`", walkthroughs):
+        assert any((root / name).exists() for root in roots), name
 
 
 def test_every_make_target_is_in_the_makefile():
