@@ -21,17 +21,8 @@ from gac.config import save
 from .tiny import tiny_config, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-endpoint",
-    "localhost:0",
-]
+OPTIONS = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *OPTIONS.split()]
 DEADLINE = 300  # timeout of one job, in seconds
 
 
@@ -45,7 +36,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         task = write_tiny(Path(name))
         for number in range(1, options.runs + 1):
-            code, output = one_run(task, number, options.mode)
+            code, output = run_job(task, number, options.mode)
             codes[code] += 1
             if code:
                 print(output)
@@ -55,8 +46,8 @@ def main() -> int:
     return int(codes[0] != options.runs)
 
 
-def one_run(task: Path, number: int, mode: str) -> tuple[int, str]:
-    """Run one job; return its exit code and output."""
+def run_job(task: Path, number: int, mode: str) -> tuple[int, str]:
+    """Run a job; return its exit code and output."""
     file = task / f"{number}.yaml"
     config = tiny_config(
         task, task / str(number), steps=2, eval={}, parallel={"mode": mode, "timeout": 60}

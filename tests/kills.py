@@ -1,6 +1,4 @@
-"""kill -9 at a point that the run itself reaches, so that the timing does not depend on machine
-load.
-"""
+"""Kills a run with SIGKILL at a point in its execution, so that machine load does not matter."""
 
 from __future__ import annotations
 
@@ -39,16 +37,17 @@ def at_call(config: TrainConfig, number: int) -> Path:
 
 
 def at_event(config: TrainConfig, event: str, name: str, rank: str = "0") -> Path:
-    """Train; `rank` is killed just before it opens (`event` "open") or renames ("os.rename") a path
-    that ends with `name`; for a rename, `name` is the destination.
+    """Train; `rank` is killed just before the audit `event` of a path that ends with `name`.
+
+    For "os.rename", `name` is the destination.
     """
 
-    def look(found: str, values: tuple[Any, ...]) -> None:
-        if found == event and str(values[event == "os.rename"]).endswith(name):
+    def kill_at_event(event_name: str, values: tuple[Any, ...]) -> None:
+        if event_name == event and str(values[event == "os.rename"]).endswith(name):
             _die()
 
     if os.environ.get("RANK", "0") == rank:
-        sys.addaudithook(look)
+        sys.addaudithook(kill_at_event)
     return train(config)
 
 
@@ -62,9 +61,7 @@ def at_byte(config: TrainConfig, size: int) -> Path:
 
 
 def reward(completion: str, example: Any) -> float:
-    """The tiny task's reward. On a job's first attempt, rank 1 is killed once the path in $KILL_AT
-    exists.
-    """
+    """The tiny task's reward; kills rank 1 on the first attempt once the path $KILL_AT exists."""
     if os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         path = os.environ.get("KILL_AT")
         if path and Path(path).exists():

@@ -3,7 +3,7 @@
 Processes are forked from a server that has imported the modules they need but run nothing. The
 server has one thread and holds no locks, so a child cannot deadlock on a lock that a killed process
 held. A job's rendezvous store runs in the test process, as torchrun's runs in its agent. Every wait
-has a deadline and reports what it waited for; a hung process dumps its stack traces and exits.
+has a timeout and reports what it waited for; a hung process dumps its stack traces and exits.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Failed:
 
 
 class Rank:
-    """One process of a job, as the test sees it."""
+    """A process of a job, as the test sees it."""
 
     def __init__(self, name: str, process: BaseProcess, pipe: Connection) -> None:
         self.name, self.process, self._pipe = name, process, pipe
 
     def result(self, timeout: float = DEADLINE) -> Any:
-        """The return value of `work`, a `Failed` if it raised, or None if the process was killed."""
+        """The return value of `work`; a `Failed` if it raised; None if the process was killed."""
         if not self._pipe.poll(timeout):
             raise TimeoutError(f"{self.name} returned no result within {timeout} s")
         try:
@@ -73,36 +73,34 @@ class Rank:
 def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]]:
     """Run `work(*args)` in `ranks` new processes, with the environment that torchrun would set.
 
-    At the end of the block, remaining processes are killed and their output is printed.
+    At the end of the block, the remaining processes are killed and the output is printed.
     """
     start_server()
-    task = pickle.dumps(
-        (work, args)
-    )  # plain pickle: torch's reducers would share the tensors' memory
+    task = pickle.dumps((work, args))  # plain: torch's reducers would share the tensors' memory
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     started: list[Rank] = []
-    with tempfile.NamedTemporaryFile("r", errors="replace") as printed:
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         try:
             for rank in range(ranks):
-                here, there = CONTEXT.Pipe(duplex=False)
-                told = (rank, ranks, store.port, there, printed.name)
-                process = CONTEXT.Process(target=_child, args=(task, *told))
+                receiver, sender = CONTEXT.Pipe(duplex=False)
+                child_args = (task, rank, ranks, store.port, sender, output.name)
+                process = CONTEXT.Process(target=_child, args=child_args)
                 process.start()
-                there.close()
-                started.append(Rank(f"rank {rank} of {work.__name__}", process, here))
+                sender.close()
+                started.append(Rank(f"rank {rank} of {work.__name__}", process, receiver))
             yield started
         finally:
-            for one in started:
-                one.kill()
-            sys.stderr.write(printed.read())
+            for process in started:
+                process.kill()
+            sys.stderr.write(output.read())
 
 
 def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADLINE) -> list[Any]:
     """Return the result of `work(*args)` on each rank; raise if any rank failed."""
     with job(work, *args, ranks=ranks) as started:
-        results = [one.result(timeout) for one in started]
-        for one in started:
-            one.process.join(5)
+        results = [rank.result(timeout) for rank in started]
+        for rank in started:
+            rank.process.join(5)
     for result in results:
         if isinstance(result, Failed):
             raise AssertionError(result.trace) from result.error
@@ -112,15 +110,13 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
 def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
     """Return the error message of `work(*args)` on each rank; every rank must fail."""
     with job(work, *args, ranks=ranks) as started:
-        results = [one.result() for one in started]
+        results = [rank.result() for rank in started]
     assert all(isinstance(result, Failed) for result in results), results
     return [str(result.error) for result in results]
 
 
 def start_server() -> None:
-    """Start the fork server if it is not running. Returns without waiting for the server's imports,
-    which take seconds.
-    """
+    """Start the fork server if it is not running, without waiting seconds for its imports."""
     for name in PRELOADED:
         importlib.import_module(name)  # the server silently ignores modules it cannot import
     CONTEXT.set_forkserver_preload(PRELOADED)
@@ -134,8 +130,10 @@ def start_server() -> None:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _child(task: bytes, rank: int, ranks: int, port: int, pipe: Connection, printed: str) -> None:
-    output = os.open(printed, os.O_WRONLY | os.O_APPEND)
+def _child(
+    task: bytes, rank: int, ranks: int, port: int, pipe: Connection, output_path: str
+) -> None:
+    output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(DEADLINE - 10, exit=True)

@@ -1,6 +1,4 @@
-"""Checkpoints: atomic writes, verification, pruning, export, and rejection of another run's
-checkpoints.
-"""
+"""Checkpoints: atomic writes, verification, pruning, export, rejection of another run's."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from .tiny import metrics, tiny_config
 
 
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimiser after one step."""
+    """A model and its optimizer after one step."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
@@ -36,17 +34,17 @@ def save(folder: Path, *steps: int) -> list[Path]:
     return [checkpoint.save(folder, step, *small(), {"note": step}) for step in steps]
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
     path = checkpoint.save(tmp_path, 7, model, optimizer, {"note": (1, 2)})
     torch.manual_seed(1)
-    other, blank = small()
-    progress = checkpoint.load(path, other, blank)
+    loaded_model, loaded_optimizer = small()
+    progress = checkpoint.load(path, loaded_model, loaded_optimizer)
     assert (progress["step"], progress["note"]) == (7, [1, 2])
-    for x, y in zip(model.parameters(), other.parameters(), strict=True):
+    for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
-    old, new = (o.state_dict()["state"] for o in (optimizer, blank))
-    assert all(torch.equal(old[i][k], new[i][k]) for i in old for k in old[i])
+    saved, loaded = (o.state_dict()["state"] for o in (optimizer, loaded_optimizer))
+    assert all(torch.equal(saved[i][k], loaded[i][k]) for i in saved for k in saved[i])
 
 
 def test_saving_before_the_first_update_does_not_count_as_an_update(tmp_path):
@@ -73,37 +71,38 @@ def flip(path: Path) -> None:
     ("file", "damage", "says"),
     [
         ("__0_0.distcp", truncate, "bytes instead of"),
-        ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum can tell
+        ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum detects it
         ("__0_0.distcp", Path.unlink, "missing"),
         (".metadata", truncate, "bytes instead of"),
         ("progress.json", truncate, "cannot be read"),
         ("progress.json", flip, "cannot be read|checksum"),
     ],
 )
-def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog, file, damage, says):
+def test_damage_is_reported_and_the_previous_checkpoint_is_used(
+    tmp_path, caplog, file, damage, message
+):
     first, second = save(tmp_path, 10, 20)
     damage(second / file)
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(tmp_path) == first
-    assert "step-00000020 is damaged" in caplog.text and re.search(says, caplog.text)
-    # the damaged one was renamed: pruning counts intact checkpoints only, and its name can be
-    # reused
-    assert checkpoint.complete(tmp_path) == [first]
+    assert "step-00000020 is damaged" in caplog.text and re.search(message, caplog.text)
+    # the damaged one was renamed: pruning counts only intact ones, and its name can be reused
+    assert checkpoint.list_complete(tmp_path) == [first]
     assert (tmp_path / "damaged-00000020").is_dir()
     assert checkpoint.newest(tmp_path) == first
 
 
-def test_half_written_checkpoint_is_not_one(tmp_path):
+def test_half_written_checkpoints_are_ignored(tmp_path):
     (first,) = save(tmp_path, 10)
-    aside = tmp_path / ".writing-00000020"
-    aside.mkdir()
-    (aside / "__0_0.distcp").write_bytes(b"half")
+    partial = tmp_path / ".writing-00000020"
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
     assert checkpoint.newest(tmp_path) == first
     checkpoint.prune(tmp_path, 2, best=None)
-    assert not aside.exists()
+    assert not partial.exists()
 
 
-def test_nothing_intact_is_a_fresh_start(tmp_path):
+def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):
     truncate(save(tmp_path, 10)[0] / "progress.json")
     assert checkpoint.newest(tmp_path) is None
 
@@ -111,33 +110,35 @@ def test_nothing_intact_is_a_fresh_start(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 4)
     checkpoint.prune(tmp_path, 2, best=1)
-    assert [p.name[-1] for p in checkpoint.complete(tmp_path)] == ["1", "3", "4"]
+    assert [p.name[-1] for p in checkpoint.list_complete(tmp_path)] == ["1", "3", "4"]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(task, tmp_path):
-    whole = train(tiny_config(task, tmp_path / "whole", steps=6))
-    out = train(tiny_config(task, tmp_path / "cut", steps=6))
+def test_resume_from_the_checkpoint_before_a_damaged_one(task, tmp_path):
+    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
+    out = train(tiny_config(task, tmp_path / "damaged", steps=6))
     truncate(out / "checkpoints" / "step-00000006" / "__0_0.distcp")
-    again = Trainer(tiny_config(task, out, steps=6))
-    assert again.step == 4
-    again.run()
-    assert metrics(out) == metrics(whole)
+    resumed = Trainer(tiny_config(task, out, steps=6))
+    assert resumed.step == 4
+    resumed.run()
+    assert metrics(out) == metrics(uninterrupted)
 
 
-def test_export_gives_what_transformers_loads(task, tmp_path):
+def logits(folder: Path) -> torch.Tensor:
+    """Logits of the exported model on a fixed input."""
+    return AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[3, 4, 5, 6]])).logits
+
+
+def test_export_loads_in_transformers(task, tmp_path):
     run = train(tiny_config(task, tmp_path / "run"))
     assert export_run(run, tmp_path / "last").name == "step-00000004"
     export_run(run, tmp_path / "second", step=2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "last")
     ids = torch.tensor([tokenizer.encode("+1234=")])
-    last, second = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits
-        for name in ("last", "second")
-    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     trainer = Trainer(tiny_config(task, run))
-    assert torch.equal(trainer.model.eval()(ids).logits, last)
-    assert not torch.equal(last, second)
-    with pytest.raises(CheckpointError, match="step 3 is not in .*: there are 2, 4"):
+    assert torch.equal(trainer.model.eval()(ids).logits, exported(ids).logits)
+    assert not torch.equal(logits(tmp_path / "last"), logits(tmp_path / "second"))
+    with pytest.raises(CheckpointError, match=r"step 3 .*available.*: 2, 4"):
         export_run(run, tmp_path / "third", step=3)
     with pytest.raises(FileExistsError, match="not empty"):
         export_run(run, tmp_path / "last")
@@ -161,9 +162,7 @@ calls = [0]
     ],
 )
 def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, steps, best):
-    """The initial model has the highest accuracy but cannot be exported, because it is not a
-    checkpoint.
-    """
+    """The initial model has the highest accuracy, but no checkpoint, so it cannot be exported."""
     calls[0] = 0
     config = tiny_config(
         task,
@@ -175,21 +174,17 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
         eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": every},
     )
     run = train(config)
-    found = [p.name for p in checkpoint.complete(run / "checkpoints")]
-    assert found == [f"step-{step:08d}" for step in reversed(steps)]
+    names = [p.name for p in checkpoint.list_complete(run / "checkpoints")]
+    assert names == [f"step-{step:08d}" for step in reversed(steps)]
     assert export_run(run, tmp_path / "best", step="best").name == f"step-{best:08d}"
-    ids = torch.tensor([[3, 4, 5, 6]])
-    named = export_run(run, tmp_path / "named", step=best)
-    assert checkpoint.read_progress(named)["step"] == best
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("best", "named")]
-    assert torch.equal(*(model(ids).logits for model in models))
+    path = export_run(run, tmp_path / "by-number", step=best)
+    assert checkpoint.read_progress(path)["step"] == best
+    assert torch.equal(logits(tmp_path / "best"), logits(tmp_path / "by-number"))
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
 def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
-    """Evaluations happen only at steps where a checkpoint can be saved; with reused rollouts these
-    are 4, 6 and 8.
-    """
+    """Only steps that can be saved are evaluated; with reused rollouts these are 4, 6 and 8."""
     evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
     config = tiny_config(
         task,
@@ -205,27 +200,22 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
     calls[0] = 0
     if killed:
         trainer = Trainer(config)
-        trainer._save = killed_here
+        trainer._save = interrupt
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
-        assert trainer.step == 4 and evaluated(config.out) == [0, 4]
+        assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
     run = train(config)
-    assert evaluated(run) == [0, 4, 6, 8]
+    assert evaluated_steps(run) == [0, 4, 6, 8]
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
-    ids = torch.tensor([[3, 4, 5, 6]])
-    final, best = (
-        AutoModelForCausalLM.from_pretrained(path)(ids).logits
-        for path in (run / "model", tmp_path / "best")
-    )
-    assert torch.equal(final, best)
+    assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
 
 
-def killed_here():
+def interrupt():
     raise KeyboardInterrupt
 
 
-def evaluated(out):
+def evaluated_steps(out):
     """The steps at which a run was evaluated."""
     lines = (Path(out) / "eval.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
@@ -233,7 +223,7 @@ def evaluated(out):
 
 def test_without_an_evaluation_there_is_no_best(task, tmp_path):
     run = train(tiny_config(task, tmp_path / "run", steps=2, eval={}))
-    with pytest.raises(CheckpointError, match="was evaluated: name a step instead of best"):
+    with pytest.raises(CheckpointError, match="best.* evaluated.* step"):
         export_run(run, tmp_path / "best", step="best")
 
 
@@ -241,23 +231,19 @@ def test_export_merges_adapters(task, tmp_path):
     pytest.importorskip("peft", reason="needs the extra `lora`")
     model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2, "alpha": 64}}
     run = train(tiny_config(task, tmp_path / "run", model=model, export=True))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    plain = AutoModelForCausalLM.from_pretrained(run / "model")
     trainer = Trainer(tiny_config(task, run, model=model))
-    torch.testing.assert_close(trainer.model.eval()(ids).logits, plain(ids).logits)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(trainer.model.eval()(ids).logits, logits(run / "model"))
 
 
-def test_another_configuration_is_refused_key_by_key(task, tmp_path):
+def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
     out = train(tiny_config(task, tmp_path / "run", steps=2))
     other = tiny_config(task, out, steps=2, seed=3, method={"name": "constant", "mu": 0.2})
     with pytest.raises(ConfigError) as error:
         Trainer(other)
-    for text in (
-        "seed: 0 in the checkpoint, 3 now",
-        "method.name: 'gac-gated' in the checkpoint",
-        "method.mu: 'not set' in the checkpoint, 0.2 now",
-    ):
-        assert text in str(error.value)
+    lines = str(error.value).splitlines()
+    for expected in ("seed: 0 .* 3 now", "method.name: 'gac-gated'", "method.mu: 'not set' .* 0.2"):
+        assert any(re.search(expected, line) for line in lines)
 
 
 def test_harmless_changes_are_allowed(task, tmp_path):
@@ -267,17 +253,17 @@ def test_harmless_changes_are_allowed(task, tmp_path):
     assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
 
 
-def test_run_directory_below_a_file_is_refused_before_the_model_loads(task, tmp_path):
+def test_run_directory_below_a_file_is_rejected_before_the_model_loads(task, tmp_path):
     (tmp_path / "file").write_text("")
     config = tiny_config(task, tmp_path / "file" / "run", model={"path": "/nowhere"})
-    with pytest.raises(RunError, match="run directory cannot be written .Not a directory"):
+    with pytest.raises(RunError, match="out=.*Not a directory.*another `out`"):
         Trainer(config)
 
 
-def test_too_little_room_is_refused_before_the_first_step(task, tmp_path, monkeypatch):
+def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_path, monkeypatch):
     from gac.faults import preflight
 
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(RunError, match=r"0.0001 GB free, and 2 checkpoints .*keep_checkpoints"):
+    with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
         Trainer(tiny_config(task, tmp_path / "run"))

@@ -1,4 +1,6 @@
-"""An export equals what transformers saves for the full model, in files of bounded size."""
+"""An export equals what transformers saves for the full model, in files of bounded size, and a
+killed export loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gac.demo.task import tokenizer
+from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.models.causal_lm import LoraConfig, ModelConfig, make_model
-from gac.training.export import export_checkpoint
+from gac.training.export import export_checkpoint, export_run
+from gac.training.trainer import train
+
+from . import kills, ranks
+from .tiny import tiny_config
 
 SMALL = {
     "vocab_size": 61,
@@ -30,13 +36,10 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
-def trained(folder, kind, config: ModelConfig, **changes):
-    """Save a checkpoint of a model with random values in every parameter; return the path and the
-    model.
-    """
-    made = AutoConfig.for_model(kind, **SMALL, **changes)
-    made.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+def save_random_checkpoint(folder, kind, config: ModelConfig, **changes):
+    """Save a checkpoint of a model with random weights; return its path and the model."""
+    AutoConfig.for_model(kind, **SMALL, **changes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     model = make_model(config, seed=0)
     with torch.no_grad():
         for p in model.parameters():
@@ -46,10 +49,10 @@ def trained(folder, kind, config: ModelConfig, **changes):
 
 
 def tensors(folder):
-    found = {}
+    weights = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -60,34 +63,34 @@ def tensors(folder):
         pytest.param("qwen3_moe", EXPERTS, "float32", id="experts-saved-separately"),
     ],
 )
-@pytest.mark.parametrize("shard", [1 << 30, 1])
-def test_an_export_is_that_of_the_whole_model(tmp_path, kind, changes, dtype, shard):
+@pytest.mark.parametrize("file_size", [1 << 30, 1])
+def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_size):
     config = ModelConfig(path=str(tmp_path / "base"), dtype=dtype, random_init=True)
-    path, model = trained(tmp_path / "base", kind, config, **changes)
+    path, model = save_random_checkpoint(tmp_path / "base", kind, config, **changes)
     model.__dict__.pop("forward")
-    model.save_pretrained(tmp_path / "whole")
-    export_checkpoint(config, path, tmp_path / "out", shard)
-    written, wanted = tensors(tmp_path / "out"), tensors(tmp_path / "whole")
-    assert written.keys() == wanted.keys()
-    assert all(x.dtype == wanted[n].dtype and torch.equal(x, wanted[n]) for n, x in written.items())
+    model.save_pretrained(tmp_path / "full")
+    export_checkpoint(config, path, tmp_path / "out", file_size)
+    exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
+    assert exported.keys() == expected.keys()
+    assert all(x.dtype == expected[n].dtype for n, x in exported.items())
+    assert all(torch.equal(x, expected[n]) for n, x in exported.items())
     for name in ("config.json", "generation_config.json"):
-        both = [json.loads((tmp_path / f / name).read_text()) for f in ("out", "whole")]
-        assert both[0] == both[1]
-    names = {file.name for file in (tmp_path / "out").iterdir()}
-    if shard == 1:
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == wanted.keys()
-        assert index["metadata"]["total_size"] == sum(x.nbytes for x in wanted.values())
-        assert {n for n in names if "safetensors" in n} == {
-            *index["weight_map"].values(),
-            "model.safetensors.index.json",
-        }
-        layers = 2 + len({n for n in wanted if "layers." not in n})  # one file each
-        assert len(set(index["weight_map"].values())) == layers
+        texts = [(tmp_path / folder / name).read_text() for folder in ("out", "full")]
+        assert json.loads(texts[0]) == json.loads(texts[1])
+    files = {file.name for file in (tmp_path / "out").glob("*safetensors*")}
+    if file_size == 1:
+        index_name = "model.safetensors.index.json"
+        index = json.loads((tmp_path / "out" / index_name).read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+        weight_files = set(index["weight_map"].values())
+        assert files == {*weight_files, index_name}
+        # one file for each layer and for each other weight
+        assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
     else:
-        assert [n for n in names if "safetensors" in n] == ["model.safetensors"]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
-    assert all(torch.equal(x, again[n]) for n, x in model.state_dict().items())
+        assert files == {"model.safetensors"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
+    assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
 
 def test_adapters_are_merged_layer_by_layer(tmp_path):
@@ -96,8 +99,33 @@ def test_adapters_are_merged_layer_by_layer(tmp_path):
     config = ModelConfig(
         path=str(tmp_path / "base"), random_init=True, lora=LoraConfig(rank=4, targets=targets)
     )
-    path, model = trained(tmp_path / "base", "llama", config, tie_word_embeddings=False)
+    untied = {"tie_word_embeddings": False}
+    path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)
     export_checkpoint(config, path, tmp_path / "out", 1)
-    written, wanted = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
-    assert written.keys() == wanted.keys()
-    assert all(torch.equal(x, wanted[name]) for name, x in written.items())
+    exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+
+
+@pytest.mark.parametrize(
+    ("event", "name", "complete"),
+    [
+        pytest.param("os.rename", ".model.previous", "model", id="before-the-renames"),
+        pytest.param("os.rename", "/model", ".model.previous", id="between-the-renames"),
+        pytest.param("os.remove", "model.safetensors", "model", id="during-the-deletion"),
+    ],
+)
+def test_a_killed_export_loses_nothing(task, tmp_path, event, name, complete):
+    """A run is continued, and killed while its new export replaces the old one."""
+    short, long = (
+        tiny_config(task, tmp_path / "run", steps=steps, eval={}, export=True) for steps in (2, 4)
+    )
+    ranks.run(train, short, ranks=1)
+    assert ranks.run(kills.at_event, long, event, name, ranks=1) == [None]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / complete)
+    ranks.run(train, long, ranks=1)
+    assert export_run(tmp_path / "run", tmp_path / "expected").name == "step-00000004"
+    exported, expected = tensors(tmp_path / "run" / "model"), tensors(tmp_path / "expected")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+    assert not list((tmp_path / "run").glob(".model.*"))

@@ -1,6 +1,4 @@
-"""Test jobs run in fresh processes, and a run stops its process-group threads before the
-interpreter exits.
-"""
+"""Test jobs run in fresh processes, and no thread of a process group outlives its run."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from .tiny import digit_reward, tiny_config
 
 
 def origin():
-    """Return this process's parent id, the parent's number of threads, and whether tqdm's lock was
-    inherited.
-    """
+    """The parent's process id and number of threads, and whether tqdm's lock was inherited."""
     parent = os.getppid()
     threads = list(Path(f"/proc/{parent}/task").iterdir())
     return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
@@ -34,18 +30,17 @@ def test_children_are_forks_of_a_process_without_threads_and_locks():
     assert TqdmDefaultWriteLock.mp_lock is not None
     ((parent, threads, locked),) = ranks.run(origin, ranks=1)
     assert parent != os.getpid() and threads == 1 and not locked
-    assert (
-        "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()
-    )  # the server has already imported torch
+    maps = Path(f"/proc/{parent}/maps").read_text()
+    assert "libtorch_cpu" in maps  # the server has already imported torch
 
 
-def test_a_wait_says_what_it_waited_for_and_leaves_no_process():
+def test_timeout_names_the_call_and_leaves_no_process():
     with (
-        pytest.raises(TimeoutError, match="rank 0 of pause gave no result within 0.1 s"),
-        ranks.job(signal.pause, ranks=1) as (one,),
+        pytest.raises(TimeoutError, match="rank 0 of pause .* 0.1 s"),
+        ranks.job(signal.pause, ranks=1) as (rank,),
     ):
-        one.result(timeout=0.1)
-    assert one.process.exitcode == -signal.SIGKILL
+        rank.result(timeout=0.1)
+    assert rank.process.exitcode == -signal.SIGKILL
 
 
 def gloo_threads():
@@ -54,15 +49,13 @@ def gloo_threads():
     return [name for name in names if "gloo" in name]
 
 
-def in_use_and_at_exit(config):
-    """Return how the run ended, and the process-group threads during the run and after the atexit
-    handlers.
-    """
-    in_use = []
+def threads_during_run_and_at_exit(config):
+    """Return how the run ended, and the process group's threads during the run and at exit."""
+    during_run = []
 
     def attempt():
         trainer = Trainer(config)
-        in_use.extend(gloo_threads())
+        during_run.extend(gloo_threads())
         trainer.run()
 
     try:
@@ -73,14 +66,14 @@ def in_use_and_at_exit(config):
     else:
         ended_by = None
     atexit._run_exitfuncs()
-    return ended_by, in_use, gloo_threads()
+    return ended_by, during_run, gloo_threads()
 
 
-def infinite(completion, example):
+def overflowing_reward(completion, example):
     return 1e300 * digit_reward(completion, example)
 
 
-def interrupted(completion, example):
+def interrupting_reward(completion, example):
     signal.raise_signal(signal.SIGINT)
     return digit_reward(completion, example)
 
@@ -90,8 +83,8 @@ def interrupted(completion, example):
     ("reward", "end"),
     [
         ("tests.tiny:digit_reward", None),
-        ("tests.test_ranks:infinite", "RunError"),
-        ("tests.test_ranks:interrupted", "KeyboardInterrupt"),
+        ("tests.test_ranks:overflowing_reward", "RunError"),
+        ("tests.test_ranks:interrupting_reward", "KeyboardInterrupt"),
     ],
     ids=["done", "error", "interrupt"],
 )
@@ -113,6 +106,6 @@ def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel,
         guards={"patience": 2},
         eval={},
     )
-    for ended_by, in_use, at_exit in ranks.run(in_use_and_at_exit, config, ranks=2):
+    for ended_by, during_run, at_exit in ranks.run(threads_during_run_and_at_exit, config, ranks=2):
         assert ended_by == end
-        assert "pt_gloo_runloop" in in_use and at_exit == []
+        assert "pt_gloo_runloop" in during_run and at_exit == []

@@ -9,11 +9,12 @@ from typing import Any
 
 from gac.config import load
 from gac.data import Example
-from gac.demo.task import model_config, rows, tokenizer, write_rows
+from gac.demo.task import make_tokenizer, model_config, rows, write_rows
 from gac.rewards.base import RowReward
 from gac.training.run_config import TrainConfig
 
-CLOCKS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")  # metrics
+# keys of metrics.jsonl that measure wall-clock time
+TIMING_KEYS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")
 
 
 def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
@@ -21,15 +22,15 @@ def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
     import random
 
     rng = random.Random(0)
-    words = tokenizer()
-    words.save_pretrained(folder / "init")
-    config = model_config(len(words), words.pad_token_id, words.eos_token_id)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "init")
+    config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
     config.layer_types = None
     config.save_pretrained(folder / "init")
-    solved = dict.fromkeys("+-", 0.3)
-    write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * (prompts // 2), solved))
-    write_rows(folder / "demos.jsonl", rows(rng, ["-"] * demos, solved))
+    forget = dict.fromkeys("+-", 0.3)
+    write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * (prompts // 2), forget))
+    write_rows(folder / "demos.jsonl", rows(rng, ["-"] * demos, forget))
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 4))
     return folder
 
@@ -62,8 +63,8 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     )
 
 
-def write_reader(folder: Path, texts: Iterable[str]) -> None:
-    """Write a byte-level BPE tokenizer trained on `texts`, and a matching tiny Qwen2 configuration."""
+def write_bpe_model(folder: Path, texts: Iterable[str]) -> None:
+    """Write a byte-level BPE tokenizer trained on `texts`, and a tiny Qwen2 configuration."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
@@ -77,10 +78,10 @@ def write_reader(folder: Path, texts: Iterable[str]) -> None:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    words = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-    words.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
     Qwen2Config(
-        vocab_size=len(words),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -92,9 +93,7 @@ def write_reader(folder: Path, texts: Iterable[str]) -> None:
 
 
 def digit_reward(completion: str, example: Any) -> float:
-    """Fraction of characters that are digits. On average, a random model scores strictly between 0
-    and 1.
-    """
+    """The fraction of characters that are digits: neither 0 nor 1 on average for a random model."""
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 
 
@@ -102,17 +101,17 @@ class CountedDigits(RowReward):
     """`digit_reward`, with a counter of its calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def score(self, completion: str, example: Example) -> float:
-        self.asked += 1
+        self.calls += 1
         return digit_reward(completion, example)
 
     def counts(self) -> dict[str, int]:
-        return {"asked": self.asked, "never": 0}
+        return {"calls": self.calls, "never": 0}
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without the timing metrics."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING_KEYS} for line in lines]

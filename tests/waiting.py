@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> None:
-    """Poll until `condition` holds; `what` describes it in the timeout error."""
-    end = time.monotonic() + timeout
+def wait_until(condition: Callable[[], Any], description: str, timeout: float = 60.0) -> None:
+    """Poll until `condition` holds; `description` is what a timeout error says it waited for."""
+    deadline = time.monotonic() + timeout
     while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {timeout} s for {what}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout} s for {description}")
         time.sleep(0.01)

@@ -256,9 +256,9 @@ class Trainer:
         """Save a checkpoint and abort, after too many consecutive skipped steps."""
         self._save()
         raise RunError(
-            f"{self.config.guards.patience} consecutive steps were skipped, the last because "
-            f"{self.guard.fault}; the weights from before them are saved as step {self.step} in "
-            f"{self.checkpoints}. Inspect a saved batch with "
+            f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
+            f"skipped, the last because {self.guard.fault}; the weights from before them are saved "
+            f"as step {self.step} in {self.checkpoints}. Inspect a saved batch with "
             f"`gac replay {self.out / 'replay'}/...`"
         )
 
