@@ -1,4 +1,4 @@
-"""Benchmark inputs: LM heads of known models, and logits as peaked as theirs."""
+"""Benchmark inputs: sizes of known LM heads, and logits as peaked as those of trained models."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class Batch(NamedTuple):
 def linear_batch(
     tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
 ) -> Batch:
-    """Logits with standard deviation 2; the target's is raised by 0 to 20, from a guess to near
-    certainty.
-
-    Nearly uniform logits would flatter kernels that skip small probabilities.
+    """A batch whose logits have standard deviation 2, plus 0 to 20 at the target: from a guess to
+    near certainty. Nearly uniform logits would be unfair to kernels that skip small probabilities.
     """
     g = torch.Generator(device).manual_seed(0)
     weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)
@@ -66,7 +64,7 @@ def linear_batch(
 
 
 def peaked_logits(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Logits [B, T, V], peaked in the same way."""
+    """Logits [B, T, V] with a random peak per row, as in `linear_batch`."""
     g = torch.Generator(device).manual_seed(1)
     logits = torch.empty(tokens // LENGTH, LENGTH, vocab, dtype=dtype, device=device)
     for row in logits:

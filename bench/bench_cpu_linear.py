@@ -1,6 +1,4 @@
-"""The linear loss on the CPU in float32, compared with its three GEMMs and every peer that runs
-there.
-"""
+"""Benchmark of the linear loss on the CPU in float32: ours, its three GEMMs, and peers."""
 
 from __future__ import annotations
 
@@ -23,23 +21,21 @@ GEMM_TARGET = 1.12
 
 
 def test_cpu_linear(benchmark, record: Record) -> None:
-    found, missing = providers(CPU, compiled=True)
+    runnable_peers, missing = providers(CPU, compiled=True)
     small = linear_batch(512, HEAD, torch.float32, CPU)
-    for name, provider in found.items():  # check correctness first; this also compiles
+    for name, provider in runnable_peers.items():  # check correctness first; this also compiles
         exact = cross_entropy_truth if provider.scalar else truth
         worst = max(errors(provider.loss, exact, small))
         assert worst < 2e-5, f"{name} is wrong: relative error {worst:.1e}"
 
     batch = linear_batch(N, HEAD, torch.float32, CPU)
     steps = {"three GEMMs": gemm_step(batch.hidden, batch.weight)}
-    steps |= {
-        name: lambda loss=provider.loss: step(loss, batch) for name, provider in found.items()
-    }
-    timings = interleave(steps, CPU, SECONDS, least=3)
+    steps |= {name: lambda loss=p.loss: step(loss, batch) for name, p in runnable_peers.items()}
+    timings = interleave(steps, CPU, SECONDS, min_rounds=3)
     best = timings["ours"].best
     print(f"\n{N} tokens, {SHAPE}, {torch.get_num_threads()} threads")
     for name, timing in timings.items():
-        kind = "scalar only" if name in found and found[name].scalar else ""
+        kind = "scalar only" if name in runnable_peers and runnable_peers[name].scalar else ""
         print(f"{name:40} {timing.best:8.0f} ms   time / ours {timing.best / best:5.2f}  {kind}")
         record.add(
             device="cpu",
@@ -68,8 +64,8 @@ def test_cpu_memory(record: Record) -> None:
     peaks = {}
     for name, tokens in (("ours", N), ("ours", 4 * N), ("eager", N)):
         command = [sys.executable, "-m", "bench.peak_memory", name, str(tokens)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[name, tokens] = float(done.stdout)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[name, tokens] = float(result.stdout)
         print(f"{name:8} {tokens:6} tokens: {peaks[name, tokens]:7.0f} MiB above the gradients")
         record.add(
             device="cpu",

@@ -1,4 +1,4 @@
-"""The logits-level loss on the CPU: log-probs, entropy, both losses and the gradient.
+"""Benchmark of the logits-level loss on the CPU: log-probs, entropy, both losses, the gradient.
 
 Ours, eager PyTorch and torch.compile do the same work and alternate within each round, so that
 changes in machine load affect all of them; ratios compare the minima.
@@ -24,7 +24,7 @@ TARGETS = {"ours": {"eager": 4.0, "compile": 1.5}, "ours, overwrite": {"eager": 
 
 
 def make_batch() -> tuple[Tensor, ...]:
-    """logits [B, T, V] with the mass on few tokens, targets, advantages, is_demo"""
+    """Return logits [B, T, V] with most mass on few tokens, targets, advantages and is_demo."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(SEQUENCES, N // SEQUENCES, V, generator=generator)
     targets = torch.randint(V, logits.shape[:2], generator=generator)
@@ -36,21 +36,22 @@ def make_batch() -> tuple[Tensor, ...]:
 def eager_loss(
     logits: Tensor, targets: Tensor, advantages: Tensor, is_demo: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy) as a trainer would write it: clipped policy term and CHORD's phi
+    """Loss, logps and entropy as a trainer would write them: clipped policy term, CHORD's phi
     weight.
     """
-    whole = logits.log_softmax(-1)
-    logps = whole.gather(-1, targets[..., None]).squeeze(-1)
+    log_probs = logits.log_softmax(-1)
+    logps = log_probs.gather(-1, targets[..., None]).squeeze(-1)
     with torch.no_grad():
-        entropy = -(whole.exp() * whole).sum(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
     p, ratio = logps.detach().exp(), (logps - logps.detach()).exp()
     a, demo = advantages[:, None], is_demo[:, None]
     rollout = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
-    both = torch.where(demo, -p * (1 - p) * logps, rollout)
-    return both.sum() / N, logps.detach(), entropy  # mu = 1/2 of two means over N / 2 tokens
+    per_token = torch.where(demo, -p * (1 - p) * logps, rollout)
+    return per_token.sum() / N, logps.detach(), entropy  # mu = 1/2 of two means over N / 2 tokens
 
 
 def step(loss: Callable[..., tuple[Tensor, ...]], leaf: Tensor, *batch: Tensor) -> list[Tensor]:
+    """Forward and backward pass; returns loss, logps and entropy."""
     leaf.grad = None
     value, logps, entropy = loss(leaf, *batch)
     value.backward()
@@ -88,16 +89,16 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
         "ours": fused(False),
         "ours, overwrite": fused(True),
     }
-    truth_leaf = logits.double().requires_grad_()
-    truth = step(eager_loss, truth_leaf, *batch)
+    exact_leaf = logits.double().requires_grad_()
+    truth = step(eager_loss, exact_leaf, *batch)
     steps = {}
     for name, loss in losses.items():  # check correctness first; this also compiles
         leaf = logits.clone().requires_grad_()
-        for value, true in zip(step(loss, leaf, *batch), truth, strict=True):
-            torch.testing.assert_close(value.double(), true, rtol=2e-6, atol=5e-5)
-        torch.testing.assert_close(leaf.grad.double(), truth_leaf.grad, rtol=1e-4, atol=1e-7)
+        for value, expected in zip(step(loss, leaf, *batch), truth, strict=True):
+            torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=5e-5)
+        torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=1e-4, atol=1e-7)
         steps[name] = lambda loss=loss, leaf=leaf: step(loss, leaf, *batch)
-    del truth, truth_leaf
+    del truth, exact_leaf
 
     best = interleave(steps, SECONDS)
     benchmark.extra_info |= {

@@ -1,4 +1,4 @@
-"""CPU-time overhead of the head sketch in the linear loss, measured in alternating order."""
+"""Benchmark of the head sketch: its CPU-time overhead in the linear loss, in alternating order."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_cpu_sketch(benchmark, record: Record) -> None:
     batch = linear_batch(N, HEAD, torch.float32, torch.device("cpu"))
     for sketch in (None, HeadSketch()):
         seconds(batch, sketch)  # to warm up
-    shares = []
-    for number in range(ROUNDS):
-        turns = (None, HeadSketch()) if number % 2 else (HeadSketch(), None)
-        spent = {sketch: seconds(batch, sketch) for sketch in turns}
-        shares.append(spent[HeadSketch()] / spent[None] - 1)
-    share, (low, high) = statistics.mean(shares), bootstrap_interval(shares)
-    print(f"\nthe head sketch adds {share:.2%} [{low:.2%}, {high:.2%}], target {TARGET:.0%}")
+    overheads = []
+    for round_number in range(ROUNDS):
+        order = (None, HeadSketch()) if round_number % 2 else (HeadSketch(), None)
+        seconds_of = {sketch: seconds(batch, sketch) for sketch in order}
+        overheads.append(seconds_of[HeadSketch()] / seconds_of[None] - 1)
+    overhead, (low, high) = statistics.mean(overheads), bootstrap_interval(overheads)
+    print(f"\nthe head sketch adds {overhead:.2%} [{low:.2%}, {high:.2%}], target {TARGET:.0%}")
     record.add(
         device="cpu",
         work="sketch",
@@ -54,9 +54,9 @@ def test_cpu_sketch(benchmark, record: Record) -> None:
         tokens=N,
         case="all live",
         provider="ours",
-        share=share,
+        share=overhead,
         share_ci95=[low, high],
         rounds=ROUNDS,
     )
-    benchmark.extra_info |= {"share": share, "ci95": [low, high]}
+    benchmark.extra_info |= {"share": overhead, "ci95": [low, high]}
     benchmark.pedantic(lambda: seconds(batch, HeadSketch()), rounds=1)

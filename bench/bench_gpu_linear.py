@@ -1,4 +1,4 @@
-"""The linear loss on a GPU in bfloat16: ours, its three GEMMs, and every peer that is installed."""
+"""Benchmark of the linear loss on a GPU in bfloat16: ours, its three GEMMs, and installed peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .linear_losses import (
     truth,
 )
 from .record import Record
-from .smoke import problem
+from .smoke import unavailable_reason
 from .timing import Step, first_line, gemm_step, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
@@ -41,22 +41,22 @@ TARGETS = {  # our time relative to the others
 
 
 def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str, Any], dict]:
-    """Relative errors against float64 of the providers that run, and why the others are not timed."""
-    found, failed = {}, {}
+    """Relative errors against float64 of the providers that run, and why others are not timed."""
+    accuracy, failed = {}, {}
     for name, (loss, scalar) in losses.items():
         try:
-            found[name] = errors(loss, cross_entropy_truth if scalar else truth, small)
+            accuracy[name] = errors(loss, cross_entropy_truth if scalar else truth, small)
         except Exception as error:
             failed[name] = first_line(error)
-    for name in {"ours", CSRC, "eager"} & found.keys():
-        limit = 1.05 * max(found["eager"][1:]) if "eager" in found else GRADIENT_LIMIT
-        if not max(found[name][1:]) <= limit:
-            failed[name] = f"gradients are off by {max(found[name][1:]):.1e}, more than {limit:.1e}"
-    if "ours" in found and not (off := logp_error(small)) <= LOGP_TARGET:
-        failed["ours"] = f"log-probs are off by {off:.1e}, more than {LOGP_TARGET:.0e}"
+    for name in {"ours", CSRC, "eager"} & accuracy.keys():
+        limit = 1.05 * max(accuracy["eager"][1:]) if "eager" in accuracy else GRADIENT_LIMIT
+        if not (worst := max(accuracy[name][1:])) <= limit:
+            failed[name] = f"gradients are off by {worst:.1e}, more than {limit:.1e}"
+    if "ours" in accuracy and not (worst := logp_error(small)) <= LOGP_TARGET:
+        failed["ours"] = f"log-probs are off by {worst:.1e}, more than {LOGP_TARGET:.0e}"
     for name, reason in failed.items():
         print(f"{name} is skipped: {reason}")
-    return found, failed
+    return accuracy, failed
 
 
 def logp_error(batch: Batch) -> float:
@@ -85,13 +85,13 @@ def compare(
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
     """Check, time and record one shape; returns each provider's minimum time in milliseconds."""
-    found, missing = providers(device, compiled)
-    if reason := problem("native", device.type):
+    runnable_peers, missing = providers(device, compiled)
+    if reason := unavailable_reason("native", device.type):
         missing[CSRC] = reason
     else:
-        found[CSRC] = Provider(functools.partial(ours, backend="native"))
+        runnable_peers[CSRC] = Provider(functools.partial(ours, backend="native"))
     small = linear_batch(512, head, dtype, device)
-    wrong, failed = check({n: (p.loss, p.scalar) for n, p in found.items()}, small)
+    accuracy, failed = check({n: (p.loss, p.scalar) for n, p in runnable_peers.items()}, small)
     logp = logp_error(small) if "ours" not in failed else None
     del small
 
@@ -101,7 +101,7 @@ def compare(
     steps: dict[str, Step] = {GEMMS: gemm_step(batch.hidden, batch.weight)}
     steps |= {
         name: lambda loss=p.loss: step(loss, batch)
-        for name, p in found.items()
+        for name, p in runnable_peers.items()
         if name not in failed
     }
     if "ours" in steps:
@@ -110,35 +110,25 @@ def compare(
         steps[FORWARD] = lambda: forward_only(batch)
     timings = interleave(runnable(steps, failed), device, seconds)
     flops = 6 * tokens * head.hidden * head.vocab
+    common = {"device": device.type, "work": "linear", "shape": shape, "tokens": tokens}
+    common["case"] = "all live"
     for name, timing in timings.items():
         batch.hidden.grad = batch.weight.grad = None
         record.add(
-            device=device.type,
-            work="linear",
-            shape=shape,
-            tokens=tokens,
+            **common,
             provider=name,
-            case="all live",
             ms=timing.best,
             median_ms=timing.median,
             rounds=timing.rounds,
             tflops=(1 / 3 if name == FORWARD else 1) * flops / timing.best / 1e9,
             fraction_of_gemms=timings[GEMMS].best / timing.best if GEMMS in timings else None,
             mib=peak_mib(steps[name], device) - gradients_mib(name, batch),
-            scalar=name in found and found[name].scalar,
-            errors=wrong.get(name),
+            scalar=name in runnable_peers and runnable_peers[name].scalar,
+            errors=accuracy.get(name),
             logp_error=logp if name == "ours" else None,
         )
     for name, reason in (missing | failed).items():
-        record.add(
-            device=device.type,
-            work="linear",
-            shape=shape,
-            tokens=tokens,
-            provider=name,
-            case="all live",
-            not_run=reason,
-        )
+        record.add(**common, provider=name, not_run=reason)
     return {name: timing.best for name, timing in timings.items()}
 
 
@@ -152,27 +142,25 @@ def gradients_mib(name: str, batch: Batch) -> float:
 def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
     print(f"\n{title}")
     if not {"ours", GEMMS, HALF} <= best.keys():
-        print(f"nothing to compare: only these ran: {', '.join(best)}")
+        print(f"nothing to compare; these ran: {', '.join(best)}")
         return
-    mine = best["ours"]
+    ours_ms = best["ours"]
     for name, ms in best.items():
-        print(f"{name:40} {ms:9.3f} ms   time / ours {ms / mine:5.2f}")
+        print(f"{name:40} {ms:9.3f} ms   time / ours {ms / ours_ms:5.2f}")
     print(
-        f"ours / GEMMs {mine / best[GEMMS]:.3f} (target 1.08), half without gradient / all "
-        f"{best[HALF] / mine:.3f} (target 0.72)"
+        f"ours / GEMMs {ours_ms / best[GEMMS]:.3f} (target 1.08), half without gradient / all "
+        f"{best[HALF] / ours_ms:.3f} (target 0.72)"
     )
     for name in best.keys() - {GEMMS, HALF, CSRC, FORWARD, "ours", "eager"}:
         kind = "scalar" if name in scalar else "per token"
-        print(f"ours / {name}: {mine / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
+        print(f"ours / {name}: {ours_ms / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("shape", HEADS)
 def test_linear(shape: str, tokens: int, record: Record) -> None:
     device = torch.device("cuda")
-    compiled = (
-        shape == "Qwen2.5-7B" and tokens == 8192
-    )  # for one case only: compiling takes a minute
+    compiled = shape == "Qwen2.5-7B" and tokens == 8192  # only one case: compiling takes a minute
     best = compare(record, device, shape, HEADS[shape], tokens, compiled=compiled)
     scalar = {name for name, p in providers(device, False)[0].items() if p.scalar}
     report(f"{shape}, {tokens} tokens, bfloat16", best, scalar)

@@ -1,4 +1,4 @@
-"""The logits-level loss on a GPU: Triton, csrc/cuda and peers, relative to the copy bandwidth."""
+"""Benchmark of the logits-level loss on a GPU: ours and peers, relative to the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .batches import HEADS, LENGTH, Batch, peaked_logits
 from .linear_losses import SPEC, mixed_loss
 from .record import Record
 from .row_case import row_case
-from .smoke import problem
+from .smoke import unavailable_reason
 from .timing import Step, copy_bandwidth, first_line, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ SPLIT_CASES = {  # dtypes of logits and gradient, rows: as in a trainer, and as 
 
 
 def make_batch(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """`hidden` holds the logits [B, T, V], a leaf; the weight is not used."""
+    """A batch whose `hidden` is the logits [B, T, V], a leaf; its weight is not used."""
     logits = peaked_logits(tokens, vocab, dtype, device)
     g = torch.Generator(device).manual_seed(2)
     targets = torch.randint(vocab, logits.shape[:2], device=device, generator=g)
@@ -65,10 +65,10 @@ def fused(batch: Batch, backend: str, overwrite: bool = False) -> Tensor:
 
 
 def eager(batch: Batch) -> Tensor:
-    whole = batch.hidden.float().log_softmax(-1)
+    log_probs = batch.hidden.float().log_softmax(-1)
     with torch.no_grad():
-        (whole.exp() * whole).sum(-1).neg()
-    return mixed_loss(whole.gather(-1, batch.targets[..., None]).squeeze(-1), batch)
+        (log_probs.exp() * log_probs).sum(-1).neg()
+    return mixed_loss(log_probs.gather(-1, batch.targets[..., None]).squeeze(-1), batch)
 
 
 def trl(batch: Batch) -> Tensor:
@@ -86,39 +86,42 @@ def backward(loss: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
 
 def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], dict[str, str]]:
     """The losses that run here, and why the others do not."""
-    found: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
+    runnable_losses: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
     missing = {}
     for title, name in BACKENDS.items():
-        if reason := problem(name, device.type):
+        if reason := unavailable_reason(name, device.type):
             missing[title] = reason
             continue
-        found[title] = functools.partial(fused, backend=name)
-        found[f"{title}, overwrite"] = functools.partial(fused, backend=name, overwrite=True)
+        runnable_losses[title] = functools.partial(fused, backend=name)
+        runnable_losses[f"{title}, overwrite"] = functools.partial(
+            fused, backend=name, overwrite=True
+        )
     try:
         importlib.import_module("trl.kernels.logprob_entropy")
     except (ImportError, RuntimeError) as error:
         missing["TRL log-softmax and entropy"] = str(error)
     else:
-        found["TRL log-softmax and entropy"] = trl
-    return found, missing
+        runnable_losses["TRL log-softmax and entropy"] = trl
+    return runnable_losses, missing
 
 
-def problem_of(loss: Callable[[Batch], Tensor], batch: Batch) -> str | None:
+def find_error(loss: Callable[[Batch], Tensor], batch: Batch) -> str | None:
     """How the loss or gradient differs from float64, or None if it is accurate."""
     exact = batch._replace(hidden=batch.hidden.detach().double().requires_grad_())
-    want = reference.fused_gac_loss(
+    expected = reference.fused_gac_loss(
         exact.hidden, exact.targets, exact.advantages, exact.is_demo, mu=exact.mu, spec=SPEC
     ).loss
-    want.backward()
-    mine = batch._replace(hidden=batch.hidden.detach().clone().requires_grad_())
+    expected.backward()
+    ours = batch._replace(hidden=batch.hidden.detach().clone().requires_grad_())
     try:
-        value = backward(loss, mine)
+        value = backward(loss, ours)
     except Exception as error:
         return first_line(error)
-    if not abs(value.item() - want.item()) <= 1e-4 * abs(want.item()):
-        return f"the loss is {value.item()}, not {want.item()}"
-    gap = (mine.hidden.grad.double() - exact.hidden.grad).norm() / exact.hidden.grad.norm()
-    return None if gap <= 2**-8 else f"the gradient is off by {gap:.1e}"
+    if not abs(value.item() - expected.item()) <= 1e-4 * abs(expected.item()):
+        return f"the loss is {value.item()}, not {expected.item()}"
+    grad, exact_grad = ours.hidden.grad.double(), exact.hidden.grad
+    relative_error = (grad - exact_grad).norm() / exact_grad.norm()
+    return None if relative_error <= 2**-8 else f"the gradient is off by {relative_error:.1e}"
 
 
 def compare(
@@ -131,59 +134,52 @@ def compare(
     seconds: float = SECONDS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
-    """Check, time and record; returns minimum times in milliseconds. bandwidth: of a copy, in GB/s."""
-    found, missing = losses(device)
+    """Check, time and record every loss; returns minimum times in milliseconds.
+
+    bandwidth: of a copy, in GB/s.
+    """
+    runnable_losses, missing = losses(device)
     small = make_batch(512, vocab, dtype, device)
-    for name in list(found):
-        if reason := problem_of(found[name], small):
-            del found[name]
+    for name in list(runnable_losses):
+        if reason := find_error(runnable_losses[name], small):
+            del runnable_losses[name]
             missing[name] = reason
             print(f"{name} is skipped: {reason}")
     batch = make_batch(tokens, vocab, dtype, device)
-    source = (
-        batch.hidden.detach().clone()
-    )  # to restore overwritten logits, outside the timed region
-    into = torch.empty_like(source)
-    steps: dict[str, Step] = {"copy": lambda: into.copy_(source)}
-    steps |= {name: lambda loss=loss: backward(loss, batch) for name, loss in found.items()}
+    # to restore overwritten logits, outside the timed region
+    source = batch.hidden.detach().clone()
+    destination = torch.empty_like(source)
+    steps: dict[str, Step] = {"copy": lambda: destination.copy_(source)}
+    steps |= {
+        name: lambda loss=loss: backward(loss, batch) for name, loss in runnable_losses.items()
+    }
     for title, backend in BACKENDS.items():
-        if title in found:
+        if title in runnable_losses:
             steps[f"{title}, forward only"] = lambda b=backend: forward_only(batch, b)
 
     def restore(_: str) -> None:
-        batch.hidden.data.copy_(
-            source
-        )  # for every provider: the next one must not get a gradient as its logits
+        # for every provider: the next one must not get a gradient as its logits
+        batch.hidden.data.copy_(source)
 
     timings = interleave(runnable(steps, missing), device, seconds, prepare=restore)
+    common = {"device": device.type, "work": "logits", "shape": shape, "tokens": tokens}
     for name, timing in timings.items():
         passes = 1 if "forward" in name else 2
-        moved = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
+        bandwidth_used = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
         restore(name)
         record.add(
-            device=device.type,
-            work="logits",
-            shape=shape,
-            tokens=tokens,
+            **common,
             provider=name,
             case="forward" if passes == 1 else "loss + gradient",
             ms=timing.best,
             median_ms=timing.median,
             rounds=timing.rounds,
-            gbs=moved,
-            fraction_of_copy=moved / bandwidth,
+            gbs=bandwidth_used,
+            fraction_of_copy=bandwidth_used / bandwidth,
             mib=peak_mib(steps[name], device),
         )
     for name, reason in missing.items():
-        record.add(
-            device=device.type,
-            work="logits",
-            shape=shape,
-            tokens=tokens,
-            provider=name,
-            case="loss + gradient",
-            not_run=reason,
-        )
+        record.add(**common, provider=name, case="loss + gradient", not_run=reason)
     return {name: timing.best for name, timing in timings.items()}
 
 
@@ -207,40 +203,30 @@ def test_logits(shape: str, tokens: int, record: Record) -> None:
 
 
 @pytest.mark.parametrize("case", SPLIT_CASES)
-def test_splits_of_a_row(case: str, record: Record) -> None:
-    """The choice that `cuda.split` makes: blocks per row and shared memory per block."""
+def test_row_splits(case: str, record: Record) -> None:
+    """Compare the splits that `cuda.split` chooses from: blocks per row, tiles per block."""
     shape = "Qwen2.5-7B"
-    if reason := problem("native", "cuda"):
+    if reason := unavailable_reason("native", "cuda"):
         pytest.skip(reason)
     dtypes, rows = SPLIT_CASES[case]
     run = row_case(cuda, rows, HEADS[shape].vocab, *dtypes, torch.device("cuda"))
     failed: dict[str, str] = {}
     steps = runnable(splits(run, HEADS[shape].vocab, dtypes[0]), failed)
+    nbytes = rows * HEADS[shape].vocab * sum(t.itemsize for t in dtypes)
+    common = {"device": "cuda", "work": "splits", "shape": shape, "tokens": rows, "case": case}
     for name, timing in interleave(steps, torch.device("cuda"), SECONDS).items():
-        moved = rows * HEADS[shape].vocab * sum(t.itemsize for t in dtypes) / timing.best / 1e6
-        print(f"{name:24} {timing.best:8.3f} ms {moved:6.0f} GB/s")
+        bandwidth_used = nbytes / timing.best / 1e6
+        print(f"{name:24} {timing.best:8.3f} ms {bandwidth_used:6.0f} GB/s")
         record.add(
-            device="cuda",
-            work="splits",
-            shape=shape,
-            tokens=rows,
+            **common,
             provider=name,
-            case=case,
             ms=timing.best,
             median_ms=timing.median,
             rounds=timing.rounds,
-            gbs=moved,
+            gbs=bandwidth_used,
         )
     for name, reason in failed.items():
-        record.add(
-            device="cuda",
-            work="splits",
-            shape=shape,
-            tokens=rows,
-            provider=name,
-            case=case,
-            not_run=reason,
-        )
+        record.add(**common, provider=name, not_run=reason)
 
 
 def splits(run: Step, vocab: int, dtype: torch.dtype) -> dict[str, Step]:

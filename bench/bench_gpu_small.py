@@ -1,4 +1,4 @@
-"""Costs that large batches hide: launches, statistics, controller, CUDA graphs."""
+"""Benchmark of costs that large batches hide: launches, statistics, controller, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .batches import HEADS, Batch, linear_batch
 from .bench_gpu_logits import backward, eager, fused, make_batch
 from .linear_losses import SPEC, ours, step
 from .record import Record
-from .smoke import problem
+from .smoke import unavailable_reason
 from .timing import Step, interleave
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def host_us(run: Callable[[], object], rounds: int = 200) -> float:
 
 @pytest.fixture(params=["triton", "native"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if reason := problem(request.param, DEVICE.type):
+    if reason := unavailable_reason(request.param, DEVICE.type):
         pytest.skip(f"{request.param} backend: {reason}")
     return request.param
 
@@ -65,8 +65,8 @@ def test_launch_overhead(backend: str, record: Record) -> None:
 
 
 def test_cuda_graph(backend: str, record: Record) -> None:
-    """Loss and backward captured in one graph; a replay on other logits gives their loss and
-    gradient.
+    """Loss and backward pass are captured in one graph; a replay on other logits gives their loss
+    and gradient.
     """
     batch = make_batch(512, 32000, torch.bfloat16, DEVICE)
     run = functools.partial(fused, backend=backend)
@@ -110,16 +110,17 @@ def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
             triton.reduce(tokens, terms, moments)
-    return lambda: (
-        graph.replay(),
-        tokens,
-        terms,
-    )  # keep them alive: the graph reads them by address
+
+    def replay() -> object:
+        graph.replay()
+        return tokens, terms  # keeps them alive: the graph reads them by address
+
+    return replay
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 def test_statistics_and_controller(tokens: int, record: Record) -> None:
-    """Time per step of the statistics and the controller, as a fraction of the loss with a 7B head.
+    """Time the statistics and the controller per step, as a fraction of the loss with a 7B head.
 
     Signals are read once every `update_every` steps; the other updates do not read them.
     """

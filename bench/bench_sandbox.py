@@ -1,4 +1,4 @@
-"""Sandbox throughput in programs per second, latency of one program, and start-up time.
+"""Benchmark of the sandbox: programs per second, latency of one program, and start-up time.
 
 On a shared machine wall-clock figures are too slow, so CPU time is measured too; it gives the
 throughput of two idle cores.
@@ -20,12 +20,15 @@ from typing import Any
 import pytest
 
 from bench.record import RESULTS, device_name, slug
-from gac.sandbox.pool import RunResult, Pool, Program, JudgeSpec
+from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-PROGRAM, SUITE = Program("def f(x): return 2 * x"), JudgeSpec(("assert f(2) == 4", "assert f(3) == 6"))
+PROGRAM, SUITE = (
+    Program("def f(x): return 2 * x"),
+    JudgeSpec(("assert f(2) == 4", "assert f(3) == 6")),
+)
 SCRIPT = Program("print(2 * int(input()))")
 PROGRAMS, ROUNDS, WORKERS = 100, 5, 2
 TARGET = 50  # trivial programs a second on two cores

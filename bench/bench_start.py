@@ -2,9 +2,10 @@
 
 Real processes over gloo on this machine. Each rank's peak (VmHWM, which includes mapped files) is
 measured relative to its memory before the work and reported as a fraction of the model size.
-*whole* loads the full model on every rank, then shards it, and exports by loading it again; *cut*
-is what gac does: it shards while loading. Finally, it measures how much step time a checkpoint
-costs, saved synchronously or asynchronously (`dcp.async_save`). Writes bench/results/start.json.
+*full* loads the full model on every rank, then shards it, and exports by loading it again;
+*sharded* is what gac does: it shards while loading. Finally, it measures the step time lost to a
+checkpoint that is saved synchronously or asynchronously (`dcp.async_save`). Writes
+bench/results/start.json.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from gac.demo.task import tokenizer
+from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.models.causal_lm import ModelConfig, check_head, load_model, load_tokenizer, make_model
 from gac.parallel import setup
@@ -50,22 +51,22 @@ SAVES = 3
 
 
 def write_base(folder: Path, layers: int, dtype: torch.dtype) -> None:
-    """A Qwen2 model with 26 MB per layer and a 51 MB embedding in float32."""
-    words = tokenizer()
-    words.save_pretrained(folder)
-    made = Qwen2Config(
+    """Write a Qwen2 model with 26 MB per layer and a 51 MB embedding in float32."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
         vocab_size=16640,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=12,
-        pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size="100MB")
 
 
@@ -74,21 +75,21 @@ def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, start = resident("VmRSS"), time.perf_counter()
-    done = work()
-    found = {"mib": resident("VmHWM") - before, "seconds": time.perf_counter() - start}
-    return done, found
+    result = work()
+    usage = {"mib": resident("VmHWM") - before, "seconds": time.perf_counter() - start}
+    return result, usage
 
 
-def start(config: ModelConfig, accelerator: Accelerator, way: str) -> nn.Module:
-    """Load the sharded model, with `way` "whole" or "cut"."""
-    arrival = setup.arriving(accelerator, SHARDED)
-    if way == "whole":
-        return setup.prepare(load_model(config), accelerator, SHARDED, "no", arrival)
-    return setup.prepare(make_model(config, 0, arrival), accelerator, SHARDED, "no", arrival)
+def start(config: ModelConfig, accelerator: Accelerator, mode: str) -> nn.Module:
+    """Load the sharded model; mode: "full" or "sharded"."""
+    loading = setup.sharded_loading(accelerator, SHARDED)
+    if mode == "full":
+        return setup.prepare(load_model(config), accelerator, SHARDED, "no", loading)
+    return setup.prepare(make_model(config, 0, loading), accelerator, SHARDED, "no", loading)
 
 
-def export_whole(config: ModelConfig, path: Path, out: Path) -> None:
-    """Load the model, fill it from the checkpoint, save it."""
+def export_full(config: ModelConfig, path: Path, out: Path) -> None:
+    """Load the full model, fill it from the checkpoint and save it."""
     model = load_model(config)
     checkpoint.load_weights(path, model)
     model.__dict__.pop("forward")
@@ -97,17 +98,17 @@ def export_whole(config: ModelConfig, path: Path, out: Path) -> None:
 
 
 def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Peak memory of this rank while loading the model, and while exporting it at the end of a run."""
+    """Peak memory of this rank while loading the model, and while exporting it after a run."""
     config, folder = ModelConfig(path=job["base"]), Path(job["folder"])
-    model, started = peak(lambda: start(config, accelerator, job["way"]))
+    model, started = peak(lambda: start(config, accelerator, job["mode"]))
     total = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     _, first = peak(lambda: check_head(model))  # gathers layer by layer, like every forward pass
     setup.reshard(model)
     path = checkpoint.save(folder / "run", 1, model, torch.optim.SGD(model.parameters()), {})
     exported = None
     if accelerator.is_main_process:  # the other ranks wait, as in a run
-        if job["way"] == "whole":
-            _, exported = peak(lambda: export_whole(config, path, folder / "out"))
+        if job["mode"] == "full":
+            _, exported = peak(lambda: export_full(config, path, folder / "out"))
         else:
             _, exported = peak(lambda: export_checkpoint(config, path, folder / "out", SHARD))
     dist.barrier()
@@ -115,36 +116,36 @@ def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 
 
 def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Delay of the next steps in seconds and memory growth due to a checkpoint, saved synchronously
-    and asynchronously.
+    """Delay of the next steps in seconds, and memory growth, due to a checkpoint that is saved
+    synchronously or asynchronously.
     """
-    model = start(ModelConfig(path=job["base"]), accelerator, "cut")
+    model = start(ModelConfig(path=job["base"]), accelerator, "sharded")
     check_head(model)
     setup.reshard(model)  # gathered parameters are different objects
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.arange(64)[None] % 16
-    beside = dist.new_group(backend="gloo")  # the steps' collectives continue during the save
+    save_group = dist.new_group(backend="gloo")  # the steps' collectives continue during the save
 
     def step() -> float:
-        begun = time.perf_counter()
+        began = time.perf_counter()
         model(input_ids=ids, use_cache=False).logits.logsumexp(-1).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        return time.perf_counter() - begun
+        return time.perf_counter() - began
 
     def state() -> dict[str, Any]:
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
-    def before(where: Path) -> float:
-        begun = time.perf_counter()
-        dcp.save(state(), checkpoint_id=where)
+    def save_sync(folder: Path) -> float:
+        began = time.perf_counter()
+        dcp.save(state(), checkpoint_id=folder)
         dist.barrier()
-        return time.perf_counter() - begun
+        return time.perf_counter() - began
 
-    def during(where: Path) -> float:
-        begun, steps = time.perf_counter(), 0
-        future = dcp.async_save(state(), checkpoint_id=where, process_group=beside)
+    def save_async(folder: Path) -> float:
+        began, steps = time.perf_counter(), 0
+        future = dcp.async_save(state(), checkpoint_id=folder, process_group=save_group)
         assert isinstance(future, Future)
         while True:  # all ranks must run the same number of steps
             done = torch.tensor(float(future.done()))
@@ -154,33 +155,33 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
             step()
             steps += 1
         future.result()
-        return time.perf_counter() - begun - steps * usual
+        return time.perf_counter() - began - steps * typical
 
     for _ in range(3):
         step()
-    usual = sorted(step() for _ in range(7))[3]
-    found: dict[str, list[dict[str, float]]] = {"before": [], "beside": []}
-    for turn in range(SAVES):
-        for name, save in (("before", before), ("beside", during)):
-            where = Path(job["folder"]) / f"{name}-{turn}"
-            delay, grown = peak(functools.partial(save, where))
-            found[name].append({"delay": delay, "mib": grown["mib"]})
-    return {"step": usual, "saves": found}
+    typical = sorted(step() for _ in range(7))[3]
+    saves: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
+    for number in range(SAVES):
+        for name, save in (("sync", save_sync), ("async", save_async)):
+            folder = Path(job["folder"]) / f"{name}-{number}"
+            delay, usage = peak(functools.partial(save, folder))
+            saves[name].append({"delay": delay, "mib": usage["mib"]})
+    return {"step": typical, "saves": saves}
 
 
 def worker(job: dict[str, Any]) -> None:
     """Run one rank of a job."""
     torch.set_num_threads(1)
     accelerator = setup.make_accelerator(SHARDED, "no", (), job["folder"])
-    found = (saving if job["work"] == "saving" else memory)(job, accelerator)
-    place = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"
-    place.write_text(json.dumps(found))
+    result = (saving if job["work"] == "saving" else memory)(job, accelerator)
+    path = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"
+    path.write_text(json.dumps(result))
 
 
 def run(ranks: int, **job: Any) -> list[dict[str, Any]]:
-    """Run a job in `ranks` new processes; returns each one's results."""
+    """Run a job in `ranks` new processes; returns the results of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        told = json.dumps({**job, "folder": folder})
+        job_json = json.dumps({**job, "folder": folder})
         command = [
             sys.executable,
             "-m",
@@ -191,7 +192,7 @@ def run(ranks: int, **job: Any) -> list[dict[str, Any]]:
             "-m",
             "bench.bench_start",
             "--worker",
-            told,
+            job_json,
         ]
         # return freed memory to the system, so that only live memory is measured
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -210,13 +211,13 @@ def measure(layers: int, counts: list[int]) -> None:
         "memory": [],
         "checkpoints": [],
     }
-    with tempfile.TemporaryDirectory() as place:
-        bases = [Path(place) / "float32", Path(place) / "bfloat16"]
+    with tempfile.TemporaryDirectory() as folder:
+        bases = [Path(folder) / "float32", Path(folder) / "bfloat16"]
         for base in bases:
             write_base(base, layers, getattr(torch, base.name))
-        for base, ranks, way in itertools.product(bases, counts, ("whole", "cut")):
-            found = run(ranks, work="memory", base=str(base), way=way)
-            document["memory"].append(row(ranks, way, base.name, found))
+        for base, ranks, mode in itertools.product(bases, counts, ("full", "sharded")):
+            results = run(ranks, work="memory", base=str(base), mode=mode)
+            document["memory"].append(row(ranks, mode, base.name, results))
             save(document)
         for ranks in counts:
             first, *_ = run(ranks, work="saving", base=str(bases[0]))
@@ -232,19 +233,19 @@ def save(document: dict[str, Any]) -> None:
     print((document["checkpoints"] or document["memory"])[-1], flush=True)
 
 
-def row(ranks: int, way: str, stored: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def row(ranks: int, mode: str, stored: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     """The maximum of the ranks' peaks, also as a fraction of the model size."""
-    total = found[0]["model_mib"]
-    start, exported = max(f["start"]["mib"] for f in found), found[0]["export"]
+    total = results[0]["model_mib"]
+    start, exported = max(r["start"]["mib"] for r in results), results[0]["export"]
     return {
         "ranks": ranks,
-        "way": way,
+        "mode": mode,
         "stored": stored,
         "model_mib": round(total, 1),
         "start_mib": round(start, 1),
         "start_share": round(start / total, 3),
-        "forward_share": round(max(f["forward"]["mib"] for f in found) / total, 3),
-        "start_seconds": round(max(f["start"]["seconds"] for f in found), 2),
+        "forward_share": round(max(r["forward"]["mib"] for r in results) / total, 3),
+        "start_seconds": round(max(r["start"]["seconds"] for r in results), 2),
         "export_mib": round(exported["mib"], 1),
         "export_share": round(exported["mib"] / total, 3),
         "export_seconds": round(exported["seconds"], 2),

@@ -1,4 +1,6 @@
-"""GRPO in TRL and in GAC, alternating step by step: `python -m bench.bench_trainers [--rounds 6]`.
+"""Benchmark of GRPO in TRL and in GAC: `python -m bench.bench_trainers [--rounds 6]`.
+
+The trainers alternate step by step.
 
 Both use the same model of 4.2 million parameters, prompts, rewards, batch (8 prompts with 8
 completions each) and completion lengths, which are forced (see forced_lengths.py): uniform or
@@ -21,13 +23,12 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .forced_lengths import COMPLETIONS, LONGEST, PROMPT_TOKENS, PROMPTS, force, schedule, write
+from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPT_TOKENS, PROMPTS, force, schedule, write
 from .record import RESULTS, device_name
 
 ROWS = PROMPTS * COMPLETIONS
@@ -47,7 +48,7 @@ def reward(text: str) -> float:
     return float(zlib.crc32(text.encode()) % 2)
 
 
-def chance(completion: str, example: Any) -> float:
+def random_reward(completion: str, example: Any) -> float:
     return reward(completion)
 
 
@@ -64,8 +65,8 @@ def memory() -> dict[str, float]:
 # ---- in the trainer process
 
 
-def turn() -> None:
-    """Called at the start of a step: report the resources used so far and wait for the next turn."""
+def wait_for_turn() -> None:
+    """Report the resources used so far and wait for the turn; called at the start of a step."""
     print(json.dumps({"cpu": time.process_time(), **memory()}), file=_OUT, flush=True)
     if not sys.stdin.readline():
         os._exit(0)  # exit mid-run: there is nothing to save
@@ -76,7 +77,7 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
     from gac.training.run_config import TrainConfig
     from gac.training.trainer import Trainer
 
-    longest = PROMPT_TOKENS + LONGEST[kind]
+    longest = PROMPT_TOKENS + MAX_LENGTH[kind]
     trainer = Trainer(
         load(
             TrainConfig,
@@ -85,12 +86,12 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
                 "method": "grpo",
                 "model": {"path": str(folder), "random_init": True},
                 "data": {"prompts": str(folder / "prompts.jsonl")},
-                "reward": "bench.bench_trainers:chance",
+                "reward": "bench.bench_trainers:random_reward",
                 "steps": steps,
                 "rollouts": {
                     "prompts": PROMPTS,
                     "completions": COMPLETIONS,
-                    "max_new_tokens": LONGEST[kind],
+                    "max_new_tokens": MAX_LENGTH[kind],
                 },
                 "optim": {"schedule": "constant", "warmup": 0},
                 "checkpoint_every": steps,
@@ -103,11 +104,11 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
     force(trainer.accelerator.unwrap_model(trainer.model), kind)
     step = trainer._train_step
 
-    def counted() -> Any:
-        turn()
+    def wait_and_step() -> Any:
+        wait_for_turn()
         return step()
 
-    trainer._train_step = counted  # type: ignore[method-assign] # the same step, after waiting for a turn
+    trainer._train_step = wait_and_step  # type: ignore[method-assign] # the same step, later
     trainer.run()
 
 
@@ -118,7 +119,7 @@ def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *args: Any, **keywords: Any) -> None:
-            turn()
+            wait_for_turn()
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -137,7 +138,7 @@ def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
             per_device_train_batch_size=size,
             gradient_accumulation_steps=ROWS // size,
             num_generations=COMPLETIONS,
-            max_completion_length=LONGEST[kind],
+            max_completion_length=MAX_LENGTH[kind],
             beta=0.0,
             loss_type="grpo",
             learning_rate=1e-6,
@@ -186,15 +187,15 @@ class Worker:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        self.last = self._heard()
+        self.last = self._read_report()
         self.start = self.last["held"]
 
-    def _heard(self) -> dict[str, float]:
-        alarm = threading.Timer(LIMIT, self.process.kill)
-        alarm.start()
+    def _read_report(self) -> dict[str, float]:
+        timer = threading.Timer(LIMIT, self.process.kill)
+        timer.start()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        alarm.cancel()
+        timer.cancel()
         if not line:
             tail = self.errors.read_text()[-2000:]
             raise SystemExit(f"error: {self.arm} exited or took more than {LIMIT} s\n{tail}")
@@ -205,7 +206,7 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        before, self.last = self.last, self._heard()
+        before, self.last = self.last, self._read_report()
         return self.last["cpu"] - before["cpu"]
 
     def end(self) -> None:
@@ -221,22 +222,23 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):  # the first round is a warm-up
         order = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
         for arm in order:
-            spent = workers[arm].step()
+            step_seconds = workers[arm].step()
             if number:
-                seconds[arm].append(spent)
-            print(f"{kind:12} round {number}  {arm:11} {spent:6.2f} s", file=sys.stderr, flush=True)
+                seconds[arm].append(step_seconds)
+            line = f"{kind:12} round {number}  {arm:11} {step_seconds:6.2f} s"
+            print(line, file=sys.stderr, flush=True)
     for worker in workers.values():
         worker.end()
     tokens = sum(sum(schedule(kind, step)) for step in range(1, rounds + 1))
     arms = {
         arm: {
             "setting": ARMS[arm],
-            "seconds_per_step": round(sum(spent) / rounds, 3),
-            "tokens_per_second": round(tokens / sum(spent), 1),
+            "seconds_per_step": round(sum(step_seconds) / rounds, 3),
+            "tokens_per_second": round(tokens / sum(step_seconds), 1),
             "peak_mib": round(workers[arm].last["peak"]),
             "peak_above_start_mib": round(workers[arm].last["peak"] - workers[arm].start),
         }
-        for arm, spent in seconds.items()
+        for arm, step_seconds in seconds.items()
     }
     ratios = {
         f"{theirs} / {ours}": ratio(seconds[theirs], seconds[ours])
@@ -250,7 +252,7 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "versions": {"python": platform.python_version(), **versions},
         "response_tokens_per_step": round(tokens / rounds, 1),
-        "longest": LONGEST[kind],
+        "longest": MAX_LENGTH[kind],
         "arms": arms,
         "speed": ratios,
     }
@@ -260,11 +262,15 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
     """Ratio of the total times, with a 95 % bootstrap interval over rounds."""
     rng = random.Random(0)
     pairs = list(zip(theirs, ours, strict=True))
-    of: Callable[[list[Any]], float] = lambda some: (  # noqa: E731 - one expression
-        sum(a for a, _ in some) / sum(b for _, b in some)
-    )
-    drawn = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return {"ratio": round(of(pairs), 3), "ci95": [round(drawn[50], 3), round(drawn[-51], 3)]}
+
+    def ratio_of(sample: list[tuple[float, float]]) -> float:
+        return sum(a for a, _ in sample) / sum(b for _, b in sample)
+
+    ratios = sorted(ratio_of(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return {
+        "ratio": round(ratio_of(pairs), 3),
+        "ci95": [round(ratios[50], 3), round(ratios[-51], 3)],
+    }
 
 
 def main() -> None:
@@ -273,24 +279,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="steps per trainer, at least 2")
     parser.add_argument(
         "--kind",
-        choices=LONGEST,
-        help="run only these lengths; stored results of the others are kept",
+        choices=MAX_LENGTH,
+        help="run only this distribution of lengths; stored results of the others are kept",
     )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.arm:
-        return work(given.arm, given.folder, given.kind, given.steps)
-    if given.rounds < 2:
-        parser.error(f"--rounds {given.rounds}: an interval needs at least 2")
+    arguments = parser.parse_args()
+    if arguments.arm:
+        return work(arguments.arm, arguments.folder, arguments.kind, arguments.steps)
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: an interval needs at least 2")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name))
-        asked = [given.kind] if given.kind else list(LONGEST)
-        kinds = {kind: measure(Path(name), kind, given.rounds) for kind in asked}
+        requested = [arguments.kind] if arguments.kind else list(MAX_LENGTH)
+        kinds = {kind: measure(Path(name), kind, arguments.rounds) for kind in requested}
     path = RESULTS / "trainers.json"
-    known = json.loads(path.read_text())["lengths"] if path.exists() else {}
-    text = json.dumps({"lengths": {**known, **kinds}}, indent=1) + "\n"
+    stored = json.loads(path.read_text())["lengths"] if path.exists() else {}
+    text = json.dumps({"lengths": {**stored, **kinds}}, indent=1) + "\n"
     path.write_text(text)
     print(text, end="")
     return None

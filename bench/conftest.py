@@ -1,4 +1,4 @@
-"""Process settings for all benchmarks: memory stays mapped, and idle threads do not spin."""
+"""Settings and fixtures of all benchmarks: memory stays mapped, idle threads do not spin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mapped_memory() -> bool:
 
 @pytest.fixture
 def record() -> Iterator[Record]:
-    """Rows for bench/results, saved after each benchmark so that a timeout does not lose them all."""
+    """Rows for bench/results, saved after each benchmark, so that a timeout does not lose all."""
     from .record import Record
 
     rows = Record()

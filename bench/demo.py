@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def table(runs: Path) -> str:
-    """A Markdown table of the last evaluation of each default method, seed 0."""
+    """Markdown table of the last evaluation of each default method, seed 0."""
     lines = [
         "| method | greedy accuracy | on `+` | on `-` | steps |",
         "|---|---|---|---|---|",
@@ -29,7 +29,7 @@ def table(runs: Path) -> str:
 
 
 def fill(readme: str, block: str, text: str) -> str:
-    """The README with the text between <!-- block --> and <!-- /block --> replaced."""
+    """Replace the text between <!-- block --> and <!-- /block --> in the README."""
     before, rest = readme.split(f"<!-- {block} -->")
     _, after = rest.split(f"<!-- /{block} -->")
     return f"{before}<!-- {block} -->\n{text}\n<!-- /{block} -->{after}"

@@ -1,7 +1,7 @@
 """The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
-Each part is a list of steps. A step is a process with a time limit; if it fails, the next one runs
-all the same. Its output goes to bench/results/first-run/ and its measurements to bench/results/;
+Each part is a list of steps. A step is a process with a time limit; if it fails, the next one still
+runs. Its output goes to bench/results/first-run/ and its measurements to bench/results/;
 after every step both are copied to the folder given by the environment variable OUT. Requires
 torch, triton, transformers, pytest and nvcc; peers are benchmarked if their wheels are in
 bench/wheels/ (or in the folder given by GAC_WHEELS):
@@ -34,6 +34,8 @@ SHARE = 0.95  # fraction of a step's time limit for its tests; the rest is for t
 
 
 class Step(NamedTuple):
+    """A process of a part, with its time limit."""
+
     name: str
     seconds: int
     command: Sequence[str]
@@ -44,7 +46,7 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 def guarded(name: str, seconds: int, limit: int, *arguments: str) -> Step:
-    """A step of tests that may hang; each test has at most `limit` seconds."""
+    """A step that runs tests that may hang; each test has at most `limit` seconds."""
     command = python(
         "bench.watchdog",
         "--limit",
@@ -61,8 +63,8 @@ def guarded(name: str, seconds: int, limit: int, *arguments: str) -> Step:
 
 
 def tiny(*options: str) -> list[str]:
-    """A native case small enough for a sanitizer; the 15 bytes that a bulk load may read past a row
-    are inside the allocation.
+    """Command for a native case small enough for a sanitizer; the 15 bytes that a bulk load may
+    read past a row are inside the allocation.
     """
     return python("bench.row_case", "--rows", "40", "--vocab", "50257", *options)
 
@@ -123,7 +125,9 @@ PARTS: dict[int, tuple[Step, ...]] = {
     5: (
         Step("build", 120, python("gac_kernels.build_cuda")),
         guarded("csrc tests", 110, 90, "tests/test_cuda_gpu.py"),
-        guarded("given logits, 7B", 120, 90, "bench/bench_gpu_logits.py", "-k", "7B or splits"),
+        guarded(
+            "logits-level loss, 7B", 120, 90, "bench/bench_gpu_logits.py", "-k", "7B or splits"
+        ),
         guarded("linear, 7B", 220, 150, LINEAR, "-k", "Qwen2.5-7B"),
         Step("tables", 20, python("bench.table")),
     ),
@@ -131,7 +135,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
 
 
 def run_step(step: Step, log: Path, environment: dict[str, str]) -> str:
-    """Run a step in its own process group; returns "done" or what went wrong."""
+    """Run a step in its own process group; returns "done" or the reason why it failed."""
     if shutil.which(step.command[0]) is None:
         return f"skipped: {step.command[0]} is not on the PATH"
     with log.open("w") as text:
@@ -156,7 +160,7 @@ def run_step(step: Step, log: Path, environment: dict[str, str]) -> str:
 
 
 def peers(folder: Path, into: Path) -> list[str]:
-    """Unpack the wheels in `folder` and return their names. Pure-Python wheels work without an
+    """Unpack the wheels in `folder` and return their names; pure-Python wheels work without an
     install.
     """
     wheels = sorted(folder.glob("*.whl"))
@@ -169,25 +173,25 @@ def peers(folder: Path, into: Path) -> list[str]:
 def run_part(steps: Sequence[Step], folder: Path, out: Path | None) -> dict[str, str]:
     """Run every step in order; returns the outcome of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {}
+    outcomes = {}
     with tempfile.TemporaryDirectory() as unpacked:
         names = peers(Path(os.environ.get("GAC_WHEELS", WHEELS)), Path(unpacked))
         print(f"peers' wheels: {', '.join(names) or 'none'}", flush=True)
         path = [str(ROOT), os.environ.get("PYTHONPATH", ""), unpacked]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         for number, step in enumerate(steps, 1):
-            began = time.monotonic()
+            start = time.monotonic()
             log = folder / f"{number}-{step.name.replace(' ', '-').replace(',', '')}.txt"
-            found[step.name] = run_step(step, log, environment)
-            line = f"{step.name}: {found[step.name]} ({time.monotonic() - began:.0f} s)"
+            outcomes[step.name] = run_step(step, log, environment)
+            line = f"{step.name}: {outcomes[step.name]} ({time.monotonic() - start:.0f} s)"
             print(line, flush=True)
             with (folder / "summary.txt").open("a") as summary:
                 summary.write(line + "\n")
-            if log.exists() and found[step.name] != "done":
+            if log.exists() and outcomes[step.name] != "done":
                 print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
             if out:
                 shutil.copytree(RESULTS, out / "results", dirs_exist_ok=True)
-    return found
+    return outcomes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -205,8 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     folder = RESULTS / "first-run" / f"part-{chosen.part}"
-    found = run_part(PARTS[chosen.part], folder, out)
-    return 0 if set(found.values()) == {"done"} else 1
+    outcomes = run_part(PARTS[chosen.part], folder, out)
+    return 0 if set(outcomes.values()) == {"done"} else 1
 
 
 if __name__ == "__main__":

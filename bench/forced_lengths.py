@@ -1,4 +1,4 @@
-"""A tiny model whose completions have scheduled lengths, whichever trainer samples them."""
+"""A tiny model whose completions have scheduled lengths in every trainer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, Qwen2Config
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS = 8, 8, 16
-LONGEST = {"uniform": 96, "long-tailed": 192}
+MAX_LENGTH = {"uniform": 96, "long-tailed": 192}
 VOCABULARY = 4864
 
 
 def schedule(kind: str, step: int) -> list[int]:
     """Length in tokens of each completion of a step, including the EOS token.
 
-    uniform: all have the maximum length. long-tailed: log-normal with median 32, and one of maximum
-        length.
+    uniform: all have the maximum length. long-tailed: log-normal with median 32, and one has the
+    maximum length.
     """
-    longest, rows = LONGEST[kind], PROMPTS * COMPLETIONS
+    longest, rows = MAX_LENGTH[kind], PROMPTS * COMPLETIONS
     if kind == "uniform":
         return [longest] * rows
     rng = random.Random(step)
@@ -38,10 +38,10 @@ def write(folder: Path) -> None:
     """Write a tokenizer, the configuration of a Qwen2 model with 4.2 million parameters, and
     prompts of equal length.
     """
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2"
+        tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w2"
     ).save_pretrained(folder)
     Qwen2Config(
         vocab_size=VOCABULARY,
@@ -67,42 +67,38 @@ def write(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-class Ends(LogitsProcessor):
+class ForceEos(LogitsProcessor):
     """Forces row i to sample EOS as its token number lengths[i], and not earlier."""
 
     def __init__(self, lengths: list[int], prompt: int, end: int) -> None:
         self.lengths, self.prompt, self.end = torch.tensor(lengths), prompt, end
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        over = self.lengths <= ids.shape[1] - self.prompt + 1
+        at_end = self.lengths <= ids.shape[1] - self.prompt + 1
         scores = scores.clone()
         scores[:, self.end] = -torch.inf
-        scores[over] = -torch.inf
-        scores[over, self.end] = 0.0
+        scores[at_end] = -torch.inf
+        scores[at_end, self.end] = 0.0
         return scores
 
 
 def force(model: Any, kind: str) -> None:
-    """Make `model.generate` follow the schedule, whether a step's completions come from one call or
-    several.
-    """
-    original, drawn = model.generate, 0
+    """Make `model.generate` follow the schedule; a step may call it once or several times."""
+    original, generated = model.generate, 0
     rows = PROMPTS * COMPLETIONS
 
     def generate(*args: Any, **keywords: Any) -> Tensor:
-        nonlocal drawn
+        nonlocal generated
         ids = keywords["input_ids"]
         count = len(ids) * (keywords["generation_config"].num_return_sequences or 1)
-        step, first = divmod(drawn, rows)
+        step, first = divmod(generated, rows)
         lengths = schedule(kind, step)[first : first + count]
-        drawn += count
-        ends = Ends(lengths, ids.shape[1], end=1)
-        out = original(*args, **keywords, logits_processor=LogitsProcessorList([ends]))
-        found = (out[:, ids.shape[1] :] == 1).int().argmax(1) + 1
-        if found.tolist() != lengths:
-            raise RuntimeError(
-                f"{kind}: completions have {found.tolist()} tokens, expected {lengths}"
-            )
+        generated += count
+        force_eos = ForceEos(lengths, ids.shape[1], end=1)
+        out = original(*args, **keywords, logits_processor=LogitsProcessorList([force_eos]))
+        actual = ((out[:, ids.shape[1] :] == 1).int().argmax(1) + 1).tolist()
+        if actual != lengths:
+            raise RuntimeError(f"{kind}: completions have {actual} tokens, expected {lengths}")
         return out
 
     model.generate = generate

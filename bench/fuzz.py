@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     seed = parser.parse_args().seed
-    # no cache of earlier failures, so that the inputs depend on the seed alone; a longer timeout
+    # no cache of earlier failures, so that the inputs depend only on the seed; a longer timeout
     # than the suite's, for a busy machine
     command = [
         "-m",
@@ -45,11 +45,11 @@ def main() -> int:
     ]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    found = COUNTS.findall(done.stdout)
-    if not found:
-        print("error: the number of inputs is missing from pytest's output", file=sys.stderr)
+    counts = COUNTS.findall(done.stdout)
+    if not counts:
+        print("error: pytest's output does not report the number of inputs", file=sys.stderr)
         return done.returncode or 1
-    passing, failing, refused = (sum(map(int, column)) for column in zip(*found, strict=True))
+    passing, failing, rejected = (sum(map(int, column)) for column in zip(*counts, strict=True))
     result = {
         "command": " ".join(["python", *command]),
         "machine": platform.machine(),
@@ -60,7 +60,7 @@ def main() -> int:
         "inputs": passing + failing,
         "passing": passing,
         "failing": failing,
-        "rejected": refused,
+        "rejected": rejected,
         "outcome": "passed" if done.returncode == 0 else "failed",
     }
     (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")

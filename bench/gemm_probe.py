@@ -18,9 +18,11 @@ ROWS = (1024, 1408, 1536, 2304, 4096)
 SECONDS = 0.4  # per shape, over all rounds
 
 
-def products(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
-    """The GEMMs for M rows, by name. The gradient of the logits is [M, V] with row stride V, or 2 V
-    if it shares the storage of float32 logits.
+def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
+    """The GEMMs for M rows, by name.
+
+    The gradient of the logits is [M, V] with row stride V, or 2 V if it shares the storage of
+    float32 logits.
     """
     bf16, f32 = torch.bfloat16, torch.float32
     g = torch.Generator(device).manual_seed(0)
@@ -56,13 +58,13 @@ def probe(
 ) -> dict[str, float]:
     """Time and record one head and one M; returns TFLOP/s per GEMM."""
     failed: dict[str, str] = {}
-    steps = runnable(products(rows, head, device), failed)
+    steps = runnable(gemms(rows, head, device), failed)
     speeds = {}
-    place = {"device": device.type, "work": "gemm", "shape": shape, "tokens": rows, "case": ""}
+    common = {"device": device.type, "work": "gemm", "shape": shape, "tokens": rows, "case": ""}
     for name, timing in (interleave(steps, device, seconds) if steps else {}).items():
         speeds[name] = 2 * rows * head.hidden * head.vocab / timing.best / 1e9
         record.add(
-            **place,
+            **common,
             provider=name,
             ms=timing.best,
             median_ms=timing.median,
@@ -71,7 +73,7 @@ def probe(
         )
         print(f"{shape:14} M={rows:5} {name:26} {timing.best:8.3f} ms {speeds[name]:6.0f} TFLOP/s")
     for name, reason in failed.items():
-        record.add(**place, provider=name, not_run=reason)
+        record.add(**common, provider=name, not_run=reason)
         print(f"{shape:14} M={rows:5} {name:26} not run: {reason}")
     return speeds
 
@@ -82,11 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS)[:2])
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--device", default="cuda")
-    chosen = parser.parse_args(arguments)
-    for shape in chosen.heads:
-        for rows in chosen.rows:
+    options = parser.parse_args(arguments)
+    for shape in options.heads:
+        for rows in options.rows:
             record = Record()
-            probe(record, shape, HEADS[shape], rows, torch.device(chosen.device), chosen.seconds)
+            probe(record, shape, HEADS[shape], rows, torch.device(options.device), options.seconds)
             record.save()  # save after each shape, so that a timeout does not lose everything
 
 

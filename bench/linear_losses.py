@@ -1,4 +1,4 @@
-"""The same linear loss, computed by gac_kernels and by every installed peer.
+"""The linear loss of a batch, computed by gac_kernels and by every installed peer.
 
 For a peer that returns log-probabilities, the mixed loss is added in plain PyTorch, as a trainer
 would write it. A peer that returns only a mean cross-entropy does less work and is marked as
@@ -77,10 +77,10 @@ def cross_entropy_truth(batch: Batch) -> Tensor:
 
 def eager(batch: Batch) -> Tensor:
     """Log-probs and entropy from the full logits in float32, as trainers compute them."""
-    whole = F.linear(batch.hidden, batch.weight).float().log_softmax(-1)
-    logps = whole.gather(-1, batch.targets[..., None]).squeeze(-1)
+    log_probs = F.linear(batch.hidden, batch.weight).float().log_softmax(-1)
+    logps = log_probs.gather(-1, batch.targets[..., None]).squeeze(-1)
     with torch.no_grad():
-        (whole.exp() * whole).sum(-1).neg()
+        (log_probs.exp() * log_probs).sum(-1).neg()
     return mixed_loss(logps, batch)
 
 
@@ -141,13 +141,13 @@ def _quack_mean(batch: Batch) -> Tensor:
 
 def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider], dict[str, str]]:
     """The providers that run on `device`, ours first, and why the others do not."""
-    found = {"ours": Provider(ours), "eager": Provider(eager)}
+    runnable_peers = {"ours": Provider(ours), "eager": Provider(eager)}
     if compiled:
-        found["torch.compile"] = Provider(torch.compile(eager))
+        runnable_peers["torch.compile"] = Provider(torch.compile(eager))
     missing = {}
     if hasattr(F, "linear_cross_entropy"):
-        found["torch linear_cross_entropy, per token"] = Provider(_torch_tokens)
-        found["torch linear_cross_entropy, mean"] = Provider(_torch_mean, scalar=True)
+        runnable_peers["torch linear_cross_entropy, per token"] = Provider(_torch_tokens)
+        runnable_peers["torch linear_cross_entropy, mean"] = Provider(_torch_mean, scalar=True)
     else:
         missing["torch linear_cross_entropy"] = f"not in torch {torch.__version__}"
     peers = {
@@ -169,13 +169,13 @@ def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider]
         except (ImportError, RuntimeError) as error:
             missing[name] = str(error)
         else:
-            found[name] = provider
+            runnable_peers[name] = provider
     if device.type == "cpu":
-        found.pop("Liger cross-entropy, mean", None)
+        runnable_peers.pop("Liger cross-entropy, mean", None)
         missing["Liger cross-entropy, mean"] = "its Triton kernel needs a GPU"
         if not compiled:
-            found.pop("cut-cross-entropy", None)
-    return found, missing
+            runnable_peers.pop("cut-cross-entropy", None)
+    return runnable_peers, missing
 
 
 def step(loss: Loss, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

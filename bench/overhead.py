@@ -2,7 +2,7 @@
 
 Every step trains twice on the same rollouts and demonstrations, in alternating order: with GAC, and
 with the bare mixed loss at the same mu, without statistics, KL or controller. Nothing else differs;
-the overhead is their difference as a fraction of a whole step, including sampling. The cost of the
+the overhead is their difference as a fraction of a full step, including sampling. The cost of the
 statistics is the difference between the loss's forward pass with and without them, in alternation.
 Lengths and batch sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times;
 the head has the same share of the model's weights as in a 1.5B model (15 %). On a CPU, CPU time is
@@ -34,7 +34,7 @@ import gac.models.causal_lm
 from gac.config import load
 from gac.data.rows import Row
 from gac.demo.task import write_task
-from gac.methods.base import Needs
+from gac.methods.base import StepNeeds
 from gac.parallel import collectives
 from gac.training.metrics import observe
 from gac.training.run_config import TrainConfig
@@ -43,7 +43,7 @@ from gac_kernels import TokenMoments
 
 from .record import RESULTS, copy_out, device_name, environment
 
-PARTS = ("statistics", "reference forward", "controller", "exchange")
+PARTS = ("statistics", "reference forward", "controller", "communication")
 UPDATES = 10  # steps per refresh of the signals
 ROUNDS = 8  # forward passes of the loss with statistics, and as many without
 SIZES = {
@@ -82,7 +82,7 @@ def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -
             "model": {"path": str(start), "random_init": True},
             "method": "gac",
             "data": data,
-            "reward": "bench.overhead:chance",
+            "reward": "bench.overhead:random_reward",
             "steps": updates + 1,
             "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
             "demo_batch": 4 * times,
@@ -93,7 +93,7 @@ def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -
     )
 
 
-def chance(completion: str, example: Any) -> float:
+def random_reward(completion: str, example: Any) -> float:
     """A random 0 or 1, so that groups have non-zero advantages."""
     return float(random.random() < 0.5)
 
@@ -101,17 +101,17 @@ def chance(completion: str, example: Any) -> float:
 @contextlib.contextmanager
 def bare_loss() -> Iterator[None]:
     """Replace the fused loss by one without statistics."""
-    whole = gac.models.causal_lm.fused_linear_gac_loss
+    original = gac.models.causal_lm.fused_linear_gac_loss
 
     def loss(hidden: Any, *batch: Any, **keywords: Any) -> Any:
-        out = whole(hidden, *batch, moments=False, **keywords)
+        out = original(hidden, *batch, moments=False, **keywords)
         return out._replace(moments=TokenMoments.zeros(hidden.device))
 
-    gac.models.causal_lm.fused_linear_gac_loss = loss  # type: ignore[assignment] # same call, fewer outputs
+    gac.models.causal_lm.fused_linear_gac_loss = loss  # type: ignore[assignment] # fewer outputs
     try:
         yield
     finally:
-        gac.models.causal_lm.fused_linear_gac_loss = whole
+        gac.models.causal_lm.fused_linear_gac_loss = original
 
 
 class Parts:
@@ -125,35 +125,35 @@ class Parts:
         for owner, names, part in (
             (gradients, ("reference_logprobs", "_sampled_reference"), "reference forward"),
             (type(trainer.method), ("mix", "after_step", "report"), "controller"),
-            (collectives, ("total",), "exchange"),
-            (TokenMoments, ("all_reduce",), "exchange"),
+            (collectives, ("total",), "communication"),
+            (TokenMoments, ("all_reduce",), "communication"),
             (TokenMoments, ("merged", "signals"), "statistics"),
         ):
             for name in names:
                 self._watch(owner, name, part)
-        self._keep_losses()
+        self._record_losses()
 
-    def _keep_losses(self) -> None:
+    def _record_losses(self) -> None:
         inner = gac.models.causal_lm.fused_linear_gac_loss
 
-        def kept(*args: Any, **keywords: Any) -> Any:
+        def record_loss(*args: Any, **keywords: Any) -> Any:
             if self.on:
                 plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
                 self.losses.append(functools.partial(inner, *plain, **keywords))
             return inner(*args, **keywords)
 
-        gac.models.causal_lm.fused_linear_gac_loss = kept  # type: ignore[assignment] # the same call
+        gac.models.causal_lm.fused_linear_gac_loss = record_loss  # type: ignore[assignment] # same
 
     @torch.no_grad()
     def time_statistics(self) -> None:
         """Time the statistics of the step's losses, then clear the losses."""
         for loss in self.losses:
-            for turn in range(2 * ROUNDS):
-                moments = turn % 4 in (1, 2)
+            for number in range(2 * ROUNDS):
+                moments = number % 4 in (1, 2)
                 began = clock()
                 loss(moments=moments)
-                spent = (clock() - began) / ROUNDS
-                self.seconds["statistics"] += spent if moments else -spent
+                seconds = (clock() - began) / ROUNDS
+                self.seconds["statistics"] += seconds if moments else -seconds
         self.losses.clear()
 
     def _watch(self, owner: Any, name: str, part: str) -> None:
@@ -179,61 +179,59 @@ def with_gac(trainer: Trainer, rows: list[Row]) -> None:
     trainer._observe(step, measured, trainer._apply(step, measured))
 
 
-def without(trainer: Trainer, rows: list[Row], mu: float) -> None:
+def without_gac(trainer: Trainer, rows: list[Row], mu: float) -> None:
     """The same step at a given mu; only its losses are recorded."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
-    step = dataclasses.replace(step, needs=Needs())
+    step = dataclasses.replace(step, needs=StepNeeds())
     with bare_loss():
         measured = trainer.gradients(step)
     observe(step, measured, trainer._apply(step, measured), None)
 
 
-class Turn(dict[str, float]):
+class CycleTimes(dict[str, float]):
     """Seconds per cycle: sampling, bare, gac, and the parts of gac."""
 
 
-def measure(config: TrainConfig, cycles: int) -> list[Turn]:
-    """Run cycles of `update_every` steps; returns one Turn per cycle, without the first, which is a
-    warm-up.
-    """
+def measure(config: TrainConfig, cycles: int) -> list[CycleTimes]:
+    """Run cycles of `update_every` steps; returns the times of all but the first (warm-up)."""
     trainer = Trainer(config, resume=False)
-    parts, found = Parts(trainer), []
+    parts, cycle_times = Parts(trainer), []
     every = config.method.update_every  # type: ignore[attr-defined] # a field of the GAC method only
     for number in range((cycles + 1) * every):
         if number % every == 0:
-            found.append(Turn(dict.fromkeys(("sampling", "bare", "gac", *PARTS), 0.0)))
-        turn, mu = found[-1], 0.5
+            cycle_times.append(CycleTimes(dict.fromkeys(("sampling", "bare", "gac", *PARTS), 0.0)))
+        times, mu = cycle_times[-1], 0.5
         began = clock()
         rows = trainer._sample()
-        turn["sampling"] += clock() - began
+        times["sampling"] += clock() - began
         for arm in ("bare", "gac") if number % 2 else ("gac", "bare"):
             parts.seconds.clear()
             parts.on = arm == "gac"
             began = clock()
-            with_gac(trainer, rows) if parts.on else without(trainer, rows, mu)
-            turn[arm] += clock() - began
+            with_gac(trainer, rows) if parts.on else without_gac(trainer, rows, mu)
+            times[arm] += clock() - began
             parts.on = False
             parts.time_statistics()
             for part, seconds in parts.seconds.items():
-                turn[part] += seconds
+                times[part] += seconds
         trainer.step += 1
-    return found[1:]
+    return cycle_times[1:]
 
 
-def share(turns: list[Turn], part: Callable[[Turn], float]) -> dict[str, Any]:
-    """Percentage of a whole step, with a 95 % bootstrap interval over cycles, and milliseconds per
+def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> dict[str, Any]:
+    """Percentage of a full step, with a 95 % bootstrap interval over cycles, and milliseconds per
     step.
     """
     rng = random.Random(0)
 
-    def ratio(some: list[Turn]) -> float:
-        return 100 * sum(map(part, some)) / sum(t["sampling"] + t["bare"] for t in some)
+    def percent(sample: list[CycleTimes]) -> float:
+        return 100 * sum(map(part, sample)) / sum(t["sampling"] + t["bare"] for t in sample)
 
-    drawn = sorted(ratio(rng.choices(turns, k=len(turns))) for _ in range(2000))
+    percents = sorted(percent(rng.choices(cycles, k=len(cycles))) for _ in range(2000))
     return {
-        "percent": round(ratio(turns), 3),
-        "ci95": [round(drawn[50], 3), round(drawn[-51], 3)],
-        "ms": round(1e3 * statistics.mean(map(part, turns)) / UPDATES, 3),
+        "percent": round(percent(cycles), 3),
+        "ci95": [round(percents[50], 3), round(percents[-51], 3)],
+        "ms": round(1e3 * statistics.mean(map(part, cycles)) / UPDATES, 3),
     }
 
 
@@ -255,32 +253,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         updates = UPDATES * (arguments.cycles + 1)
         config = configuration(Path(folder), arguments.kl_rows, updates, arguments.times)
-        turns = measure(config, arguments.cycles)
-    save(f"times {arguments.times}, kl_rows {arguments.kl_rows}", found(turns))
+        cycles = measure(config, arguments.cycles)
+    save(f"times {arguments.times}, kl_rows {arguments.kl_rows}", summary(cycles))
 
 
-def found(turns: list[Turn]) -> dict[str, Any]:
-    """Summary that is printed and saved."""
-    step = statistics.mean(t["sampling"] + t["bare"] for t in turns) / UPDATES
-    sampled = sum(t["sampling"] for t in turns) / sum(t["sampling"] + t["bare"] for t in turns)
-    parts = {part: share(turns, operator.itemgetter(part)) for part in PARTS}
+def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
+    """Overhead per part and in total, as printed and saved."""
+    step = statistics.mean(t["sampling"] + t["bare"] for t in cycles) / UPDATES
+    sampled = sum(t["sampling"] for t in cycles) / sum(t["sampling"] + t["bare"] for t in cycles)
+    parts = {part: fraction(cycles, operator.itemgetter(part)) for part in PARTS}
     return {
-        "cycles": len(turns),
+        "cycles": len(cycles),
         "bare_step_ms": round(1e3 * step, 1),
         "sampling_share": round(sampled, 3),
         **parts,
-        "the rest": share(turns, lambda t: t["gac"] - t["bare"] - sum(t[part] for part in PARTS)),
-        "overhead": share(turns, lambda t: t["gac"] - t["bare"]),
+        "other": fraction(cycles, lambda t: t["gac"] - t["bare"] - sum(t[part] for part in PARTS)),
+        "overhead": fraction(cycles, lambda t: t["gac"] - t["bare"]),
     }
 
 
 def save(case: str, result: dict[str, Any]) -> None:
     """Print one case and add it to the results file."""
     path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    where = {"device": device_name(device), "date": str(datetime.date.today())}
-    known[case] = {**where, **environment(device), **result}
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    origin = {"device": device_name(device), "date": str(datetime.date.today())}
+    stored[case] = {**origin, **environment(device), **result}
+    path.write_text(json.dumps(stored, indent=1) + "\n")
     copy_out(path)
     print(case, *(f"{name:18} {value}" for name, value in result.items()), sep="\n")
 

@@ -1,4 +1,4 @@
-"""Results as rows of one JSON file per device and day: bench/results/<device>-<date>.json."""
+"""Saves results as rows of one JSON file per device and day: bench/results/<device>-<date>.json."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ class Record:
 
 
 def copy_out(path: Path) -> None:
-    """Copy `path` to the folder given by the environment variable OUT, which a remote GPU machine
-    sends back.
-    """
+    """Copy `path` to the folder in the environment variable OUT, if set."""
     if out := os.environ.get("OUT"):
         Path(out).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The fields that identify a row."""
     return tuple(
         row.get(name) for name in ("device", "work", "shape", "tokens", "case", "provider")
     )
@@ -85,13 +84,13 @@ def environment(device: str) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    found: dict[str, Any] = {"versions": versions}
+    info: dict[str, Any] = {"versions": versions}
     if device == "cuda":
-        found["cuda"] = torch.version.cuda
+        info["cuda"] = torch.version.cuda
         query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found["nvidia-smi"] = dict(
-            zip(query.split(","), done.stdout.strip().split(", "), strict=False)
+        output = subprocess.run(command, capture_output=True, text=True, check=False)
+        info["nvidia-smi"] = dict(
+            zip(query.split(","), output.stdout.strip().split(", "), strict=False)
         )
-    return found
+    return info

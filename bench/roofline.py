@@ -1,5 +1,4 @@
-"""Generates docs/roofline.md: bytes, FLOPs and instructions of each kernel, and how close a run
-came to these bounds.
+"""Generates docs/roofline.md: the bounds of each kernel, and the fraction that a run reached.
 
 `python -m bench.roofline` writes the page from counts and the newest GPU results; `--count` first
 compiles the kernels (with nvcc and Triton, without a GPU) and recounts their instructions.
@@ -54,7 +53,7 @@ class Kernel(NamedTuple):
 # FLOPs per logit. First pass: max, multiply-add, exp, add, clamp, multiply-add. Second pass:
 # multiply-add, exp, multiply.
 SUMS, GRADIENT = 8, 4
-GIVEN = (
+GIVEN_LOGITS = (
     Kernel(
         "Triton", "stats", "stats_kernel V=151936 bfloat16", 2, SUMS, "ours, Triton, forward only"
     ),
@@ -71,7 +70,7 @@ GIVEN = (
     Kernel("csrc", "grads", "row_kernel bfloat16 to bfloat16", 4, SUMS + GRADIENT, None),
     Kernel("csrc", "loss", "row_kernel bfloat16 to bfloat16", 4, SUMS + GRADIENT, "ours, csrc"),
 )
-LINEAR = (
+LINEAR_FORM = (
     Kernel("Triton", "stats", "stats_kernel V=151936 float32", 4, SUMS, "ours, forward only"),
     Kernel(
         "Triton",
@@ -94,7 +93,7 @@ LINEAR = (
         None,
     ),
 )
-PRODUCTS = {"stats": 2, "loss": 6}  # FLOPs per N H V
+GEMM_FLOPS = {"stats": 2, "loss": 6}  # FLOPs per N H V
 
 
 def instructions(kernel: Kernel, counts: dict[str, Any]) -> float:
@@ -130,11 +129,11 @@ def bound(kernel: Kernel, head: Head, counts: dict[str, Any], limits: Limits) ->
     )
 
 
-def given(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     body = []
     for shape in SHAPES:
-        for kernel in GIVEN:
-            least = bound(kernel, HEADS[shape], counts, H200)
+        for kernel in GIVEN_LOGITS:
+            limit = bound(kernel, HEADS[shape], counts, H200)
             run = find(rows, work="logits", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
                 [
@@ -143,76 +142,59 @@ def given(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                     str(kernel.bytes),
                     str(kernel.flops),
                     f"{instructions(kernel, counts):.1f}",
-                    f"{least.memory:.2f}",
-                    f"{least.issue:.2f}",
-                    least.name,
+                    f"{limit.memory:.2f}",
+                    f"{limit.issue:.2f}",
+                    limit.name,
                     f"{bound(kernel, HEADS[shape], counts, ASSUMED).ms:.2f}",
-                    f"{least.ms / run['ms']:.0%}" if run else NOT_MEASURED,
+                    f"{limit.ms / run['ms']:.0%}" if run else NOT_MEASURED,
                 ]
             )
-    head = [
-        "head",
-        "kernel",
-        "bytes per logit",
-        "FLOPs",
-        "instructions",
-        "ms, memory",
-        "ms, issue",
-        "bound",
-        "ms at 4.3 TB/s",
-        "fraction of the bound reached",
-    ]
+    head = (
+        "head | kernel | bytes per logit | FLOPs | instructions | ms, memory | ms, issue"
+        " | bound | ms at 4.3 TB/s | fraction of the bound reached"
+    )
     return markdown(head, body)
 
 
-def linear(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     body = []
     for shape in SHAPES:
         head = HEADS[shape]
-        for kernel in LINEAR:
-            flops = PRODUCTS[kernel.task] * TOKENS * head.hidden * head.vocab
-            least = bound(kernel, head, counts, H200)
+        for kernel in LINEAR_FORM:
+            flops = GEMM_FLOPS[kernel.task] * TOKENS * head.hidden * head.vocab
+            limit = bound(kernel, head, counts, H200)
             assumed = bound(kernel, head, counts, ASSUMED)
             chunks = -(-TOKENS // CHUNK) if kernel.task == "loss" else 0
             sums = 8 * chunks * head.hidden * head.vocab
-            products = 1e3 * flops / H200.flops
+            gemm_ms = 1e3 * flops / H200.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
                 [
                     shape,
                     f"{kernel.name} {kernel.task}",
                     f"{flops / 1e12:.1f}",
-                    f"{products:.2f}",
+                    f"{gemm_ms:.2f}",
                     str(kernel.bytes),
                     f"{instructions(kernel, counts):.1f}",
-                    f"{least.ms:.2f}",
-                    least.name,
+                    f"{limit.ms:.2f}",
+                    limit.name,
                     f"{1e3 * sums / H200.bytes:.2f}",
-                    f"{1 + least.ms / products:.3f}",
+                    f"{1 + limit.ms / gemm_ms:.3f}",
                     f"{1 + assumed.ms / (1e3 * flops / ASSUMED.flops):.3f}",
-                    f"{(products + least.ms) / run['ms']:.0%}" if run else NOT_MEASURED,
+                    f"{(gemm_ms + limit.ms) / run['ms']:.0%}" if run else NOT_MEASURED,
                 ]
             )
-    head = [
-        "head",
-        "row kernel",
-        "TFLOP",
-        "ms, GEMMs",
-        "bytes per logit",
-        "instructions",
-        "ms, row kernel",
-        "bound of the row kernel",
-        "ms, dW traffic",
-        "time / GEMMs",
-        "at 4.3 TB/s, 790 TFLOP/s",
-        "fraction of the bound reached",
-    ]
+    head = (
+        "head | row kernel | TFLOP | ms, GEMMs | bytes per logit | instructions | ms, row kernel"
+        " | bound of the row kernel | ms, dW traffic | time / GEMMs | at 4.3 TB/s, 790 TFLOP/s"
+        " | fraction of the bound reached"
+    )
     return markdown(head, [row if row[8] != "0.00" else [*row[:8], "", *row[9:]] for row in body])
 
 
 def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:
     rows = document["rows"] if document else []
-    issue = f"{H200.instructions / 1e12:.1f} T/s of threads"
+    issue = f"{H200.instructions / 1e12:.1f} T thread instructions/s"
     source = (
         f"Runs: {document['device']}, {document['date']}."
         if document
@@ -220,8 +202,9 @@ def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:
     )
     return f"""# Roofline
 
-Generated by `python -m bench.roofline`; do not edit. All figures are for {TOKENS} tokens. Bytes and FLOPs follow from the algorithm; instructions are thread instructions per logit in the sm_90 machine code
-(`bench/instructions.json`: nvcc {counts["nvcc"]}, Triton {counts["triton"]}).
+Generated by `python -m bench.roofline`; do not edit. All figures are for {TOKENS} tokens. Bytes and
+FLOPs follow from the algorithm; instructions are thread instructions per logit in the sm_90 machine
+code (`bench/instructions.json`: nvcc {counts["nvcc"]}, Triton {counts["triton"]}).
 {source}
 
 ## Limits
@@ -229,24 +212,28 @@ Generated by `python -m bench.roofline`; do not edit. All figures are for {TOKEN
 | limit of an H200 | | source |
 |---|---|---|
 | memory | 4.8 TB/s | NVIDIA H200 data sheet |
-| bfloat16 matrix products | 989 TFLOP/s | the same data sheet: 1979 with sparsity, half that without |
+| bfloat16 GEMMs | 989 TFLOP/s | the same data sheet: 1979 with sparsity, half that without |
 | instructions | {issue} | NVIDIA H100 white paper, see below |
 
-The instruction limit is 132 multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the clock at which 4096 FLOPs per multiprocessor and clock give 989 TFLOP/s. Columns with "at" use 4.3 TB/s and 790 TFLOP/s instead: assumed achievable rates, not measured here.
+The instruction limit is 132 multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the clock at
+which 4096 FLOPs per multiprocessor and clock give 989 TFLOP/s. Columns with "at" use 4.3 TB/s and
+790 TFLOP/s instead: assumed achievable rates, not measured here.
 
 ## Given logits, bfloat16
 
-`stats` computes log-probs and entropy, `grads` their gradient, `loss` the loss and its gradient in one call.
-Triton reads a row twice; L2 hits in the second pass are not taken into account.
+`stats` computes log-probs and entropy, `grads` their gradient, `loss` the loss and its gradient in
+one call. Triton reads a row twice; L2 hits in the second pass are not taken into account.
 
-{given(counts, rows)}
+{given_logits(counts, rows)}
 
 ## Linear form, bfloat16
 
-The row kernels read a chunk's logits in float32 and write their gradient in bfloat16. "time / GEMMs" is the total time relative to the GEMMs if nothing overlaps: a lower bound for the 1.08 target. The traffic of dW (8 H V bytes
-for each chunk of {CHUNK} rows) overlaps with the GEMM that causes it. `stats` runs one GEMM, `loss` three.
+The row kernels read a chunk's logits in float32 and write their gradient in bfloat16.
+"time / GEMMs" is the total time relative to the GEMMs if nothing overlaps: a lower bound for the
+1.08 target. The traffic of dW (8 H V bytes for each chunk of {CHUNK} rows) overlaps with the GEMM
+that causes it. `stats` runs one GEMM, `loss` three.
 
-{linear(counts, rows)}
+{linear_form(counts, rows)}
 """
 
 
@@ -269,24 +256,24 @@ def count() -> dict[str, Any]:
         for kernel in inspect_cuda.compile_kernels(arch):
             if kernel.kernel != "scale_kernel":
                 counts[f"sm_{arch}"][inspect_cuda.title(kernel)] = list(kernel.passes)
-    wanted = {kernel.count for kernel in (*GIVEN, *LINEAR)}
+    keys = {kernel.count for kernel in (*GIVEN_LOGITS, *LINEAR_FORM)}
     for configuration in inspect.triton_configurations():
         name = f"{configuration.launch.kernel.__name__} {configuration.name}"
-        if name in wanted:
+        if name in keys:
             report = inspect.compile_triton(configuration, 90)
             counts["sm_90"][name] = [report.sums, report.gradient]
     for arch in ("sm_90", "sm_100"):  # JSON has no nan, which marks a kernel without that pass
         counts[arch] = {
-            name: [None if math.isnan(x) else x for x in both]
-            for name, both in counts[arch].items()
+            name: [None if math.isnan(x) else x for x in passes]
+            for name, passes in counts[arch].items()
         }
     return counts
 
 
 def nvcc_release(nvcc: str) -> str:
     """The release of nvcc, such as "13.0"."""
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-    return re.search(r"release ([\d.]+)", done.stdout)[1]
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"release ([\d.]+)", output.stdout)[1]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -29,10 +29,10 @@ def row_case(
     device: torch.device,
     overwrite: bool = False,
 ) -> Step:
-    """Loss and gradient of [rows / 8, 8, V] logits by `backend.row_loss`.
+    """A call of `backend.row_loss`: loss and gradient of [rows / 8, 8, V] logits.
 
     overwrite: the gradient overwrites the logits; if its dtype is narrower, it fills the first part
-        of each row.
+    of each row.
     """
     g = torch.Generator(device).manual_seed(0)
     shape = (rows // LENGTH, LENGTH)
@@ -57,22 +57,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--device", default="cuda")
-    chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
     run = row_case(
-        backends.load(chosen.backend, device),
-        chosen.rows,
-        chosen.vocab,
-        DTYPES[chosen.dtype],
-        DTYPES[chosen.out],
+        backends.load(options.backend, device),
+        options.rows,
+        options.vocab,
+        DTYPES[options.dtype],
+        DTYPES[options.out],
         device,
-        chosen.overwrite,
+        options.overwrite,
     )
     for _ in range(3):
         run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"{chosen.backend}: {chosen.rows} x {chosen.vocab} {chosen.dtype} to {chosen.out}: done")
+    shape = f"{options.rows} x {options.vocab}"
+    print(f"{options.backend}: {shape} {options.dtype} to {options.out}: done")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Smoke test of a backend in its own process: `python -m bench.smoke BACKEND DEVICE`.
 
-A kernel that hangs or writes out of bounds would otherwise take all other benchmarks down with it.
+A kernel that hangs or writes out of bounds would otherwise stop all other benchmarks.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ LOGITS = ((152064, torch.bfloat16), (32000, torch.bfloat16), (50257, torch.float
 
 
 @functools.cache
-def problem(backend: str, device: str, seconds: float = 180) -> str | None:
+def unavailable_reason(backend: str, device: str, seconds: float = 180) -> str | None:
     """Why `backend` does not work on `device`, or None if it does."""
     if reason := backends.unavailable(backend, torch.device(device), torch.float32):
         return reason
     command = [sys.executable, "-m", "bench.smoke", backend, device]
     root = Path(__file__).parents[1]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=root)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=root)
     except subprocess.TimeoutExpired:
         return f"a small loss did not finish within {seconds:g} s"
-    if done.returncode:
-        return (
-            f"a small loss fails: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
-        )
+    if result.returncode:
+        reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
+        return f"a small loss fails: {reason}"
     return None
 
 
@@ -65,8 +64,8 @@ def compare(call, leaf: torch.Tensor, backend: str) -> None:
         results.append((out.logps, grad))
     (logps, grad), (true_logps, true_grad) = results
     torch.testing.assert_close(logps, true_logps, rtol=0, atol=1e-3)
-    gap = ((grad - true_grad).float().norm() / true_grad.float().norm()).item()
-    assert gap < 0.02, f"gradient off by {gap:.1e}"
+    relative_error = ((grad - true_grad).float().norm() / true_grad.float().norm()).item()
+    assert relative_error < 0.02, f"gradient off by {relative_error:.1e}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
+"""Time of a training step by part: `python -m bench.step_split [CONFIG.yaml] [--steps 40]`.
 
 Without a configuration, it trains the demo's tiny model with GAC from random weights and writes
 bench/results/step_split.json. Time in a nested part is counted in that part only; "rest" is
@@ -41,7 +41,8 @@ class Stopwatch:
         self.running: list[str] = []
         self.since = 0.0
 
-    def _turn(self) -> None:
+    def _attribute(self) -> None:
+        """Attribute the time since the last call to the running part."""
         now = clock()
         if self.running:
             self.seconds[self.running[-1]] += now - self.since
@@ -52,15 +53,16 @@ class Stopwatch:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **keywords: Any) -> Any:
-            outside = part != REST and not self.running  # not within a training step
-            if outside or "generation" in self.running:  # its forward passes count as generation
+            not_in_step = part != REST and not self.running
+            # forward passes during generation count as generation
+            if not_in_step or "generation" in self.running:
                 return inner(*args, **keywords)
-            self._turn()
+            self._attribute()
             self.running.append(part)
             try:
                 return inner(*args, **keywords)
             finally:
-                self._turn()
+                self._attribute()
                 self.running.pop()
 
         setattr(owner, name, timed)
@@ -92,23 +94,23 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
         (trainer.optimizer, "zero_grad"),
         (torch.nn.utils, "clip_grad_norm_"),
     ):
-        watch.watch(owner, name, "optimiser")
+        watch.watch(owner, name, "optimizer")
     watch.watch(trainer, "_train_step", REST)
     step, done = trainer._train_step, 0
 
-    def counted() -> Any:
+    def counted_step() -> Any:
         nonlocal done
         if done == warmup:
             watch.seconds.clear()
         done += 1
         return step()
 
-    trainer._train_step = counted
+    trainer._train_step = counted_step
     trainer.run()
     return {part: seconds / (done - warmup) for part, seconds in watch.seconds.items()}
 
 
-def save(steps: int, parts: dict[str, float], outside: float) -> None:
+def save(steps: int, parts: dict[str, float], outside_share: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     document = {
         "device": device_name(device),
@@ -116,7 +118,7 @@ def save(steps: int, parts: dict[str, float], outside: float) -> None:
         **environment(device),
         "steps": steps,
         "ms": {part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
-        "outside": round(outside, 4),
+        "outside": round(outside_share, 4),
     }
     path = RESULTS / "step_split.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -139,11 +141,11 @@ def main() -> None:
     total = sum(parts.values())
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"{part:12} {1e3 * seconds:8.2f} ms  {seconds / total:6.1%}")
-    outside = 1 - sum(parts.get(part, 0) for part in (*MODEL, "loss", "optimiser")) / total
+    outside_share = 1 - sum(parts.get(part, 0) for part in (*MODEL, "loss", "optimizer")) / total
     if not arguments.config:
-        save(arguments.steps, parts, outside)
+        save(arguments.steps, parts, outside_share)
     print(
-        f"total {1e3 * total:.1f} ms; outside model, loss and optimiser {outside:.1%}, "
+        f"total {1e3 * total:.1f} ms; outside model, loss and optimizer {outside_share:.1%}, "
         f"target {TARGET:.0%}"
     )
 

@@ -49,10 +49,10 @@ def find(rows: Iterable[Row], **fields: Any) -> Row | None:
     return None
 
 
-def number(row: Row | None, field: str, form: str = "{:.2f}") -> str:
+def number(row: Row | None, field: str, template: str = "{:.2f}") -> str:
     if row is None or row.get(field) is None:
         return NOT_MEASURED
-    return form.format(row[field])
+    return template.format(row[field])
 
 
 def ratio(row: Row | None, other: Row | None) -> str:
@@ -62,15 +62,16 @@ def ratio(row: Row | None, other: Row | None) -> str:
     return f"{other['ms'] / row['ms']:.2f}x"
 
 
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+def markdown(head: str, body: list[list[str]]) -> str:
+    """A Markdown table; the column names in `head` are separated by " | "."""
+    lines = [f"| {head} |", "|" + "---|" * len(head.split(" | "))]
     return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body])
 
 
 def providers(rows: list[Row], **fields: Any) -> list[str]:
     """Provider names in file order, without duplicates."""
-    found = [r["provider"] for r in rows if all(r.get(k) == v for k, v in fields.items())]
-    return list(dict.fromkeys(found))
+    names = [r["provider"] for r in rows if all(r.get(k) == v for k, v in fields.items())]
+    return list(dict.fromkeys(names))
 
 
 def cpu_table(document: dict[str, Any] | None) -> str:
@@ -84,7 +85,7 @@ def cpu_table(document: dict[str, Any] | None) -> str:
         names = providers(rows, work=work)
         if not names:
             continue
-        mine, eager = (find(rows, work=work, provider=name) for name in ("ours", "eager"))
+        ours, eager = (find(rows, work=work, provider=name) for name in ("ours", "eager"))
         body = []
         for name in names:
             row = find(rows, work=work, provider=name)
@@ -95,72 +96,63 @@ def cpu_table(document: dict[str, Any] | None) -> str:
                 [
                     name + note,
                     number(row, "ms", digits),
-                    ratio(mine, row),
+                    ratio(ours, row),
                     ratio(row, eager),
                     number(memory, "mib", "{:.0f}") if memory else "",
                 ]
             )
         first = next(row for row in rows if row["work"] == work)
         shape = f"{title}, {first['tokens']} tokens, {first['shape']}"
-        parts.append(
-            markdown([shape, "ms", "time / ours", "speedup over eager", "extra MiB"], body)
-        )
+        head = f"{shape} | ms | time / ours | speedup over eager | extra MiB"
+        parts.append(markdown(head, body))
     return "\n\n".join(parts)
 
 
 def gpu_linear(rows: list[Row]) -> str:
-    """One line per shape and number of tokens that were tried; failures are shown as "not
-    measured".
-    """
+    """Table with one line per shape and number of tokens; failed runs are "not measured"."""
     body = []
     for shape in HEADS:
         for tokens in GPU_TOKENS:
-            place = {"work": "linear", "shape": shape, "tokens": tokens}
-            if not any(all(row.get(k) == v for k, v in place.items()) for row in rows):
+            common = {"work": "linear", "shape": shape, "tokens": tokens}
+            if not any(all(row.get(k) == v for k, v in common.items()) for row in rows):
                 continue
-            mine = find(rows, **place, provider="ours")
-            gemms = find(rows, **place, provider="three GEMMs")
-            half = find(rows, **place, provider="ours, half the rows dead")
+            ours = find(rows, **common, provider="ours")
+            gemms = find(rows, **common, provider="three GEMMs")
+            half = find(rows, **common, provider="ours, half the rows without gradient")
+            half = half or find(rows, **common, provider="ours, half the rows dead")  # older runs
             body.append(
                 [
                     shape,
                     str(tokens),
-                    number(mine, "ms"),
-                    number(mine, "tflops", "{:.0f}"),
-                    ratio(gemms, mine),
-                    ratio(mine, half),
-                    best_peer(rows, mine, place, scalar=False),
-                    best_peer(rows, mine, place, scalar=True),
-                    number(mine, "mib", "{:.0f}"),
+                    number(ours, "ms"),
+                    number(ours, "tflops", "{:.0f}"),
+                    ratio(gemms, ours),
+                    ratio(ours, half),
+                    best_peer(rows, ours, common, scalar=False),
+                    best_peer(rows, ours, common, scalar=True),
+                    number(ours, "mib", "{:.0f}"),
                 ]
             )
-    head = [
-        "head",
-        "tokens",
-        "ms",
-        "TFLOP/s",
-        "time / GEMMs",
-        "half without gradient / all",
-        "best per-token peer / ours",
-        "best scalar peer / ours",
-        "extra MiB",
-    ]
+    head = (
+        "head | tokens | ms | TFLOP/s | time / GEMMs | half without gradient / all"
+        " | best per-token peer / ours | best scalar peer / ours | extra MiB"
+    )
     return markdown(head, body)
 
 
-def best_peer(rows: list[Row], mine: Row | None, place: Row, scalar: bool) -> str:
+def best_peer(rows: list[Row], ours: Row | None, common: Row, scalar: bool) -> str:
     peers = [
         row
         for row in rows
         if "not_run" not in row
-        and all(row.get(k) == v for k, v in place.items())
+        and all(row.get(k) == v for k, v in common.items())
         and row.get("scalar") == scalar
         and not row["provider"].startswith(("ours", "three GEMMs"))
     ]
-    if mine is None or not peers:
+    if ours is None or not peers:
         return NOT_MEASURED
     best = min(peers, key=lambda row: row["ms"])
-    return f"{best['ms'] / mine['ms']:.2f}x ({best['provider']})"
+    return f"{best['ms'] / ours['ms']:.2f}x ({best['provider']})"
 
 
 def gpu_logits(rows: list[Row]) -> str:
@@ -179,7 +171,7 @@ def gpu_logits(rows: list[Row]) -> str:
         row = find(rows, work="logits", shape="Qwen2.5-7B", tokens=8192, provider=name)
         share = number(row, "fraction_of_copy", "{:.0%}")
         body.append([name, number(row, "ms"), number(row, "gbs", "{:.0f}"), share])
-    head = ["given logits, Qwen2.5-7B, 8192 tokens", "ms", "GB/s", "of copy bandwidth"]
+    head = "given logits, Qwen2.5-7B, 8192 tokens | ms | GB/s | of copy bandwidth"
     return markdown(head, body)
 
 
@@ -231,9 +223,11 @@ def roofline(document: dict[str, Any], path: Path) -> None:
 
 
 def intensity(row: Row) -> float:
-    """FLOPs per byte of the chunked head in bfloat16. Per chunk, the float32 logits are written and
-    read once, and their gradient is written once and read twice; the weight is read twice, and its
-    float32 gradient is read and written once; see docs/kernels.md."""
+    """FLOPs per byte of the chunked head in bfloat16; see docs/kernels.md.
+
+    Per chunk, the float32 logits are written and read once, and their gradient is written once and
+    read twice; the weight is read twice, and its float32 gradient is read and written once.
+    """
     hidden, vocab = HEADS[row["shape"]]
     tokens = row["tokens"]
     chunks = -(-tokens // ((960 << 20) // (6 * vocab) // 128 * 128))

@@ -1,4 +1,4 @@
-"""Interleaved timing, and the machine's limits measured in the same run.
+"""Interleaved timing of providers, and of the machine's limits in the same run.
 
 Providers alternate round by round, so that changes in clocks or load affect all of them; ratios in
 tables compare minimum times.
@@ -24,9 +24,8 @@ class Timing(NamedTuple):
 
 
 Step = Callable[[], object]
-HEAD_START = (
-    4_000_000  # clock cycles, 2 ms at 2 GHz: kernel launches run ahead of the GPU, as in training
-)
+# clock cycles, 2 ms at 2 GHz: kernel launches run ahead of the GPU, as in training
+HEAD_START = 4_000_000
 
 
 def once(step: Step, device: torch.device) -> float:
@@ -53,40 +52,40 @@ def interleave(
     steps: Mapping[str, Step],
     device: torch.device,
     seconds: float,
-    least: int = 5,
+    min_rounds: int = 5,
     prepare: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time all steps in alternation for `seconds`, and for at least `least` rounds, after one
-    warm-up round.
+    """Time all steps in alternation, after one warm-up round, for at least `seconds` and
+    `min_rounds`.
 
     prepare: called with the step's name before each step, untimed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     stop = None
-    while stop is None or min(map(len, times.values())) < least or time.perf_counter() < stop:
+    while stop is None or min(map(len, times.values())) < min_rounds or time.perf_counter() < stop:
         for name, step in steps.items():
             if prepare:
                 prepare(name)
-            spent = once(step, device)
+            milliseconds = once(step, device)
             if stop is not None:
-                times[name].append(spent)
+                times[name].append(milliseconds)
         stop = stop or time.perf_counter() + seconds
     return {n: Timing(min(t), statistics.median(t), len(t)) for n, t in times.items()}
 
 
 def runnable(steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Step]:
     """The steps that run without error; adds the errors of the others to `failed`."""
-    kept = {}
+    passing = {}
     for name, run in steps.items():
         try:
             run()
         except Exception as error:
             failed[name] = first_line(error)
         else:
-            kept[name] = run
+            passing[name] = run
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # memory left behind by failed steps
-    return kept
+    return passing
 
 
 def first_line(error: Exception) -> str:
@@ -94,7 +93,7 @@ def first_line(error: Exception) -> str:
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """Peak memory allocated during one call beyond what was allocated before, in MiB; nan on a CPU."""
+    """Peak memory allocated by one call, in MiB beyond that allocated before; nan on a CPU."""
     if device.type == "cpu":
         return math.nan
     torch.cuda.synchronize(device)
@@ -114,8 +113,8 @@ def gemm_step(hidden: torch.Tensor, weight: torch.Tensor) -> Step:
     x, w = hidden.detach().flatten(0, -2), weight.detach()
     logits = x @ w.T
     gradient = torch.empty_like(logits)
-    for into, rows in zip(gradient.split(1024), logits.split(1024), strict=True):
-        into.copy_(rows.float().softmax(-1) / len(x))
+    for destination, rows in zip(gradient.split(1024), logits.split(1024), strict=True):
+        destination.copy_(rows.float().softmax(-1) / len(x))
     dx, dw = torch.empty_like(x), torch.empty_like(w)
 
     def step() -> None:

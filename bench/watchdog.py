@@ -1,9 +1,8 @@
-"""Runs tests that may hang: `python -m bench.watchdog --limit 60 --seconds 150 tests/test_x.py
-...`.
+"""Runs tests that may hang: `python -m bench.watchdog --limit 60 --seconds 150 tests/test_x.py`.
 
-pytest runs in its own process, which exits when a test exceeds the limit or leaves the GPU in an
-error state that would fail every later test. The tests that have not started yet then run in a new
-process. Only pytest is required.
+pytest runs in its own process, which exits if a test exceeds the limit or leaves the GPU in an
+error state in which every later test would fail. The tests that have not started yet then run in a
+new process. Only pytest is required.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ class Outcome(NamedTuple):
     failed: list[str]
     skipped: list[str]
     hung: list[str]  # or crashed the process
-    not_begun: bool  # time ran out before all tests had started
+    incomplete: bool  # time ran out before all tests had started
 
 
 # --- in the test process: a pytest plugin
 
 
-def note(**event: str) -> None:
+def log_event(**event: str) -> None:
     with Path(os.environ[LOG]).open("a") as log:
         log.write(json.dumps(event) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    note(began=item.nodeid)
+    log_event(began=item.nodeid)
     faulthandler.dump_traceback_later(float(os.environ[LIMIT]), exit=True, file=sys.__stderr__)
     result = yield
     faulthandler.cancel_dump_traceback_later()
     if device_is_lost():
-        note(lost=item.nodeid)
+        log_event(lost=item.nodeid)
         os._exit(1)
     return result
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        note(test=report.nodeid, outcome=report.outcome)
+        log_event(test=report.nodeid, outcome=report.outcome)
 
 
 def pytest_sessionfinish() -> None:
-    note(end="")
+    log_event(end="")
 
 
 def device_is_lost() -> bool:
@@ -81,27 +80,27 @@ def device_is_lost() -> bool:
 
 
 def run(arguments: list[str], limit: float, seconds: float) -> Outcome:
-    """Run pytest with these arguments, restarting it after each test that ended its process."""
+    """Run pytest with these arguments; restart it after each test that ended its process."""
     stop = time.monotonic() + seconds
     events: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         while True:
             log.write_text("")
-            began = [e["began"] for e in events if "began" in e]
-            done = _session(arguments, began, log, limit, stop - time.monotonic())
+            started = [e["began"] for e in events if "began" in e]
+            done = _session(arguments, started, log, limit, stop - time.monotonic())
             events += done
             finished = any("end" in e for e in done)
-            moved = any("began" in e for e in done)
-            if finished or not moved or time.monotonic() >= stop:
+            progressed = any("began" in e for e in done)
+            if finished or not progressed or time.monotonic() >= stop:
                 return _outcome(events, finished)
 
 
 def _session(
-    arguments: list[str], begun: list[str], log: Path, limit: float, seconds: float
+    arguments: list[str], started: list[str], log: Path, limit: float, seconds: float
 ) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "pytest", "-p", "bench.watchdog", "-p", "no:cacheprovider"]
-    command += [*arguments, *(f"--deselect={name}" for name in begun)]
+    command += [*arguments, *(f"--deselect={name}" for name in started)]
     environment = {**os.environ, LIMIT: str(limit), LOG: str(log)}
     try:
         subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), check=False)
@@ -112,13 +111,14 @@ def _session(
 
 def _outcome(events: list[dict[str, str]], finished: bool) -> Outcome:
     outcomes = {e["test"]: e["outcome"] for e in events if "test" in e}
-    begun = [e["began"] for e in events if "began" in e]
+    started = [e["began"] for e in events if "began" in e]
 
-    def those(outcome: str) -> list[str]:
-        return [name for name in begun if outcomes.get(name) == outcome]
+    def with_outcome(outcome: str) -> list[str]:
+        return [name for name in started if outcomes.get(name) == outcome]
 
-    hung = [name for name in begun if name not in outcomes]
-    return Outcome(those("passed"), those("failed"), those("skipped"), hung, not finished)
+    hung = [name for name in started if name not in outcomes]
+    passed, failed, skipped = map(with_outcome, ("passed", "failed", "skipped"))
+    return Outcome(passed, failed, skipped, hung, not finished)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -129,16 +129,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, required=True, help="time limit for all tests together, in seconds"
     )
-    chosen, rest = parser.parse_known_args(arguments)
-    outcome = run(rest, chosen.limit, chosen.seconds)
+    options, rest = parser.parse_known_args(arguments)
+    outcome = run(rest, options.limit, options.seconds)
     print(f"\n{len(outcome.passed)} passed, {len(outcome.skipped)} skipped")
     for name in outcome.failed:
         print(f"failed: {name}")
     for name in outcome.hung:
         print(f"hung or crashed: {name}")
-    if outcome.not_begun:
+    if outcome.incomplete:
         print("some tests were not started")
-    return 1 if outcome.failed or outcome.hung or outcome.not_begun else 0
+    return 1 if outcome.failed or outcome.hung or outcome.incomplete else 0
 
 
 if __name__ == "__main__":
