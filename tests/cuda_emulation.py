@@ -28,12 +28,12 @@ def library() -> ctypes.CDLL:
         return load(SOURCES / "cuda", Path(folder))
 
 
-def load(sources: Path, folder: Path, optimise: str = "-O2") -> ctypes.CDLL:
+def load(sources: Path, folder: Path, optimize: str = "-O2") -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     path = folder / "emulated.so"
-    command = [compiler, "-std=c++20", optimise, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    command = [compiler, "-std=c++20", optimize, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-o", str(path), str(sources / "emulate.cpp")]
     subprocess.run(command, check=True, timeout=300)
     loaded = ctypes.CDLL(str(path))
@@ -45,10 +45,10 @@ def load(sources: Path, folder: Path, optimise: str = "-O2") -> ctypes.CDLL:
 def reset(loaded: ctypes.CDLL) -> None:
     """Restore the defaults: scheduler seed 0, two clusters launched, both resident."""
     loaded.gac_emulate_seed(0)
-    clusters(loaded, launched=2, resident=2)
+    set_clusters(loaded, launched=2, resident=2)
 
 
-def clusters(loaded: ctypes.CDLL, launched: int, resident: int) -> None:
+def set_clusters(loaded: ctypes.CDLL, launched: int, resident: int) -> None:
     loaded.gac_emulate_clusters(ctypes.c_int64(launched), ctypes.c_int64(resident))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.smoke import problem
+from bench.smoke import unavailable_reason
 from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference
 from gac_kernels.backends import cuda
 from gac_kernels.inputs import BatchInputs
@@ -22,7 +22,7 @@ from gac_kernels.tokens import plan
 from .triton_cases import DEVICE, FIELDS, error, evaluate, make_batch, scale_of
 
 pytestmark = pytest.mark.gpu
-EVERYTHING = LossSpec(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.5, temperature=0.9)
+ALL_OPTIONS = LossSpec(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.5, temperature=0.9)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +30,8 @@ def built() -> None:
     """Build the library on first use; on unsupported GPUs, skip with the reason."""
     if reason := cuda.unavailable(torch.device("cuda"), torch.float32):
         pytest.skip(f"native backend: {reason}")
-    if reason := problem(
-        "native", "cuda"
-    ):  # tried in a subprocess first, since it could hang or crash this one
+    # in a subprocess first, because it could hang or crash this one
+    if reason := unavailable_reason("native", "cuda"):
         pytest.fail(f"native backend: {reason}")
 
 
@@ -53,7 +52,7 @@ def check(batch: dict[str, Any], **keywords: Any) -> None:
 @pytest.mark.parametrize("vocab", [152064, 151936, 128256, 32000, 50257, 11])
 def test_real_vocabularies(vocab: int, dtype: torch.dtype, poison: None) -> None:
     """With 50257 logits per row, every other row is unaligned."""
-    check(make_batch(rows=6, width=5, vocab=vocab, dtype=dtype, peak=12.0), spec=EVERYTHING)
+    check(make_batch(rows=6, width=5, vocab=vocab, dtype=dtype, peak=12.0), spec=ALL_OPTIONS)
 
 
 @pytest.mark.parametrize("weight", DemoWeight)
@@ -62,13 +61,13 @@ def test_demonstration_weights(weight: DemoWeight) -> None:
 
 
 @pytest.mark.parametrize("split", [(1, 28), (2, 28), (4, 14), (8, 7), (8, 9), (8, 28)])
-def test_splits_of_a_row(split: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_splits(split: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One to eight blocks, with a full ring buffer and with free slots."""
     monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(*split))
-    check(make_batch(rows=40, width=9, vocab=100_000, dtype=torch.bfloat16), spec=EVERYTHING)
+    check(make_batch(rows=40, width=9, vocab=100_000, dtype=torch.bfloat16), spec=ALL_OPTIONS)
 
 
-def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
+def test_more_rows_than_clusters_is_deterministic() -> None:
     batch = make_batch(rows=256, width=16, vocab=32000, dtype=torch.bfloat16, peak=12.0)
     results = [evaluate(batch, backend="native") for _ in range(3)]
     for other in results[1:]:
@@ -80,7 +79,7 @@ def test_more_rows_than_clusters_repeat_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(152064, 16), (50257, 64), (32000, 4)])
-def test_sketch_of_what_is_written(vocab: int, size: int) -> None:
+def test_sketch_of_the_float32_gradient(vocab: int, size: int) -> None:
     """The sketch is that of the float32 gradient, even if a narrower gradient overwrites the
     logits.
     """
@@ -88,46 +87,46 @@ def test_sketch_of_what_is_written(vocab: int, size: int) -> None:
     targets = torch.randint(vocab, (2, 64), device=DEVICE)
     is_demo = torch.tensor([False, True], device=DEVICE)
     advantages = torch.tensor([0.7, 1.0], device=DEVICE)
-    tokens = plan(BatchInputs(targets, advantages, is_demo, 0.4), EVERYTHING)
+    tokens = plan(BatchInputs(targets, advantages, is_demo, 0.4), ALL_OPTIONS)
     gradient = torch.empty_like(logits)
-    cuda.row_loss(logits, tokens, EVERYTHING, gradient)
+    cuda.row_loss(logits, tokens, ALL_OPTIONS, gradient)
     signs = HeadSketch(size).signs(vocab, logits.device).to(torch.int8)
     rows = [RowSketch(signs, logits.new_zeros(128, size)) for _ in range(3)]
     truth = RowSketch(signs, logits.new_zeros(128, size, dtype=torch.float64))
     row_buckets(gradient, truth)
-    cuda.row_loss(logits, tokens, EVERYTHING, gradient.clone(), rows[0])
+    cuda.row_loss(logits, tokens, ALL_OPTIONS, gradient.clone(), rows[0])
     narrow = torch.empty(logits.shape, dtype=torch.bfloat16, device=DEVICE)
-    cuda.row_loss(logits, tokens, EVERYTHING, narrow, rows[1])
-    over = logits.view(torch.bfloat16)[..., :vocab]
-    cuda.row_loss(logits, tokens, EVERYTHING, over, rows[2])
-    assert torch.equal(over, narrow) and torch.equal(rows[1].buckets, rows[2].buckets)
+    cuda.row_loss(logits, tokens, ALL_OPTIONS, narrow, rows[1])
+    in_place = logits.view(torch.bfloat16)[..., :vocab]
+    cuda.row_loss(logits, tokens, ALL_OPTIONS, in_place, rows[2])
+    assert torch.equal(in_place, narrow) and torch.equal(rows[1].buckets, rows[2].buckets)
     atol = 1e-6 * gradient.abs().max().item()
-    for found in rows:
-        torch.testing.assert_close(found.buckets.double(), truth.buckets, rtol=1e-5, atol=atol)
+    for row in rows:
+        torch.testing.assert_close(row.buckets.double(), truth.buckets, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("vocab", [152064, 50257])
-def test_gradient_over_the_logits_is_the_same(vocab: int) -> None:
+def test_in_place_gradient_is_the_same(vocab: int) -> None:
     """Neighboring rows of 50257 logits share 16-byte words and are written concurrently."""
     batch = make_batch(rows=32, width=16, vocab=vocab, dtype=torch.bfloat16)
-    _, apart = evaluate(batch, backend="native")
+    _, separate = evaluate(batch, backend="native")
     copy = dict(batch, logits=batch["logits"].clone())
-    _, over = evaluate(copy, backend="native", overwrite=True)
-    assert torch.equal(apart, over)
+    _, in_place = evaluate(copy, backend="native", overwrite=True)
+    assert torch.equal(separate, in_place)
 
 
-def test_other_work_on_the_device_changes_no_bit() -> None:
+def test_concurrent_work_does_not_change_the_result() -> None:
     """Another stream occupies multiprocessors, so that some clusters start late."""
     batch = make_batch(rows=64, width=32, vocab=32000, dtype=torch.bfloat16)
-    _, alone = evaluate(batch, backend="native")
-    side, left = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
+    _, idle = evaluate(batch, backend="native")
+    side, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(8):
-            torch.mm(left, left)
-    _, beside = evaluate(batch, backend="native")
+            torch.mm(matrix, matrix)
+    _, concurrent = evaluate(batch, backend="native")
     torch.cuda.synchronize()
-    assert torch.equal(alone, beside)
+    assert torch.equal(idle, concurrent)
 
 
 def test_more_than_two_to_the_31_logits() -> None:
@@ -143,21 +142,21 @@ def test_more_than_two_to_the_31_logits() -> None:
     assert error(logps[-8:], exact[0]) < 2e-5 and error(entropy[-8:], exact[1]) < 2e-5
 
 
-def test_rows_without_a_loss_are_never_read() -> None:
+def test_masked_rows_are_never_read() -> None:
     batch = make_batch(rows=6, width=7, vocab=9001)
     batch["targets"][:, 3] = -100
     out, grad = evaluate(batch, backend="native")
     batch["logits"][:, 3] = torch.nan
-    again, other = evaluate(batch, backend="native")
-    assert torch.equal(out.loss, again.loss) and torch.equal(grad, other)
+    out_again, grad_again = evaluate(batch, backend="native")
+    assert torch.equal(out.loss, out_again.loss) and torch.equal(grad, grad_again)
 
 
-def test_whole_loss_records_in_a_cuda_graph() -> None:
+def test_the_whole_loss_can_be_captured_in_a_cuda_graph() -> None:
     batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
     batch["mu"] = torch.tensor(0.3, device=DEVICE)
     logits = batch.pop("logits")
 
-    def work() -> tuple[Tensor, Tensor]:
+    def step() -> tuple[Tensor, Tensor]:
         leaf = logits.detach().requires_grad_()
         out = fused_gac_loss(leaf, backend="native", **batch)
         return out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]
@@ -165,15 +164,15 @@ def test_whole_loss_records_in_a_cuda_graph() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()  # queries the number of clusters once, before the capture
+        step()  # queries the number of clusters once, before the capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = work()
+        captured = step()
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    replayed = [x.clone() for x in recorded]
-    for value, exact in zip(replayed, work(), strict=True):
+    replayed = [x.clone() for x in captured]
+    for value, exact in zip(replayed, step(), strict=True):
         assert torch.equal(value, exact)
 
 

@@ -26,7 +26,7 @@ PLAIN, ENTROPY = LossSpec(), LossSpec(entropy_coef=0.1, temperature=1.3)
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch):
+def install_library(monkeypatch: pytest.MonkeyPatch):
     """Make `backends.cuda` run a library on CPU tensors with the given split of rows."""
 
     def install(cluster: int, slots: int, library: ctypes.CDLL | None = None) -> ctypes.CDLL:
@@ -40,7 +40,9 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
 
 def rows_for(size: int, logits: Tensor, offset: int = 0) -> RowSketch:
-    """`offset`: bytes from an aligned address to the first sign."""
+    """An empty sketch of `size` buckets per row; the first sign is `offset` bytes after an aligned
+    address.
+    """
     vocab = logits.shape[-1]
     signs = torch.zeros(vocab + 64, dtype=torch.int8)[offset : offset + vocab]
     signs.copy_(HeadSketch(size).signs(vocab, torch.device("cpu")))
@@ -62,8 +64,8 @@ def check(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch, out: 
     cuda.row_loss(logits, tokens, spec, out, rows)
     scale = tokens.scale.abs().max().item()
     torch.testing.assert_close(rows.buckets.double(), truth, rtol=1e-5, atol=1e-6 * scale)
-    dead = tokens.targets.flatten() == -100
-    assert (rows.buckets[dead] == 0).all() and (truth != 0).any()
+    masked = tokens.targets.flatten() == -100
+    assert (rows.buckets[masked] == 0).all() and (truth != 0).any()
 
 
 # (logits, gradient, V, blocks, tiles)
@@ -71,29 +73,17 @@ SHAPES = {
     "the linear form": (torch.float32, torch.bfloat16, 8192, 2, 4),
     "the linear form, odd": (torch.float32, torch.bfloat16, 9001, 2, 4),
     "float16": (torch.float16, torch.float16, 9003, 1, 4),
-    "bfloat16, four blocks, a slice that starts in the middle of the buckets": (
-        torch.bfloat16,
-        torch.bfloat16,
-        30008,
-        4,
-        3,
-    ),
-    "bfloat16, wider gradient, eight blocks, odd": (
-        torch.bfloat16,
-        torch.float32,
-        40003,
-        8,
-        2,
-    ),
+    "bfloat16, slices that start between buckets": (torch.bfloat16, torch.bfloat16, 30008, 4, 3),
+    "bfloat16, wider gradient, odd": (torch.bfloat16, torch.float32, 40003, 8, 2),
     "fewer vocabulary entries than buckets": (torch.float32, torch.float32, 3, 2, 2),
 }
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape(use, name: str, size: int) -> None:
+def test_every_shape(install_library, name: str, size: int) -> None:
     dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
-    use(blocks, tiles)
+    install_library(blocks, tiles)
     logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
     tokens = emulation.batch(logits, PLAIN)
     out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
@@ -101,27 +91,26 @@ def test_every_shape(use, name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("offset", range(4))
-def test_entropy_and_signs_at_any_address(use, offset: int) -> None:
-    use(2, 3)
+def test_entropy_and_signs_at_any_address(install_library, offset: int) -> None:
+    install_library(2, 3)
     logits = torch.randn(2, 3, 5003)
     tokens = emulation.batch(logits, ENTROPY)
     check(logits, tokens, ENTROPY, rows_for(8, logits, offset), torch.empty_like(logits))
 
 
-def test_rows_of_any_stride_and_steep_logits(use) -> None:
-    use(2, 3)
+def test_rows_of_any_stride_and_steep_logits(install_library) -> None:
+    install_library(2, 3)
     logits = torch.randn(2, 4, 6005)[:, :-1, 1:-1]
     logits[0, 0] += 6e4
     tokens = emulation.batch(logits, PLAIN)
-    out = torch.zeros(2, 4, 6005, dtype=torch.bfloat16)[
-        :, 1:, 2:
-    ]  # aligned differently from the logits
+    # aligned differently from the logits
+    out = torch.zeros(2, 4, 6005, dtype=torch.bfloat16)[:, 1:, 2:]
     check(logits, tokens, PLAIN, rows_for(16, logits), out[..., : logits.shape[-1]])
 
 
-def test_a_sure_target_keeps_its_digits(use) -> None:
-    """The target has nearly all the probability, so the remaining gradient and its sums are tiny."""
-    use(2, 3)
+def test_a_confident_target_keeps_its_precision(install_library) -> None:
+    """The target has nearly all the probability, so the gradient and its sums are tiny."""
+    install_library(2, 3)
     logits = torch.randn(2, 2, 6001)
     tokens = emulation.batch(logits, PLAIN, on_policy=True)
     logits[0, 0, tokens.targets[0]] = 25.0
@@ -134,9 +123,9 @@ def test_a_sure_target_keeps_its_digits(use) -> None:
     assert (rows.buckets - own.buckets)[0].abs().max() < 1e-6 * largest
 
 
-def test_rows_without_a_gradient_have_no_sketch(use) -> None:
+def test_rows_with_zero_gradient_have_a_zero_sketch(install_library) -> None:
     """Masked tokens, and a token whose scale is 0."""
-    use(2, 2)
+    install_library(2, 2)
     logits = torch.randn(2, 3, 4000)
     tokens = emulation.batch(logits, PLAIN)
     tokens = tokens._replace(scale=tokens.scale * torch.tensor([0.0, 1, 1, 1, 1, 1]))
@@ -146,32 +135,32 @@ def test_rows_without_a_gradient_have_no_sketch(use) -> None:
     assert ((rows.buckets != 0).all(1) == live).all()
 
 
-def test_nothing_else_changes_whatever_the_order(use) -> None:
+def test_sketching_does_not_change_other_results(install_library) -> None:
     """Bitwise identical with and without a sketch, in place, and for other schedules and cluster
     counts.
     """
-    library = use(4, 3)
+    library = install_library(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = emulation.batch(logits, ENTROPY)
     plain = torch.empty_like(logits)
     terms = cuda.row_loss(logits, tokens, ENTROPY, plain)
-    found = []
+    buckets = []
     for seed in range(4):
         library.gac_emulate_seed(seed)
-        emulation.clusters(library, launched=1 + 2 * seed, resident=1 + seed)
-        rows, mine = rows_for(16, logits), logits.clone()
-        again = cuda.row_loss(mine, tokens, ENTROPY, mine, rows)
-        assert torch.equal(mine, plain)
-        assert all(map(torch.equal, terms, again))
-        found.append(rows.buckets)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+        emulation.set_clusters(library, launched=1 + 2 * seed, resident=1 + seed)
+        rows, in_place = rows_for(16, logits), logits.clone()
+        terms_again = cuda.row_loss(in_place, tokens, ENTROPY, in_place, rows)
+        assert torch.equal(in_place, plain)
+        assert all(map(torch.equal, terms, terms_again))
+        buckets.append(rows.buckets)
+    assert all(torch.equal(buckets[0], other) for other in buckets[1:])
 
 
-def test_other_numbers_of_buckets_are_refused(use) -> None:
-    use(2, 2)
+def test_unsupported_bucket_counts_are_rejected(install_library) -> None:
+    install_library(2, 2)
     logits = torch.randn(2, 2, 100)
     rows = rows_for(16, logits)._replace(buckets=torch.zeros(4, 12))
-    with pytest.raises(RuntimeError, match="a sketch has 4, 8, 16, 32 or 64 buckets"):
+    with pytest.raises(RuntimeError, match="sketch .* 4, 8, 16, 32 or 64"):
         cuda.row_loss(logits, emulation.batch(logits, PLAIN), PLAIN, logits.clone(), rows)
 
 
@@ -181,8 +170,8 @@ BROKEN = {
         "thread() * kWidth",
     ),
     "an unaligned row starts at bucket 0": ("* kWidth - s.shift;", "* kWidth;"),
-    "lanes of other buckets are added": ("step * kWidth >= size", "step >= 1"),
-    "the target's own gradient goes to its neighbour's bucket": (
+    "lanes with different buckets are added": ("step * kWidth >= size", "step >= 1"),
+    "the target's gradient is added to the next bucket": (
         "((v + s.shift) % kWidth)",
         "((v + s.shift + 1) % kWidth)",
     ),
@@ -190,13 +179,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_sketch_shows(use, tmp_path: Path, name: str) -> None:
-    right, wrong = BROKEN[name]
+def test_a_broken_sketch_is_detected(install_library, tmp_path: Path, name: str) -> None:
+    correct, wrong = BROKEN[name]
     shutil.copytree(emulation.SOURCES, tmp_path / "csrc")
     source = tmp_path / "csrc" / "cuda" / "sketch.h"
-    assert source.read_text().count(right) == 1, "sketch.h has changed: update this mutation"
-    source.write_text(source.read_text().replace(right, wrong))
-    use(2, 3, emulation.load(source.parent, tmp_path, "-O0"))
+    assert source.read_text().count(correct) == 1, "sketch.h has changed: update this mutation"
+    source.write_text(source.read_text().replace(correct, wrong))
+    install_library(2, 3, emulation.load(source.parent, tmp_path, "-O0"))
     logits = torch.randn(2, 3, 5003)
     tokens = emulation.batch(logits, PLAIN)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):

@@ -34,7 +34,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def clusters(monkeypatch: pytest.MonkeyPatch):
+def force_split(monkeypatch: pytest.MonkeyPatch):
     """Force the split of a row; small rows would otherwise always get a cluster of one block."""
 
     def force(cluster: int, slots: int) -> None:
@@ -43,7 +43,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch):
     return force
 
 
-def doubled(tokens: Tokens) -> Tokens:
+def to_float64(tokens: Tokens) -> Tokens:
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
     return Tokens(*wide)
 
@@ -64,14 +64,14 @@ def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> N
     like = torch.empty(logits.shape, dtype=torch.float32)
     theirs = reference.row_loss(logits.float(), tokens, spec, like)
     exact = torch.empty(logits.shape, dtype=torch.float64)
-    truth = reference.row_loss(logits.double(), doubled(tokens), spec, exact)
+    truth = reference.row_loss(logits.double(), to_float64(tokens), spec, exact)
     rounded = like.to(out.dtype)  # the reference's gradient in the dtype of ours
     ours = cuda.row_loss(logits, tokens, spec, out)
     for name, a, b, c in zip(ours._fields, ours, theirs, truth, strict=True):
         close(a, b, c, name, atol=2e-6)
     close(out, rounded, exact, "gradient", atol=2e-6 * tokens.scale.max().item())
-    dead = tokens.targets.view(logits.shape[:2]) == -100
-    assert (out[dead] == 0).all()
+    masked = tokens.targets.view(logits.shape[:2]) == -100
+    assert (out[masked] == 0).all()
 
 
 OPTIONS = {
@@ -90,8 +90,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(kernels: ctypes.CDLL, clusters, name: str) -> None:
-    clusters(2, 3)
+def test_every_option(kernels: ctypes.CDLL, force_split, name: str) -> None:
+    force_split(2, 3)
     logits = 4 * torch.randn(2, 3, 3000)
     tokens = batch(logits, OPTIONS[name], on_policy=name == "on policy")
     check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
@@ -105,76 +105,72 @@ SHAPES = {
     "one logit": (torch.float32, torch.float32, 1, 2, 2),
     "the linear form: float32 in, bfloat16 out": (torch.float32, torch.bfloat16, 5003, 2, 4),
     "a wider gradient": (torch.bfloat16, torch.float32, 4099, 1, 3),
-    "a full ring, no room to read ahead": (torch.bfloat16, torch.bfloat16, 16377, 1, 4),
+    "a full ring, no space to prefetch": (torch.bfloat16, torch.bfloat16, 16377, 1, 4),
     "eight blocks": (torch.bfloat16, torch.bfloat16, 40000, 8, 3),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape(kernels: ctypes.CDLL, clusters, name: str) -> None:
+def test_every_shape(kernels: ctypes.CDLL, force_split, name: str) -> None:
     dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
-    clusters(blocks, tiles)
+    force_split(blocks, tiles)
     logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
     out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
 
 
-def test_rows_of_any_stride_keep_their_neighbours(kernels: ctypes.CDLL, clusters) -> None:
+def test_rows_of_any_stride_leave_their_neighbors_unchanged(
+    kernels: ctypes.CDLL, force_split
+) -> None:
     """logits[:, :-1, :-2] of a larger tensor: rows are unaligned, and the memory between them must
     not change.
     """
-    clusters(2, 3)
-    whole = torch.randn(2, 4, 2005)
-    logits = whole[:, :-1, :-2]
+    force_split(2, 3)
+    storage = torch.randn(2, 4, 2005)
+    logits = storage[:, :-1, :-2]
     full = torch.full((2, 4, 2005), 7.0)
     out = full[:, 1:, 1:-1]
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
 
 
-def test_gradient_over_the_logits(kernels: ctypes.CDLL, clusters) -> None:
-    clusters(4, 2)
+def test_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(4, 2)
     logits = torch.randn(2, 5, 3001).bfloat16()
     tokens = batch(logits, LossSpec())
-    apart = torch.empty_like(logits)
-    first = cuda.row_loss(logits, tokens, LossSpec(), apart)
+    separate = torch.empty_like(logits)
+    first = cuda.row_loss(logits, tokens, LossSpec(), separate)
     second = cuda.row_loss(logits, tokens, LossSpec(), logits)
-    assert torch.equal(logits, apart)
+    assert torch.equal(logits, separate)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_narrower_gradient_in_the_logits_own_rows(kernels: ctypes.CDLL, clusters) -> None:
+def test_narrower_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
     """The linear form on a GPU: a bfloat16 gradient in the first half of each float32 row."""
-    clusters(2, 3)
+    force_split(2, 3)
     logits = torch.randn(2, 5, 4003)
     tokens = batch(logits, LossSpec())
-    apart = torch.empty(logits.shape, dtype=torch.bfloat16)
-    cuda.row_loss(logits, tokens, LossSpec(), apart)
-    inside = logits.view(torch.bfloat16)[..., :4003]
-    cuda.row_loss(logits, tokens, LossSpec(), inside)
-    assert torch.equal(inside, apart)
+    separate = torch.empty(logits.shape, dtype=torch.bfloat16)
+    cuda.row_loss(logits, tokens, LossSpec(), separate)
+    in_place = logits.view(torch.bfloat16)[..., :4003]
+    cuda.row_loss(logits, tokens, LossSpec(), in_place)
+    assert torch.equal(in_place, separate)
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: int) -> None:
-    clusters(blocks, 4)
+def test_statistics_and_their_gradient(kernels: ctypes.CDLL, force_split, blocks: int) -> None:
+    force_split(blocks, 4)
     logits, targets = 3 * torch.randn(2, 4, 6007), torch.randint(6007, (8,))
     targets[2] = -100
     d_logps, d_entropy = torch.randn(8), torch.randn(8)
     d_logps[3] = d_entropy[3] = 0  # such a row is not read
     stats = cuda.row_stats(logits, targets, 0.8)
     truth = reference.row_stats(logits.double(), targets, 0.8)
-    for name, ours, theirs, exact in zip(
-        ("logp", "entropy", "lse"),
-        stats,
-        reference.row_stats(logits, targets, 0.8),
-        truth,
-        strict=True,
-    ):
-        close(ours, theirs, exact, name, atol=2e-6)
-    out, like, exact = (
-        torch.empty(2, 4, 6007, dtype=t) for t in (*[torch.float32] * 2, torch.float64)
-    )
+    theirs = reference.row_stats(logits, targets, 0.8)
+    for name, *values in zip(("logp", "entropy", "lse"), stats, theirs, truth, strict=True):
+        close(*values, name, atol=2e-6)
+    out, like = torch.empty(2, 2, 4, 6007)
+    exact = torch.empty(2, 4, 6007, dtype=torch.float64)
     reference.row_grads(logits, targets, *stats[::-2], d_logps, d_entropy, 0.8, like)
     wide = [x.double() for x in (truth[2], truth[1], d_logps, d_entropy)]
     reference.row_grads(logits.double(), targets, *wide, 0.8, exact)
@@ -184,11 +180,11 @@ def test_statistics_and_their_gradient(kernels: ctypes.CDLL, clusters, blocks: i
     assert (out.view(8, -1)[[2, 3]] == 0).all()
 
 
-def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
+def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
     """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target and an out-of-range
     target.
     """
-    clusters(2, 3)
+    force_split(2, 3)
     logits = torch.randn(1, 8, 2500)
     logits[0, 0, 100:2300] = -torch.inf
     logits[0, 1] = -torch.inf
@@ -199,36 +195,35 @@ def test_rows_that_no_softmax_likes(kernels: ctypes.CDLL, clusters) -> None:
     logits[0, 7] = -1e4 + torch.arange(2500) / 100
     targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2])
     logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
-    known = torch.tensor([0, 4, 5, 7])
-    truth = reference.row_stats(logits[:, known].double(), targets[known], 1.0)
+    defined = torch.tensor([0, 4, 5, 7])
+    truth = reference.row_stats(logits[:, defined].double(), targets[defined], 1.0)
     assert logps[[1, 2, 3, 6]].isnan().all()
     finite = torch.tensor([0, 3])
     torch.testing.assert_close(
-        logps[known][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
+        logps[defined][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
     )
-    torch.testing.assert_close(entropy[known].double(), truth[1], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(entropy[defined].double(), truth[1], rtol=1e-5, atol=2e-5)
     assert logps[5] == -torch.inf
     torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
 
 
-def test_logits_around_where_they_become_steep(kernels: ctypes.CDLL, clusters) -> None:
+def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) -> None:
     """From log2(e) x = 65536 on, exponents are computed differently, possibly in only part of a
     row.
     """
-    clusters(2, 3)
+    force_split(2, 3)
     base = torch.tensor([4e4, 45425.0, 45427.0, -45426.0, 1e6, 45426.0])
     logits = base[:, None] + torch.randn(6, 9001)
     logits[5] += torch.linspace(-3, 3, 9001)  # from below to above
     logits[4, ::2] = 3.0
     targets = torch.tensor([9000, 1, 2, 8999, 5, 4400])
     d_logps, d_entropy = torch.randn(6), torch.randn(6)
-    whole = logits.double().log_softmax(
-        -1
-    )  # log_softmax subtracts the maximum first; the reference works on x itself
-    true_entropy = -(whole.exp() * whole).sum(-1)
-    true_lse = logits[:, 0].double() - whole[:, 0]
+    # log_softmax subtracts the maximum first; the reference does not
+    log_probs = logits.double().log_softmax(-1)
+    true_entropy = -(log_probs.exp() * log_probs).sum(-1)
+    true_lse = logits[:, 0].double() - log_probs[:, 0]
     logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
-    true_logps = whole.gather(1, targets[:, None])[:, 0]
+    true_logps = log_probs.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logps.double(), true_logps, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-6, atol=2e-6)
     out, exact = torch.empty(1, 6, 9001), torch.empty(1, 6, 9001, dtype=torch.float64)
@@ -238,8 +233,8 @@ def test_logits_around_where_they_become_steep(kernels: ctypes.CDLL, clusters) -
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_without_a_loss_are_never_read(kernels: ctypes.CDLL, clusters) -> None:
-    clusters(2, 2)
+def test_masked_rows_are_never_read(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(2, 2)
     logits = torch.randn(2, 3, 2000)
     tokens = batch(logits, LossSpec())
     clean = torch.empty_like(logits)
@@ -251,9 +246,9 @@ def test_rows_without_a_loss_are_never_read(kernels: ctypes.CDLL, clusters) -> N
     assert all((x.view(2, 3)[:, 1] == 0).all() for x in terms)
 
 
-def test_no_order_of_the_threads_changes_a_bit(kernels: ctypes.CDLL, clusters) -> None:
+def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:
     """Ring buffers much smaller than the work, with different schedules and copy delays."""
-    clusters(4, 3)
+    force_split(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = batch(logits, LossSpec(entropy_coef=0.01))
     results = []
@@ -266,12 +261,12 @@ def test_no_order_of_the_threads_changes_a_bit(kernels: ctypes.CDLL, clusters) -
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_row_that_does_not_fit_is_refused(kernels: ctypes.CDLL, clusters) -> None:
+def test_a_row_that_does_not_fit_is_rejected(kernels: ctypes.CDLL, force_split) -> None:
     logits = torch.zeros(1, 1, 16384)
     targets = torch.zeros(1, dtype=torch.int64)
     zero = torch.zeros(1)
-    clusters(2, 4)
-    with pytest.raises(RuntimeError, match="does not fit the cluster's shared memory"):
+    force_split(2, 4)
+    with pytest.raises(RuntimeError, match="row does not fit .*shared memory"):
         cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
 
 
@@ -288,7 +283,7 @@ def test_split_of_the_common_vocabularies() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
-def test_what_the_compiler_makes_of_it(arch: int) -> None:
+def test_compiled_kernels_meet_their_limits(arch: int) -> None:
     """No spills; two blocks of 14 tiles fit on a multiprocessor, or three of 9 without a sketch; no
     more instructions per logit than recorded; the instructions the design relies on are present.
     """
@@ -300,21 +295,23 @@ def test_what_the_compiler_makes_of_it(arch: int) -> None:
     assert len({(k.kernel, k.dtypes) for k in rows}) == 18 and len(kernels) == 21
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
     for kernel in rows:
-        most = 72 if kernel.kernel == "row_kernel" else 96  # registers for the sketch's sums
-        assert kernel.registers <= most and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
+        max_registers = (
+            72 if kernel.kernel == "row_kernel" else 96
+        )  # registers for the sketch's sums
+        assert kernel.registers <= max_registers and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
         assert (kernel.shared + 1024) * 2 <= 228 * 1024 >= (cuda.shared_bytes(9) + 1024) * 3
         name = inspect_cuda.title(kernel)
-        written = counts[f"sm_{arch}"][name]
-        assert all(map(operator.le, kernel.passes, written)), f"{name}: {kernel.passes}"
+        recorded = counts[f"sm_{arch}"][name]
+        assert all(map(operator.le, kernel.passes, recorded)), f"{name}: {kernel.passes}"
         if roofline.nvcc_release(nvcc) == counts["nvcc"]:
-            assert list(kernel.passes) == written, (
-                "fewer instructions than recorded; update the counts with python -m bench.roofline --count"
+            assert list(kernel.passes) == recorded, (
+                "fewer instructions than recorded; rerun python -m bench.roofline --count"
             )
         for instruction in ("UBLKCP.S.G", "STAS.128", "LDS.128", "STG.E.EF."):
             assert instruction in kernel.sass, f"{kernel.dtypes} has no {instruction}"
 
 
-def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cuda, "find_nvcc", lambda: None)
     with pytest.raises(RuntimeError, match="nvcc was not found: put it on the PATH"):
         build_cuda.compile_source()

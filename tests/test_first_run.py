@@ -1,9 +1,8 @@
-"""The first GPU session, rehearsed without a GPU: parts, failing and hanging steps, wheels of peer
-libraries.
-"""
+"""The program of the first GPU run, without a GPU: failing and hanging steps, peers' wheels."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,22 +25,25 @@ def test_comes_last(): pass
 """
 
 
-def test_every_part_fits_ten_minutes() -> None:
+HANG = "import time; time.sleep(60)"
+
+
+def test_every_part_fits_in_ten_minutes() -> None:
     assert list(first_run.PARTS) == [1, 2, 3, 4, 5]
     for steps in first_run.PARTS.values():
         assert sum(step.seconds for step in steps) <= first_run.PART_SECONDS
         assert len({step.name for step in steps}) == len(steps)
 
 
-def test_what_the_steps_run_exists() -> None:
+def test_modules_and_files_of_the_steps_exist() -> None:
     """Runnable modules and test files."""
     for step in (step for steps in first_run.PARTS.values() for step in steps):
-        words = list(step.command)
-        modules = [words[i + 1] for i, word in enumerate(words) if word == "-m"]
+        arguments = list(step.command)
+        modules = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == "-m"]
         for module in (m for m in modules if m != "gpu"):
             assert (first_run.ROOT / f"{module.replace('.', '/')}.py").exists(), module
-        for word in (w for w in words if w.endswith(".py")):
-            assert (first_run.ROOT / word).exists(), word
+        for argument in (w for w in arguments if w.endswith(".py")):
+            assert (first_run.ROOT / argument).exists(), argument
 
 
 def test_parts_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +51,11 @@ def test_parts_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     assert "compute-sanitizer --tool memcheck" in capsys.readouterr().out
 
 
-def test_a_failed_step_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure, a hang in a child process, a missing tool. Wheels of peer libraries can be
-    imported.
+def test_a_failed_step_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, one hangs in a child process, one lacks its tool; the last one imports a peer's
+    wheel.
     """
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -67,32 +71,31 @@ def test_a_failed_step_stops_no_other(tmp_path: Path, monkeypatch: pytest.Monkey
         first_run.Step("missing", 60, ["no-such-tool"]),
         first_run.Step("peer", 60, [sys.executable, "-c", "from a_peer_of_ours import answer"]),
     ]
-    found = first_run.run_part(steps, results / "part", tmp_path / "out")
-    assert found == {
-        "fails": "failed with 3",
-        "hangs": "stopped after 2 s",
-        "missing": "left out: no-such-tool is not on the PATH",
+    outcomes = first_run.run_part(steps, results / "part", tmp_path / "out")
+    assert outcomes == {
+        "fails": "failed with exit code 3",
+        "hangs": "timed out after 2 s",
+        "missing": "skipped: no-such-tool is not on the PATH",
         "peer": "done",
     }
     assert (tmp_path / "out" / "results" / "part" / "1-fails.txt").read_text() == "why\n"
     summary = (tmp_path / "out" / "results" / "part" / "summary.txt").read_text()
-    assert [line.split(":")[0] for line in summary.splitlines()] == list(found)
+    assert [line.split(":")[0] for line in summary.splitlines()] == list(outcomes)
 
 
-HANG = "import time; time.sleep(60)"
-
-
-def test_tests_that_hang_or_end_their_process_are_passed_over(tmp_path: Path) -> None:
-    """By a per-test time limit, without an extra pytest plugin."""
+def test_tests_that_hang_or_exit_the_process_do_not_stop_the_run(tmp_path: Path) -> None:
+    """Each test has a time limit, without an extra pytest plugin."""
     file = tmp_path / "test_hanging.py"
     file.write_text(HANGING)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     code = f"""
 from bench import watchdog
-found = watchdog.run(["-q", {str(file)!r}, "--rootdir", {str(tmp_path)!r}], limit=5, seconds=120)
-print([[name.split("::")[1] for name in part] for part in found[:4]], found.not_begun)
+import json
+outcome = watchdog.run(["-q", {str(file)!r}, "--rootdir", {str(tmp_path)!r}], limit=5, seconds=120)
+names = [[name.split("::")[1] for name in part] for part in outcome[:4]]
+print(json.dumps([*names, outcome.incomplete]))
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -101,21 +104,16 @@ print([[name.split("::")[1] for name in part] for part in found[:4]], found.not_
         env=environment,
         check=True,
     )
-    assert (
-        done.stdout.splitlines()[-1]
-        == str(
-            [
-                ["test_passes", "test_comes_last"],
-                ["test_fails"],
-                ["test_is_skipped"],
-                ["test_hangs", "test_ends_the_process"],
-            ]
-        )
-        + " False"
-    )
+    assert json.loads(result.stdout.splitlines()[-1]) == [
+        ["test_passes", "test_comes_last"],
+        ["test_fails"],
+        ["test_is_skipped"],
+        ["test_hangs", "test_ends_the_process"],
+        False,
+    ]
 
 
-def test_a_run_without_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_out_of_time_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_session", lambda *_: [{"began": "a::b"}])
     outcome = watchdog.run([], limit=1, seconds=0)
-    assert outcome.hung == ["a::b"] and outcome.not_begun
+    assert outcome.hung == ["a::b"] and outcome.incomplete

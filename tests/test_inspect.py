@@ -23,7 +23,7 @@ for i, configuration in enumerate(configurations):
 print(json.dumps(reports))
 """
 
-_SPECIALISE = """
+_SPECIALIZE = """
 import json, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -38,7 +38,7 @@ def key(launch):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     return str(bind(**launch.arguments)[1])
 
-found = {}
+keys = {}
 for dtype in (torch.float32, torch.bfloat16):
     for shape in SHAPES:
         out = torch.empty(*shape, dtype=dtype)
@@ -55,8 +55,8 @@ for dtype in (torch.float32, torch.bfloat16):
             scale.scale_launch(out, row[0], 1),
         )
         for i, launch in enumerate(launches):
-            found.setdefault(f"{launch.kernel.__name__} {i} {dtype}", set()).add(key(launch))
-print(json.dumps({name: len(keys) for name, keys in found.items()}))
+            keys.setdefault(f"{launch.kernel.__name__} {i} {dtype}", set()).add(key(launch))
+print(json.dumps({name: len(different) for name, different in keys.items()}))
 """
 
 ROW_KERNELS = {"stats_kernel", "grads_kernel", "loss_kernel", "scale_kernel"}
@@ -75,9 +75,9 @@ def reports() -> list[dict[str, Any]]:
     """Each configuration compiled for one of the three architectures, round-robin; all combinations
     would take minutes.
     """
-    done = _run("-c", _CODE)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = _run("-c", _CODE)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.mark.slow
@@ -156,15 +156,15 @@ LOOPS = """
 
 
 def test_passes_are_the_cheapest_loops() -> None:
-    """Code skipped by a branch is not counted; a predicated exponential does not count as a logit."""
+    """Code that a branch skips is not counted; a predicated exponential is not a logit."""
     from gac_kernels.inspect_sass import passes
 
     assert passes(LOOPS) == (9 / 4, 6 / 4)
 
 
-def test_interpreted_kernels_are_refused() -> None:
-    done = _run("-m", "gac_kernels.inspect", "--arch", "90", TRITON_INTERPRET="1")
-    assert done.returncode != 0 and "TRITON_INTERPRET" in done.stderr
+def test_interpreted_kernels_are_rejected() -> None:
+    result = _run("-m", "gac_kernels.inspect", "--arch", "90", TRITON_INTERPRET="1")
+    assert result.returncode != 0 and "TRITON_INTERPRET" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_interpreted_kernels_are_refused() -> None:
     ids=["chunks of odd rows", "batches of odd rows", "aligned rows"],
 )
 def test_one_kernel_serves_every_number_of_rows(shapes: list[tuple[int, int, int]]) -> None:
-    """Checked with Triton's own cache key. A separate kernel per kind of stride would be compiled
-    mid-training and could not be captured in a CUDA graph.
+    """Compare Triton's cache keys. A separate kernel per kind of stride would be compiled during
+    training and could not be captured in a CUDA graph.
     """
-    done = _run("-c", _SPECIALISE.replace("SHAPES", repr(shapes)))
-    assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    result = _run("-c", _SPECIALIZE.replace("SHAPES", repr(shapes)))
+    assert result.returncode == 0, result.stderr
+    kernels = json.loads(result.stdout)
     assert len(kernels) == 10 and set(kernels.values()) == {1}, kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,34 +24,19 @@ ACCELERATE = [
     sys.executable,
     "-m",
     "accelerate.commands.launch",
-    "--num_processes",
-    "2",
+    "--num_processes=2",
     "--multi_gpu",
-    "--main_process_port",
-    "0",
-    "--module",
-    "gac.cli",
 ]
+ACCELERATE += ["--main_process_port=0", "--module", "gac.cli"]
+RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
 def torchrun(*options: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        *options,
-        "-m",
-        "gac.cli",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *RENDEZVOUS]
+    return [*launcher, *options, "-m", "gac.cli"]
 
 
-def finish(launcher: list[str], config: Path, **variables: str) -> tuple[int, str]:
+def run_job(launcher: list[str], config: Path, **variables: str) -> tuple[int, str]:
     """Run `gac train` under a launcher; return its exit code and output."""
     environment = {
         **os.environ,
@@ -74,37 +60,35 @@ def finish(launcher: list[str], config: Path, **variables: str) -> tuple[int, st
     return job.returncode, output
 
 
-def written(task, tmp_path, name, **changes) -> Path:
-    made = tiny_config(task, tmp_path / name, parallel={"mode": "fsdp", "timeout": 60}, **changes)
-    save(made, tmp_path / f"{name}.yaml")
-    return tmp_path / f"{name}.yaml"
+def write_config(task, tmp_path, name, **changes) -> Path:
+    path, parallel = tmp_path / f"{name}.yaml", {"mode": "fsdp", "timeout": 60}
+    save(tiny_config(task, tmp_path / name, parallel=parallel, **changes), path)
+    return path
 
 
-def test_torchrun_restarts_after_a_killed_rank_and_repeats_nothing(task, tmp_path):
+def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_path):
     settings = {"steps": 8, "checkpoint_every": 2, "reward": "tests.kills:reward"}
-    straight, killed = (written(task, tmp_path, name, **settings) for name in "ab")
-    code, output = finish(torchrun(), straight)
+    uninterrupted, killed = (write_config(task, tmp_path, name, **settings) for name in "ab")
+    code, output = run_job(torchrun(), uninterrupted)
     assert code == 0, output
     kill_at = tmp_path / "b" / "checkpoints" / "step-00000004"
-    code, output = finish(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
+    code, output = run_job(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
     assert code == 0, output
     assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
     assert "resumed from" in output
 
 
-def test_without_restarts_the_job_ends_and_names_the_rank(task, tmp_path):
-    made = written(task, tmp_path, "run", steps=2000, eval={}, reward="tests.kills:reward")
-    started = time.monotonic()
+def test_without_restarts_the_job_fails_and_names_the_rank(task, tmp_path):
+    path = write_config(task, tmp_path, "run", steps=2000, eval={}, reward="tests.kills:reward")
+    start = time.monotonic()
     kill_at = tmp_path / "run" / "checkpoints" / "step-00000004"
-    code, output = finish(torchrun(), made, KILL_AT=str(kill_at))
-    assert code != 0 and (time.monotonic() - started) < 60  # within parallel.timeout
-    assert (
-        "(local_rank: 1)" in output or "local_rank: 1 (pid" in output or "rank 1 is gone" in output
-    )
+    code, output = run_job(torchrun(), path, KILL_AT=str(kill_at))
+    assert code != 0 and (time.monotonic() - start) < 60  # within parallel.timeout
+    assert re.search(r"local_rank: 1\b|rank 1 is not responding", output)
 
 
 def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
-    code, output = finish(ACCELERATE, written(task, tmp_path, "run", steps=2))
+    code, output = run_job(ACCELERATE, write_config(task, tmp_path, "run", steps=2))
     assert code == 0, output
     record = json.loads(
         (tmp_path / "run" / "checkpoints" / "step-00000002" / "progress.json").read_text()
@@ -119,4 +103,4 @@ def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
-    assert "holds no kept step: give a folder of RUN/replay" in capsys.readouterr().err
+    assert re.search("no saved step: .*RUN/replay", capsys.readouterr().err)

@@ -16,7 +16,7 @@ from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_l
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import plan as definition
+from gac_kernels.tokens import plan as reference_plan
 
 from .triton_cases import DEVICE, FIELDS, PER_TOKEN, check, error, evaluate, make_batch, scale_of
 
@@ -61,14 +61,13 @@ def test_each_option_of_the_loss(name: str, small_tiles: None, poison: None) -> 
     check(make_batch(), spec=LOSSES[name])
 
 
-# Vocabularies smaller than a tile, of exactly one tile, of one tile plus one entry, and of a single
-# entry.
+# Smaller than a tile, exactly one tile, one tile plus one entry, and a single entry.
 @pytest.mark.parametrize("vocab", [11, 128, 129, 1])
 def test_vocabulary_of_any_size(vocab: int, small_tiles: None, poison: None) -> None:
     check(make_batch(vocab=vocab), spec=LossSpec(entropy_coef=0.1))
 
 
-def test_shipped_tile(poison: None) -> None:
+def test_default_tile(poison: None) -> None:
     check(make_batch(vocab=1500))
 
 
@@ -105,8 +104,8 @@ def test_rows_of_any_stride(small_tiles: None, poison: None) -> None:
     check(dict(batch, logits=rows))
 
 
-def test_packed_vectors_that_are_slices(small_tiles: None) -> None:
-    """The vectors have stride 2, but the kernels index by batch element."""
+def test_packed_vectors_with_a_stride(small_tiles: None) -> None:
+    """The vectors have stride 2, but the kernels assume contiguous ones."""
     batch = make_batch()
     for name in PER_TOKEN:
         batch[name] = batch[name].flatten(0, 1)
@@ -116,7 +115,7 @@ def test_packed_vectors_that_are_slices(small_tiles: None) -> None:
     check(batch, spec=LossSpec(kl_coef=0.1))
 
 
-def test_overwrite_takes_the_storage_and_nothing_beside_it(small_tiles: None) -> None:
+def test_overwrite_writes_only_to_the_logits(small_tiles: None) -> None:
     batch = make_batch()
     _, expected = evaluate(batch, backend="triton")
     leaf = batch.pop("logits").requires_grad_()
@@ -129,8 +128,8 @@ def test_overwrite_takes_the_storage_and_nothing_beside_it(small_tiles: None) ->
 
 
 @pytest.mark.parametrize("vocab", [7, 128, 256, 301], ids=["no tile", "one", "two", "and a tail"])
-def test_gradient_of_a_narrower_type(vocab: int, small_tiles: None, poison: None) -> None:
-    """The fused linear loss keeps float32 logits but needs the gradient in the dtype of its GEMMs."""
+def test_gradient_in_a_narrower_dtype(vocab: int, small_tiles: None, poison: None) -> None:
+    """The fused linear loss keeps float32 logits, but its GEMMs need a narrower gradient."""
     batch = make_batch(vocab=vocab)
     logits, targets = batch["logits"], batch["targets"].flatten()
     wide = torch.full((3, 2, vocab + 5), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -159,7 +158,7 @@ def test_one_token(small_tiles: None) -> None:
     check(make_batch(rows=1, width=2))
 
 
-def test_no_gradient_is_written_where_none_is_due(small_tiles: None) -> None:
+def test_zero_weight_rows_have_zero_gradient_but_statistics(small_tiles: None) -> None:
     """With advantage 0, no KL and a term of weight 0, the gradient is zero, but the statistics are
     still computed.
     """
@@ -174,14 +173,18 @@ def test_masked_vocabulary(small_tiles: None) -> None:
     entropy.
     """
     batch = make_batch()
-    words = torch.arange(301, device=DEVICE)
-    masked = (words < 140) | ((words >= 150) & (words < 290)) | (words == 300)
+    vocab_indices = torch.arange(301, device=DEVICE)
+    masked = (
+        (vocab_indices < 140)
+        | ((vocab_indices >= 150) & (vocab_indices < 290))
+        | (vocab_indices == 300)
+    )
     batch["logits"] = batch["logits"].masked_fill(masked, -torch.inf)
     batch["targets"] = torch.where(batch["targets"] < 0, -100, 145)
     check(batch, spec=LossSpec(entropy_coef=0.1), ref_logps=None)
 
 
-def test_a_row_of_nothing_but_masked_words_is_nan(small_tiles: None) -> None:
+def test_fully_masked_row_is_nan(small_tiles: None) -> None:
     batch = make_batch()
     batch["logits"][1, 0] = -torch.inf
     out, _ = evaluate(batch, backend="triton")
@@ -189,10 +192,10 @@ def test_a_row_of_nothing_but_masked_words_is_nan(small_tiles: None) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("word", [0, 200, 300], ids=["first", "middle", "tail"])
-def test_bad_logits_make_a_nan_loss(value: float, word: int, small_tiles: None) -> None:
+@pytest.mark.parametrize("index", [0, 200, 300], ids=["first", "middle", "tail"])
+def test_bad_logits_make_a_nan_loss(value: float, index: int, small_tiles: None) -> None:
     batch = make_batch()
-    batch["logits"][2, 1, word] = value
+    batch["logits"][2, 1, index] = value
     out, _ = evaluate(batch, backend="triton")
     assert out.loss.isnan() and out.logps[2, 1].isnan()
     assert out.logps[2, 0].isfinite() and out.demo_loss.isfinite()
@@ -206,9 +209,7 @@ def test_bad_logits_of_a_row_without_loss_are_not_read(small_tiles: None) -> Non
 
 
 @pytest.mark.parametrize("target", [301, -1, 2**40])
-def test_target_outside_the_vocabulary_reads_nothing_and_is_nan(
-    target: int, small_tiles: None
-) -> None:
+def test_out_of_range_target_is_nan_and_reads_nothing(target: int, small_tiles: None) -> None:
     batch = make_batch()
     targets = batch["targets"].flatten()
     targets[2] = target
@@ -222,7 +223,7 @@ def test_log_probabilities_and_entropy_are_differentiable(
 ) -> None:
     batch = make_batch(dtype=dtype)
     weights = torch.randn(2, 3, 2, device=DEVICE)
-    weights[:, 1, 0] = 0  # a row that no gradient reaches
+    weights[:, 1, 0] = 0  # a row with zero gradient
 
     def run(logits: Tensor, name: str) -> tuple[Tensor, ...]:
         logits = logits.detach().requires_grad_()
@@ -241,7 +242,7 @@ def test_log_probabilities_and_entropy_are_differentiable(
         assert error(value, exact) <= 2 * error(baseline, exact) + 1e-6 * scale_of(exact)
 
 
-def test_results_repeat_bit_for_bit() -> None:
+def test_results_are_bitwise_reproducible() -> None:
     batch = make_batch(vocab=1500)
     spec = LossSpec(kl_coef=0.1, entropy_coef=0.1)
     (first, first_grad), (second, second_grad) = (
@@ -282,15 +283,15 @@ def test_scaling_in_place(dtype: torch.dtype) -> None:
     columns = torch.randn(4, 6, device=DEVICE).to(dtype)
     for tensor in (flat, wide[:, ::2, 3:17], columns.t(), flat[:0]):
         expected = (tensor.float() * 0.3).to(dtype)
-        around = wide.clone()
+        before = wide.clone()
         backend.scale_(tensor, torch.tensor(0.3, device=DEVICE))
         exact = DEVICE == "cuda" or dtype == torch.float32  # the interpreter truncates bfloat16
         torch.testing.assert_close(tensor, expected, rtol=0 if exact else 2**-7, atol=0)
         if tensor.dim() == 3:
-            assert torch.equal(wide[:, 1], around[:, 1])
+            assert torch.equal(wide[:, 1], before[:, 1])
 
 
-def test_scaling_by_one_does_not_touch_the_tensor() -> None:
+def test_scaling_by_one_writes_nothing() -> None:
     """The tensor is in read-only memory, where a store would crash, so the test runs in its own
     process.
     """
@@ -305,16 +306,16 @@ print(tensor.sum().item())
     if DEVICE == "cuda":
         pytest.skip("maps host memory")
     command = [sys.executable, "-W", "ignore", "-c", code]
-    run = subprocess.run(command, capture_output=True, timeout=120)
-    assert run.stdout.strip() == b"0.0", run.stderr.decode()
+    result = subprocess.run(command, capture_output=True, timeout=120)
+    assert result.stdout.strip() == b"0.0", result.stderr.decode()
 
 
-def test_no_copy_of_a_cpu_input_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_inputs_are_copied_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocking copy would stall the host until the device catches up."""
     copies: list[tuple[tuple, dict]] = []
     to = Tensor.to
 
-    def watch(x: Tensor, *args, **keywords):
+    def record_copies(x: Tensor, *args, **keywords):
         if any(isinstance(a, torch.device) for a in (*args, *keywords.values())):
             copies.append((args, keywords))
         return to(x, *args, **keywords)
@@ -327,15 +328,15 @@ def test_no_copy_of_a_cpu_input_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         cu_seqlens=torch.tensor([0, 2, 4]),
         demo_norm=torch.tensor(3),
     )
-    monkeypatch.setattr(Tensor, "to", watch)
-    for plan in (backend.plan, definition):
+    monkeypatch.setattr(Tensor, "to", record_copies)
+    for plan in (backend.plan, reference_plan):
         copies.clear()
         plan(inputs, LossSpec())
         assert len(copies) >= 6, "expected a copy of every input, on whichever device it is"
         assert all(keywords.get("non_blocking") for _, keywords in copies)
 
 
-def test_it_says_why_it_cannot_run() -> None:
+def test_unavailable_says_why() -> None:
     reason = backend.unavailable(torch.device(DEVICE), torch.float64)
     assert reason is not None and "float64" in reason
     code = """
@@ -344,7 +345,7 @@ from gac_kernels.backends import triton
 print(triton.unavailable(torch.device("cpu"), torch.float32))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
     )
-    assert "TRITON_INTERPRET" in run.stdout, run.stderr
+    assert "TRITON_INTERPRET" in result.stdout, result.stderr

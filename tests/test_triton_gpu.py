@@ -16,7 +16,7 @@ from .triton_cases import DEVICE, FIELDS, check, error, evaluate, make_batch
 pytestmark = pytest.mark.gpu
 
 
-def test_large_logits_lose_nothing() -> None:
+def test_large_logits_lose_no_precision() -> None:
     """A shift by 1000 changes only the rounding of the inputs. This holds only on a GPU, because
     the interpreter does not fuse multiply-adds.
     """
@@ -42,24 +42,24 @@ def test_more_than_two_to_the_31_logits() -> None:
         part.normal_()
     targets = torch.randint(vocab, (1, rows), device=DEVICE)
     last = logits[:, -8:].clone()
-    sides = torch.zeros(1, dtype=torch.bool, device=DEVICE), torch.ones(1, device=DEVICE)
-    is_demo, advantages = sides
+    is_demo = torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    advantages = torch.ones(1, device=DEVICE)
     logits.requires_grad_()
     out = fused_gac_loss(logits, targets, advantages, is_demo, mu=0.0, backend="triton")
     out.loss.backward()
     exact = last.double().requires_grad_()
-    few = reference.fused_gac_loss(
+    expected = reference.fused_gac_loss(
         exact, targets[:, -8:], advantages, is_demo, mu=0.0, rollout_norm=rows / 8
     )
-    few.loss.backward()
-    assert error(out.logps[:, -8:], few.logps) < 2e-4
-    assert error(out.entropy[:, -8:], few.entropy) < 2e-4
+    expected.loss.backward()
+    assert error(out.logps[:, -8:], expected.logps) < 2e-4
+    assert error(out.entropy[:, -8:], expected.entropy) < 2e-4
     grad = logits.grad[:, -8:]
     assert error(grad, exact.grad) <= 2**-8 * exact.grad.abs().max().item()
     assert logits.grad[:, :1].any() and logits.grad[:, rows // 2].any()
 
 
-def test_more_rows_than_a_grid_dimension_other_than_x() -> None:
+def test_more_rows_than_the_grid_y_limit() -> None:
     targets = torch.randint(64, (70_000,), device=DEVICE)
     logits = torch.randn(1, 70_000, 64, device=DEVICE)
     logps, entropy, _ = backend.row_stats(logits, targets, 1.0)
@@ -67,7 +67,7 @@ def test_more_rows_than_a_grid_dimension_other_than_x() -> None:
     assert error(logps, exact[0]) < 2e-6 and error(entropy, exact[1]) < 2e-6
 
 
-def test_large_results_repeat_bit_for_bit() -> None:
+def test_large_results_are_bitwise_reproducible() -> None:
     batch = make_batch(rows=64, width=16, vocab=152064, dtype=torch.bfloat16, peak=14.0)
     first, second = (evaluate(batch, backend="triton") for _ in range(2))
     for name in FIELDS:
@@ -76,20 +76,20 @@ def test_large_results_repeat_bit_for_bit() -> None:
     assert torch.equal(first[1], second[1])
 
 
-def test_gradient_over_the_logits_is_the_same() -> None:
+def test_in_place_gradient_matches() -> None:
     """The targets are in the last, partial tile, which is overwritten first; the kernel must read
     them before that.
     """
     batch = make_batch(rows=32, width=16, vocab=152064, dtype=torch.bfloat16)
     batch["targets"] = torch.randint(147456, 152064, (32, 16), device=DEVICE)
-    out, apart = evaluate(batch, backend="triton")
+    out, separate = evaluate(batch, backend="triton")
     for _ in range(20):
         copy = dict(batch, logits=batch["logits"].clone())
-        again, over = evaluate(copy, backend="triton", overwrite=True)
-        assert torch.equal(apart, over) and torch.equal(out.logps, again.logps)
+        out_again, in_place = evaluate(copy, backend="triton", overwrite=True)
+        assert torch.equal(separate, in_place) and torch.equal(out.logps, out_again.logps)
 
 
-def test_row_kernels_record_in_a_cuda_graph() -> None:
+def test_row_kernels_can_be_captured_in_a_cuda_graph() -> None:
     """No kernel synchronizes with the host, so a replay on new logits gives the results for those
     logits.
     """
@@ -99,7 +99,7 @@ def test_row_kernels_record_in_a_cuda_graph() -> None:
     out = torch.empty_like(logits)
     factor = torch.tensor(0.5, device=DEVICE)
 
-    def work() -> tuple[Tensor, ...]:
+    def step() -> tuple[Tensor, ...]:
         logps, entropy, lse = backend.row_stats(logits, targets, 1.0)
         backend.row_grads(logits, targets, lse, entropy, ones, zeros, 1.0, out)
         backend.scale_(out, factor)
@@ -108,24 +108,24 @@ def test_row_kernels_record_in_a_cuda_graph() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()  # compile first: compilation is not allowed during capture
+        step()  # compile first: compilation is not allowed during capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = work()
+        captured = step()
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    replayed = [x.clone() for x in (*recorded, out)]
-    for value, exact in zip(replayed, (*work(), out), strict=True):
+    replayed = [x.clone() for x in (*captured, out)]
+    for value, exact in zip(replayed, (*step(), out), strict=True):
         assert torch.equal(value, exact)
 
 
-def test_whole_loss_records_in_a_cuda_graph() -> None:
+def test_loss_can_be_captured_in_a_cuda_graph() -> None:
     batch = make_batch(rows=4, width=8, vocab=32000, dtype=torch.bfloat16)
     batch["mu"] = torch.tensor(0.3, device=DEVICE)
     logits = batch.pop("logits")
 
-    def work() -> tuple[Tensor, Tensor]:
+    def step() -> tuple[Tensor, Tensor]:
         leaf = logits.detach().requires_grad_()
         out = fused_gac_loss(leaf, backend="triton", **batch)
         return out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]
@@ -134,19 +134,19 @@ def test_whole_loss_records_in_a_cuda_graph() -> None:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            work()
+            step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = work()
+        captured = step()
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    replayed = [x.clone() for x in recorded]
-    for value, exact in zip(replayed, work(), strict=True):
+    replayed = [x.clone() for x in captured]
+    for value, exact in zip(replayed, step(), strict=True):
         assert torch.equal(value, exact)
 
 
-def test_another_device_than_the_current_one() -> None:
+def test_tensors_on_a_non_current_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     logits = torch.randn(1, 4, 1000, device="cuda:1")

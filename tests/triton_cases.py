@@ -43,7 +43,7 @@ def make_batch(
 
 
 def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords: Any) -> Any:
-    """Return the outputs and the gradient; `dtype` converts the logits (exactly, if it is wider)."""
+    """Return the outputs and the gradient; `dtype` converts the logits, exactly if it is wider."""
     batch = dict(batch, **keywords)
     logits = batch.pop("logits").detach()
     logits = logits if dtype is None else logits.to(dtype)
@@ -56,8 +56,8 @@ def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords
 def error(value: Tensor, truth: Tensor) -> float:
     """The largest absolute error; infinite if exactly one of the two values is NaN."""
     value, truth = value.double().cpu(), truth.double().cpu()
-    alike = (value == truth) | (value.isnan() & truth.isnan())
-    return torch.where(alike, 0, (value - truth).abs()).nan_to_num(math.inf).max().item()
+    equal = (value == truth) | (value.isnan() & truth.isnan())
+    return torch.where(equal, 0, (value - truth).abs()).nan_to_num(math.inf).max().item()
 
 
 def scale_of(truth: Tensor) -> float:
