@@ -322,6 +322,10 @@ def test_sft_light_stops_on_a_plateau():
         assert not mix.final
     state, mix = method.mix(state, Observation(1, demo_loss=1.0))
     assert mix.final
+    older = {"average": 1.0, "best": 0.5, "since": 3}  # the state of an earlier version
+    assert method.mix(older, Observation(1))[1].final
+    state, mix = method.mix(older, Observation(1, demo_loss=0.4))
+    assert not mix.final and state == {"average": 0.4, "best": 0.4, "steps_since_best": 0}
 
 
 def test_sft_budgets_end_after_their_epochs(task, tmp_path):
@@ -339,9 +343,11 @@ def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
     terms = [row_terms(model, model, row) for row in rows]
     assert {round(r.row.weight, 6) for r in terms if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
     assert len({r.row.weight for r in terms}) > 3
-    own = [r for r in terms if not r.row.is_demo]
+    rollouts = [r for r in terms if not r.row.is_demo]
     demos = [r for r in terms if r.row.is_demo]
-    rl = constant_sum([r.row.weight * (surrogate(r) - 0.001 * r.entropy) for r in own], len(own))
+    rl = constant_sum(
+        [r.row.weight * (surrogate(r) - 0.001 * r.entropy) for r in rollouts], len(rollouts)
+    )
     sft = -sum(r.row.weight * r.logp.sum() for r in demos) / sum(r.n for r in demos)
     assert_close(grads, gradient(rl + sft, model))
 

@@ -103,16 +103,16 @@ def test_reward_noise_starts_at_its_step_and_is_reproducible():
     noisy = [NoisyReward(correct, RewardNoise(0.35, start=3), seed=0, rank=rank) for rank in (0, 1)]
     texts, gold = ["5"] * 4000, [SimpleNamespace(answer="5", id="x")] * 4000
     assert noisy[0](texts, gold) == [1.0] * 4000  # step 0
-    found = {}
+    scores = {}
     for step in (2, 3, 4):
         for rank, reward in enumerate(noisy):
             reward.set_step(step)
-            found[step, rank] = reward(texts, gold)
-    assert found[2, 0] == [1.0] * 4000
-    assert sum(found[3, 0]) / 4000 == pytest.approx(0.65, abs=0.03)  # 4 standard errors
-    assert len({tuple(found[key]) for key in [(3, 0), (3, 1), (4, 0)]}) == 3
+            scores[step, rank] = reward(texts, gold)
+    assert scores[2, 0] == [1.0] * 4000
+    assert sum(scores[3, 0]) / 4000 == pytest.approx(0.65, abs=0.03)  # 4 standard errors
+    assert len({tuple(scores[key]) for key in [(3, 0), (3, 1), (4, 0)]}) == 3
     noisy[0].set_step(3)
-    assert noisy[0](texts[:2000], gold[:2000]) + noisy[0](texts[2000:], gold[2000:]) == found[3, 0]
+    assert noisy[0](texts[:2000], gold[:2000]) + noisy[0](texts[2000:], gold[2000:]) == scores[3, 0]
     low = NoisyReward(correct, RewardNoise(1.0, low=-1.0), seed=0)
     assert low(texts[:1], gold[:1]) == [-1.0]
 
@@ -120,8 +120,8 @@ def test_reward_noise_starts_at_its_step_and_is_reproducible():
 def test_run_with_shift_and_noise_resumes_and_evaluates_without_noise(tiny, tmp_path):
     changes = {"reward_noise": {"rate": 1.0, "start": 2, "high": 1.0}}
     config = shifted(tiny, tmp_path / "whole", **changes)
-    whole = Trainer(config)
-    whole.run()
+    uninterrupted = Trainer(config)
+    uninterrupted.run()
     rows = metrics(tmp_path / "whole")
     plain = shifted(tiny, tmp_path / "plain", data=dump(tiny_config(tiny, tmp_path))["data"])
     Trainer(plain).run()
@@ -141,7 +141,7 @@ def test_run_with_shift_and_noise_resumes_and_evaluates_without_noise(tiny, tmp_
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-0000000{step}", ignore_errors=True)
     resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
     resumed.run()
-    assert metrics(tmp_path / "cut") == rows and resumed.state == whole.state
+    assert metrics(tmp_path / "cut") == rows and resumed.state == uninterrupted.state
 
 
 def test_wrong_demonstrations_keep_their_form():
@@ -168,12 +168,12 @@ def test_every_scenario_is_a_configuration_that_trains(tmp_path, monkeypatch, ca
     monkeypatch.setattr(scenarios, "make_base", random_base)
     assert scenarios.main(["--out", str(tmp_path), "--steps", "5"]) == 0
     assert "spoil.yaml: demonstrations whose digits are random" in capsys.readouterr().out
-    found = {name: load(TrainConfig, tmp_path / f"{name}.yaml") for name in scenarios.SCENARIOS}
-    shift = found["spoil"].data.demo_shifts
+    configs = {name: load(TrainConfig, tmp_path / f"{name}.yaml") for name in scenarios.SCENARIOS}
+    shift = configs["spoil"].data.demo_shifts
     assert shift == (DemoShift(2, str(tmp_path / "task/wrong.jsonl")),)
-    assert found["late"].data.demo_shifts == (DemoShift(2, str(tmp_path / "task/demos.jsonl")),)
-    assert found["noisy"].reward_noise == RewardNoise(0.35, start=2)
-    assert len({config.model.path for config in found.values()}) == 3
+    assert configs["late"].data.demo_shifts == (DemoShift(2, str(tmp_path / "task/demos.jsonl")),)
+    assert configs["noisy"].reward_noise == RewardNoise(0.35, start=2)
+    assert len({config.model.path for config in configs.values()}) == 3
     for name in ("late", "sparse"):
         changes = ["steps=3", "method=constant", f"out={tmp_path}/run-{name}"]
         Trainer(load(TrainConfig, tmp_path / f"{name}.yaml", changes)).run()

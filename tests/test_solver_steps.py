@@ -189,31 +189,33 @@ def torchjd_weights(scalarizer, pair) -> list[float]:
 
 
 def test_dwa_agrees_with_torchjd() -> None:
-    theirs, state = torchjd_scalarization().DWA(2.0), DWAState()
+    scalarizer, state = torchjd_scalarization().DWA(2.0), DWAState()
     for t, pair in enumerate(losses(40)):
-        assert dwa_weights(state) == pytest.approx(torchjd_weights(theirs, pair), abs=1e-7)
+        assert dwa_weights(state) == pytest.approx(torchjd_weights(scalarizer, pair), abs=1e-7)
         state = dwa_step(state, pair, window=5)
         if t % 5 == 4:
-            theirs.step()
+            scalarizer.step()
 
 
 def test_uncertainty_weighting_agrees_with_torchjd() -> None:
-    theirs, state = torchjd_scalarization().UW(2).double(), (0.0, 0.0)
+    scalarizer, state = torchjd_scalarization().UW(2).double(), (0.0, 0.0)
     for pair in losses(40):
-        assert uncertainty_weights(state) == pytest.approx(torchjd_weights(theirs, pair), abs=1e-12)
-        loss = theirs(torch.tensor(pair, dtype=torch.float64))
-        (slope,) = torch.autograd.grad(loss, theirs.log_var)
+        assert uncertainty_weights(state) == pytest.approx(
+            torchjd_weights(scalarizer, pair), abs=1e-12
+        )
+        loss = scalarizer(torch.tensor(pair, dtype=torch.float64))
+        (slope,) = torch.autograd.grad(loss, scalarizer.log_var)
         with torch.no_grad():
-            theirs.log_var -= 0.1 * slope
+            scalarizer.log_var -= 0.1 * slope
         state = uncertainty_step(state, pair, lr=0.1)
 
 
 def test_famo_agrees_with_torchjd_over_a_resumed_run() -> None:
-    theirs, state = torchjd_scalarization().FAMO(2).double(), FAMOState()
+    scalarizer, state = torchjd_scalarization().FAMO(2).double(), FAMOState()
     pairs = losses(41)
     for t, (before, after) in enumerate(itertools.pairwise(pairs)):
         state = restored(state) if t == 20 else state
-        expected = torchjd_weights(theirs, before)
+        expected = torchjd_weights(scalarizer, before)
         assert famo_weights(state, before) == pytest.approx(expected, abs=1e-9)
-        theirs.update(torch.tensor(after, dtype=torch.float64))
+        scalarizer.update(torch.tensor(after, dtype=torch.float64))
         state = famo_step(state, before, after)

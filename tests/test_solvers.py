@@ -295,8 +295,8 @@ def test_agrees_with_torchjd(name: str) -> None:
         "aligned rmse": lib.AlignedMTLWeighting(scale_mode="rmse"),
     }[name]
     for gram in random_grams():
-        theirs = torchjd_weights(weighting, gram)
-        assert SOLVERS[name](gram) == pytest.approx(theirs, rel=1e-6, abs=1e-9), gram
+        expected = torchjd_weights(weighting, gram)
+        assert SOLVERS[name](gram) == pytest.approx(expected, rel=1e-6, abs=1e-9), gram
 
 
 def test_nash_direction_is_torchjd_imtl_g() -> None:
@@ -310,8 +310,8 @@ def test_nash_direction_is_torchjd_imtl_g() -> None:
 def test_sdmgrad_agrees_with_torchjd_where_its_loop_converges() -> None:
     lib = pytest.importorskip("torchjd.aggregation", reason="torchjd is an optional test oracle")
     for gram in (GOLDEN, Gram(1.0, 0.2, 2.0), Gram(3.0, -1.0, 1.0)):
-        theirs = torchjd_weights(lib.SDMGradWeighting(lr=0.3, n_iter=3000, lambda_=0.3), gram)
-        assert sdmgrad(gram) == pytest.approx(theirs, abs=1e-9)
+        expected = torchjd_weights(lib.SDMGradWeighting(lr=0.3, n_iter=3000, lambda_=0.3), gram)
+        assert sdmgrad(gram) == pytest.approx(expected, abs=1e-9)
 
 
 def test_cagrad_agrees_with_torchjd() -> None:
@@ -319,5 +319,5 @@ def test_cagrad_agrees_with_torchjd() -> None:
     from torchjd.aggregation import CAGradWeighting
 
     for gram in random_grams(30):
-        theirs = torchjd_weights(CAGradWeighting(c=0.5, norm_eps=0.0), gram)
-        assert cagrad(gram) == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        expected = torchjd_weights(CAGradWeighting(c=0.5, norm_eps=0.0), gram)
+        assert cagrad(gram) == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -1,7 +1,7 @@
 """The guided controller: computes the mixing weight mu of each step from noise signals and a KL.
 
 `step` is the whole algorithm, a pure function from one `ControllerState` to the next;
-`GuidedController` only holds a config and a state. docs/controller.md explains every option.
+`GuidedController` only stores a config and a state. docs/controller.md explains every option.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Mixer:
         """End the optimizer step: gather the statistics, update mu and return this step's metrics.
 
         Args:
-            group: the data-parallel process group; None: the default group, or this process alone.
+            group: the data-parallel process group; None: the default group, if any.
 
         Returns:
             mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
