@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import RunResult, Pool, Program, JudgeSpec
+from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
 
 from . import escapes
 from .fakes import TESTS
@@ -43,7 +43,7 @@ SETUPS = {"all layers": "", "seccomp alone": WITHOUT_LANDLOCK}
 
 
 def patched_pool(monkeypatch, patch, **options):
-    """A pool whose server runs `patch` before it starts. If there is a patch, namespaces are off."""
+    """A pool whose server first runs `patch`; with a patch, namespaces are off."""
     pool = Pool(**options)
     if patch:
         start = server.START.replace("from sandbox.zygote", f"{patch}\nfrom sandbox.zygote")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Pool, Program, SandboxError, JudgeSpec
+from gac.sandbox.pool import JudgeSpec, Pool, Program, SandboxError
 
-from .sandboxes import command, passes, patch_server, prints, descendants, without_namespaces
+from .sandboxes import command, descendants, passes, patch_server, prints, without_namespaces
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
@@ -54,7 +54,7 @@ confine.landlock_rules = absent
     pool = Pool(workers=1)
     shown = str(pool.start())
     assert "no landlock: Function not implemented" in shown
-    assert "no namespaces: bwrap not installed" in shown
+    assert "no namespaces: bwrap is not installed" in shown
     assert passes(pool)
     pool.close()
 
@@ -68,11 +68,11 @@ confine.landlock_rules = absent
         ),
         (
             "from sandbox import confine; confine.install_filter = lambda program: None",
-            "the seccomp filter does not hold: stat, pipe, fork",
+            "the seccomp filter does not block stat, pipe, fork",
         ),
         (
             "from sandbox import confine; confine._ALLOWED.append('pipe2')",
-            "the seccomp filter does not hold: pipe$",
+            "the seccomp filter does not block pipe$",
         ),
         (
             "from sandbox import confine\ndef refuse(*a): raise OSError(1, 'prctl: no')\n"
@@ -108,7 +108,7 @@ def test_nothing_runs_without_the_required_layers(monkeypatch, patch, message):
 def test_require_adds_required_layers(monkeypatch):
     without_namespaces(monkeypatch)
     pool = Pool(workers=1, require=["seccomp", "namespaces"])
-    with pytest.raises(SandboxError, match="no namespaces: bwrap not installed"):
+    with pytest.raises(SandboxError, match="no namespaces: bwrap is not installed"):
         pool.start()
     pool.close()
 
@@ -140,7 +140,7 @@ def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path):
 POD = """
 import ctypes, logging, os, sys
 from gac.sandbox import confine
-from gac.sandbox.pool import Pool, Program, Suite
+from gac.sandbox.pool import Pool, Program, JudgeSpec
 if sys.argv[1] == "pod":
     for capability in range(64):
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # drop the bounding set too
@@ -149,7 +149,7 @@ confine.no_new_privileges()
 if __name__ == "__main__":
     pool = Pool(workers=1)
     print(pool.start())
-    good = pool.check(Program("def f(): return 1"), Suite(("assert f() == 1",)), 5, 256)
+    good = pool.check(Program("def f(): return 1"), JudgeSpec(("assert f() == 1",)), 5, 256)
     bad = pool.run(Program("open('/etc/passwd')"), b"", 5, 256, 100)
     print(good.passed, bad.status)
     pool.close()
@@ -249,11 +249,11 @@ def test_nothing_is_written_to_disk(tmp_path):
     """
     script = (
         "import os, sys\n"
-        "from gac.sandbox.pool import Pool, Program, Suite\n"
+        "from gac.sandbox.pool import Pool, Program, JudgeSpec\n"
         "opened = []\n"
         "sys.addaudithook(lambda event, args: event == 'open' and opened.append(args))\n"
         "pool = Pool(workers=1)\n"
-        "pool.check(Program('def f(): return 1'), Suite(('assert f() == 1',)), 5, 256)\n"
+        "pool.check(Program('def f(): return 1'), JudgeSpec(('assert f() == 1',)), 5, 256)\n"
         "pool.close()\n"
         "writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT\n"
         "named = [a for a in opened if isinstance(a[0], str) and a[0] != os.devnull]\n"
@@ -274,5 +274,5 @@ def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
     pool.start()
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))
-    with pytest.raises(SandboxError, match="no memory file for a program: No space left"):
+    with pytest.raises(SandboxError, match="in-memory file for a program: No space left"):
         passes(pool)

@@ -18,10 +18,10 @@ from gac.sandbox.pool import Pool, Program, SandboxError
 from .sandboxes import (
     SUITE,
     alive,
+    descendants,
     passes,
     patch_server,
     prints,
-    descendants,
     wait_until,
     without_namespaces,
 )
@@ -63,14 +63,14 @@ def test_dead_server_is_restarted(monkeypatch, caplog):
         assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
         assert running.result(60).passed == (True,)  # it was retried
     assert passes(pool)
-    assert "ended unexpectedly; it is started again" in caplog.text
+    assert "died unexpectedly; restarting it" in caplog.text
     pool.close()
 
 
 def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch):
     patch_server(monkeypatch, "from sandbox import zygote; zygote.Zygote.start = lambda *a: exit()")
     pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match="gave up after 3 attempts: its fork server died"):
+    with pytest.raises(SandboxError, match="gave up after 3 attempts: the fork server died"):
         passes(pool)
     pool.close()
 
@@ -95,17 +95,17 @@ def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(monkeypatch):
         "from sandbox import zygote, confine, probe\n"
         "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
         "def verify_confinement(*a): confine.install_filter = refuse\n"
-        "probe.verify_confinement = prove",
+        "probe.verify_confinement = verify_confinement",
     )
     pool = Pool(workers=1)
-    with pytest.raises(SandboxError, match="a process ended before it could begin"):
+    with pytest.raises(SandboxError, match="exited before reading its input"):
         passes(pool)
     pool.close()
 
 
 ORPHAN = """
 import os, sys, threading
-from gac.sandbox.pool import Pool, Program, Suite
+from gac.sandbox.pool import Pool, Program, JudgeSpec
 pool = Pool(workers=2)
 starter = threading.Thread(target=pool.start)  # the thread that starts the server may exit first
 starter.start()
@@ -114,8 +114,8 @@ forked = os.fork() if sys.argv[1] == "fork" else 0
 if sys.argv[1] == "fork" and not forked:
     sys.stdin.read()  # until the test ends; it keeps all of the parent's file descriptors open
     os._exit(0)
-endless = Program(sys.argv[2])
-threading.Thread(target=pool.check, args=(endless, Suite(("f()",)), 60, 256), daemon=True).start()
+arguments = Program(sys.argv[2]), JudgeSpec(("f()",)), 60, 256
+threading.Thread(target=pool.check, args=arguments, daemon=True).start()
 print(forked, flush=True)
 sys.stdin.read()
 """
@@ -154,11 +154,12 @@ def test_no_process_outlives_a_killed_trainer(mode, program):
 
 ABORTING = """
 import os
-from gac.sandbox.pool import Pool, Program, Suite
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # on one core, a judge can run before its solver has exited
+from gac.sandbox.pool import Pool, Program, JudgeSpec
+# on one core, a judge can run before its solver has exited
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 pool = Pool(workers=1)
 for _ in range(20):
-    print(pool.check(Program("import os; os.abort()"), Suite(("f()",)), 5, 256).ending)
+    print(pool.check(Program("import os; os.abort()"), JudgeSpec(("f()",)), 5, 256).ending)
 pool.close()
 """
 
@@ -242,10 +243,10 @@ def test_concurrent_first_uses_start_one_server():
 
 FORKED = """
 import os
-from gac.sandbox.pool import Pool, Program, Suite
+from gac.sandbox.pool import Pool, Program, JudgeSpec
 pool = Pool(workers=1)
 def good():
-    return pool.check(Program("def f(): return 1"), Suite(("assert f() == 1",)), 5, 256).passed
+    return pool.check(Program("def f(): return 1"), JudgeSpec(("assert f() == 1",)), 5, 256).passed
 print(good(), flush=True)
 child = os.fork()
 print(good(), flush=True)

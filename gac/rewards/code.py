@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
-_SPARE_OUTPUT = (
-    1 << 16
-)  # extra bytes to read beyond the expected output, to allow for trailing white space
+_SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
 
 
 @cache
@@ -58,8 +56,9 @@ class CodeReward(Reward):
     prompt. It runs in sandboxed processes that can only compute (`docs/sandbox.md`) and never sees
     the tests. A row holds either `tests`, Python statements that use the program's names and run in
     order after `setup`, or `cases`, pairs of standard input and expected output (trailing white
-    space and trailing empty lines are ignored). A row that no program could pass is an error: for
-    example, its setup fails, its tests are not valid Python or a field is missing.
+    space and trailing empty lines are ignored). A row that no program could pass is an error if
+    that can be shown without a program (its setup fails, its tests are not valid Python, a field is
+    missing) or with the row's own answer. Anything that a program can cause scores 0.
 
     Args:
         timeout: CPU-time limit of a program, or of each case, in whole seconds. The wall-clock
@@ -111,6 +110,7 @@ class CodeReward(Reward):
         self._tests_field, self._setup_field = tests_field, setup_field
         self._entry_point_field, self._cases_field = entry_point_field, cases_field
         self._prompt_field = prompt_field
+        self._references: dict[JudgeSpec, bool] = {}
         self._counts = Counter(timeouts=0, stalled=0, crashes=0, no_program=0)
         self._pool = _shared_pool(workers, tuple(preload), tuple(require))
         try:
@@ -134,9 +134,8 @@ class CodeReward(Reward):
                 wanted[row] = program, task
             else:
                 self._counts["no_program"] += 1
-        distinct = list(
-            dict.fromkeys(wanted.values())
-        )  # rollouts of a prompt often share a program
+        # rollouts of a prompt often share a program
+        distinct = list(dict.fromkeys(wanted.values()))
         graded = dict(zip(distinct, self._pool.map(self._grade, distinct), strict=True))
         for row, pair in wanted.items():
             outcomes[row], event = graded[pair]
@@ -183,9 +182,9 @@ class CodeReward(Reward):
         if (tests is None) == (cases is None):
             state = "neither" if tests is None else "both"
             raise ValueError(
-                f"the row has {state} of the fields {self._tests_field!r} and "
-                f"{self._cases_field!r}; set tests_field or cases_field to the one that holds "
-                f"its tests (it has {', '.join(sorted(example.extra)) or 'no field'})"
+                f"the row needs exactly one of the fields {self._tests_field!r} and "
+                f"{self._cases_field!r}, but has {state}; set tests_field or cases_field to the "
+                f"one that holds its tests (it has {', '.join(sorted(example.extra)) or 'none'})"
             )
         if cases is not None:
             return TestSpec(None, _cases(self._cases_field, cases), "")
@@ -225,11 +224,25 @@ class CodeReward(Reward):
         ran = self._check(text, task, task.suite)
         if ran.row_problem:
             return RowProblem(ran.row_problem), ""
+        if ran.suspect and self._reference_fails(task, task.suite):
+            return RowProblem(ran.suspect), ""
         return self._score(ran.passed), _COUNTED.get(ran.ending, "")
 
     def _check(self, text: str, task: TestSpec, suite: JudgeSpec) -> RunResult:
         program = Program(text, imports_of(suite.setup), task.prompt, suite.entry_point)
         return self._pool.check(program, suite, *self._limits)
+
+    def _reference_fails(self, task: TestSpec, suite: JudgeSpec) -> bool:
+        """Whether the row's own answer shows that the row is at fault.
+
+        A program alone cannot show that: it may have been written to make the tests fail like this.
+        """
+        if not suite.reference.strip():
+            return False
+        if suite not in self._references:
+            ran = self._check(suite.reference, task, suite)
+            self._references[suite] = bool(ran.suspect or ran.row_problem)
+        return self._references[suite]
 
     def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[RowOutcome, str]:
         passed = [False] * len(cases)
@@ -257,7 +270,7 @@ class RowProblem(ValueError):
 
 def program_of(completion: str) -> str:
     """The last fenced code block of `completion`, closed or not, or all of it if there is none."""
-    found = None
+    last = None
     fence = ""
     block: list[str] = []
     for line in completion.splitlines(keepends=True):
@@ -266,12 +279,12 @@ def program_of(completion: str) -> str:
             if mark:
                 fence, block = mark[1], []
         elif mark and not mark[2].strip() and mark[1].startswith(fence):
-            found, fence = "".join(block), ""
+            last, fence = "".join(block), ""
         else:
             block.append(line)
     if fence:
-        found = "".join(block)
-    return completion if found is None else found
+        last = "".join(block)
+    return completion if last is None else last
 
 
 @lru_cache(maxsize=4096)
@@ -321,8 +334,8 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
     if not pairs or not good:
         packed = "; to unpack LiveCodeBench's tests, use examples/eval/livecodebench.py"
         raise ValueError(
-            f"{field!r} must be a list of [stdin, expected stdout] pairs of strings, got {value!r:.80}"
-            f"{packed if isinstance(value, str) else ''}"
+            f"{field!r} must be a list of [stdin, expected stdout] pairs of strings, "
+            f"got {value!r:.80}{packed if isinstance(value, str) else ''}"
         )
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
 

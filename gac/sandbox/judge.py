@@ -1,256 +1,198 @@
 """The judge process: holds a row's tests, queries the solver and alone writes the verdict.
 
-Setup and tests run here; the program's names are proxies for remote objects. Comparisons therefore
-act on plain local values, whatever classes the program defines.
+Setup and tests run here; the program's names are proxies for remote objects (`remote`). Comparisons
+therefore act on plain local values, whatever classes the program defines. Text or bytes that the
+program returns are never run: `eval`, `exec` and unpickling refuse whatever is not in the row.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import sys
 import types
 from collections.abc import Mapping
 from typing import Any
 
-from .wire import Channel, ChannelClosed, Json, NotPlain, WireError, decode, encode
+from .remote import (
+    Remote,
+    RemoteClass,
+    RemoteError,
+    SolverClient,
+    is_instance,
+    run_coroutines_remotely,
+)
+from .wire import Channel, ChannelClosed, WireError
 
 Verdict = dict[str, Any]
-"""{"passed": [bool per test], "problem": text of the first failure}, or {"row": what is wrong with
-the row itself}."""
+"""{"passed": [bool per test], "problem": text of the first failure}; with "suspect", why the row
+rather than the program may be at fault; or {"row": what is wrong with the row itself, shown without
+the program}."""
 
-
-class RemoteError(Exception):
-    """The program raised a non-builtin exception or did not answer."""
+# events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
+_REFUSED_EVENTS = ("pickle.find_class", "marshal.load", "code.__new__", "function.__new__")
+# modules that compile text they have written themselves, or that only parse
+_COMPILERS = frozenset({"ast", "collections", "dataclasses", "inspect"})
 
 
 class RowError(Exception):
     """The row itself is invalid, whatever the program."""
 
 
-class Remote:
-    """Proxy for an object in the solver; operations run there. Equality is identity."""
-
-    __slots__ = ("_remote_number_", "_remote_solver_")
-
-    def __init__(self, solver: SolverClient, number: int) -> None:
-        object.__setattr__(self, "_remote_solver_", solver)
-        object.__setattr__(self, "_remote_number_", number)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._remote_solver_.ask("call", self, list(arguments), keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._remote_solver_.ask("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._remote_solver_.ask("set", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._remote_solver_.ask("item", self, key)
-
-    def __len__(self) -> int:
-        return self._remote_solver_.ask("len", self)
-
-    def __iter__(self) -> Any:
-        iterator = self._remote_solver_.ask("iter", self)
-        if not isinstance(iterator, Remote):
-            return iter(iterator)
-        return iterator._remote_solver_.items(iterator)
-
-    def __next__(self) -> Any:
-        return next(self._remote_solver_.items(self))
-
-    def __bool__(self) -> bool:
-        return self._remote_solver_.ask("bool", self)
-
-    def __str__(self) -> str:
-        return self._remote_solver_.ask("str", self)
-
-    def __repr__(self) -> str:
-        return self._remote_solver_.ask("repr", self)
+class RefusedError(Exception):
+    """The tests would run text or bytes that may come from the program."""
 
 
-class SolverClient:
-    """Client for the solver at the other end of the channel."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._remotes: dict[int, Remote] = {}
-        self.asked = 0
-        """Number of requests so far."""
-        self.lost_reason = ""
-        """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
-        self.raised: Exception | None = None
-        """The latest exception raised in the solver."""
-        self.unsendable = ""
-        """Error text for a value that a test could not send, or ""."""
-
-    def ask(self, operation: str, *parts: Any) -> Any:
-        """Send one request and return the answer; raises the program's exception."""
-        self.asked += 1
-        try:
-            question = [operation, *(encode(part, self._number) for part in parts)]
-        except NotPlain as error:
-            self.unsendable = str(error)
-            raise
-        if self.lost_reason:
-            raise RemoteError(self.lost_reason)
-        try:
-            self._channel.send(question)
-            return self.answer()
-        except ChannelClosed:
-            self.lost_reason = "the program exited"
-        except WireError as error:
-            self.lost_reason = f"invalid answer: {error}"
-        self._channel.close()
-        raise RemoteError(self.lost_reason)
-
-    def items(self, iterator: Any) -> Any:
-        """Yield the remaining items of a remote iterator."""
-        while True:
-            item = self.ask("next", iterator)
-            if not (isinstance(item, list) and len(item) <= 1):
-                raise RemoteError("invalid answer: neither an item nor the end of the iterator")
-            if not item:
-                return
-            yield item[0]
-
-    def answer(self) -> Any:
-        """Receive the next answer. The first one reports whether the program itself ran."""
-        answer = self._channel.receive()
-        if isinstance(answer, list) and len(answer) == 2 and answer[0] == "value":
-            return decode(answer[1], self._remote)
-        self.raised = _exception(answer)
-        raise self.raised
-
-    def _remote(self, number: int) -> Remote:
-        return self._remotes.setdefault(number, Remote(self, number))
-
-    def _number(self, value: Any) -> int:
-        if type(value) is not Remote:
-            raise NotPlain(value)
-        return value._remote_number_
-
-
-def _exception(answer: Json) -> Exception:
-    if not (isinstance(answer, list) and len(answer) == 4 and answer[0] == "error"):
-        raise WireError("neither a value nor an error")
-    _, name, arguments, text = answer
-    if not (isinstance(name, str) and isinstance(text, str)):
-        raise WireError("an error needs a name and a text")
-    kind = getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return RemoteError(text)
-    if issubclass(kind, StopIteration | StopAsyncIteration):
-        return RemoteError(text)
-    try:
-        return kind(*decode(arguments))
-    except Exception:  # the arguments come from the program
-        return RemoteError(text)
-
-
-def judge(spec: Mapping[str, Any], channel: Channel) -> Verdict:
+def judge(spec: Mapping[str, Any], channel: Channel, guard: bool = True) -> Verdict:
     """Run the tests of `spec` against the solver at the other end of `channel`.
 
     `spec`: "tests", a list of sources; "setup", source that runs before them; "entry_point", a
     name, or "" to use the names that "reference", the source of a solution, defines; "all", whether
-    to continue after a failure.
+    to continue after a failure. `guard`: refuse to run the program's text, in this process and for
+    good.
     """
-    solver = SolverClient(channel)
+    client = SolverClient(channel)
     try:
-        return _judge(spec, solver)
+        return _Judge(spec, client).verdict(guard)
     except RowError as error:
         return {"row": str(error)}
     finally:
         channel.close()
 
 
-def _judge(spec: Mapping[str, Any], solver: SolverClient) -> Verdict:
-    tests = append_check_call(spec["tests"], spec["entry_point"])
-    setup_code = _compile("setup", spec["setup"])
-    codes = [_compile(f"test {n}", text) for n, text in enumerate(tests, start=1)]
-    used = _names_read([spec["setup"], *tests])
-    defined = names_defined(spec["reference"]) & used
-    entries = defined - names_defined(spec["setup"])
-    if spec["entry_point"]:
-        entries = {spec["entry_point"]}
-    all_failed: Verdict = {"passed": [False] * len(tests)}
+class _Judge:
+    """The tests of one row and the process that runs the program."""
 
-    module = types.ModuleType("__tests__")
-    sys.modules["__tests__"] = module
-    namespace = module.__dict__
-    namespace["__builtins__"] = builtins
-    namespace |= {name: sys.modules[name] for name in used & set(sys.modules) if _is_stdlib(name)}
-    wanted = entries | {name for name in used if name not in namespace and _is_not_builtin(name)}
-    unknown = wanted - defined - _names_bound([spec["setup"], *tests]) if defined else set()
-    try:
-        solver.answer()
-        found = solver.ask("names", sorted(wanted))
-        if not isinstance(found, dict) or not found.keys() <= wanted:
-            raise WireError("names that were not requested")
-    except (Exception, ChannelClosed) as error:
-        return all_failed | {"problem": f"the program: {_describe(error)}"}
-    missing = entries - found.keys()
-    if spec["entry_point"] in missing or any(
-        n in namespace or not _is_not_builtin(n) for n in missing
-    ):
-        return all_failed | {"problem": f"the program does not define {', '.join(sorted(missing))}"}
-    namespace |= found
+    def __init__(self, spec: Mapping[str, Any], client: SolverClient) -> None:
+        self._client, self._all = client, spec["all"]
+        self._entry_point = spec["entry_point"]
+        self._tests = append_check_call(spec["tests"], self._entry_point)
+        self._setup = _compile("setup", spec["setup"])
+        self._codes = [_compile(f"test {n}", text) for n, text in enumerate(self._tests, start=1)]
+        texts = [spec["setup"], *self._tests]
+        self._constants = _constants(texts)
+        self._used, self._bound = _names_read(texts), _names_bound(texts)
+        self._used_in_setup = _names_read([spec["setup"]])
+        reference = _parse(spec["reference"])
+        self._defined = names_defined(reference) & self._used
+        self._entries = self._defined - names_defined(_parse(spec["setup"]))
+        if self._entry_point:
+            self._entries = {self._entry_point}
+        self._imports = _imports(reference, self._used - self._bound - self._entries)
+        self._refused = ""
+        self._independent = True  # whether no test has seen a value of the program
 
-    asked = solver.asked
-    try:
-        exec(setup_code, namespace)
-    except BaseException as error:  # including SystemExit: a setup that exits has failed
-        lacking = _names_read([spec["setup"]]) & wanted
-        by_row = solver.asked == asked and not lacking
-        if by_row or _is_row_fault(error, solver, unknown):
-            raise RowError(f"the row's setup fails: {_describe(error)}") from None
-        return all_failed | {"problem": f"setup: {_describe(error)}"}
-    namespace |= {name: found[name] for name in entries if name in found}
+    def verdict(self, guard: bool) -> Verdict:
+        all_failed: Verdict = {"passed": [False] * len(self._tests)}
+        module = types.ModuleType("__tests__")
+        sys.modules["__tests__"] = module
+        namespace = module.__dict__
+        namespace |= {"__builtins__": builtins, "isinstance": is_instance}
+        loaded = self._used & set(sys.modules)
+        namespace |= {name: sys.modules[name] for name in loaded if _is_stdlib(name)}
+        for statement in self._imports:  # the reference's; the solver does not choose what they are
+            with contextlib.suppress(Exception):
+                exec(statement, namespace)
+        free = {name for name in self._used if name not in namespace and _is_not_builtin(name)}
+        wanted = self._entries | free
+        unknown = wanted - self._defined - self._bound if self._defined else set()
+        if guard:
+            sys.addaudithook(self._audit)
+            run_coroutines_remotely()
+        try:
+            self._client.answer()
+            found = self._client.ask("names", sorted(wanted))
+            if not isinstance(found, dict) or not found.keys() <= wanted:
+                raise WireError("names that were not requested")
+        except (Exception, ChannelClosed) as error:
+            return all_failed | {"problem": f"the program: {_describe(error)}"}
+        missing = self._entries - found.keys()
+        if self._entry_point in missing or any(
+            name in namespace or not _is_not_builtin(name) for name in missing
+        ):
+            names = ", ".join(sorted(missing))
+            return all_failed | {"problem": f"the program does not define {names}"}
+        namespace |= found
+        requests = self._client.requests
+        proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
 
-    passed: list[bool] = []
-    problem = ""
-    for text, code in zip(tests, codes, strict=True):
-        if solver.lost_reason or (problem and not spec["all"]):
-            break
-        failure = _failure_of(code, namespace, solver)
-        if failure is not None and _is_row_fault(failure, solver, unknown):
-            raise RowError(f"a test fails for every program: {_describe(failure)}; {text!r:.200}")
-        passed.append(failure is None)
-        if failure is not None and not problem:
-            shown = " ".join(text.split())[:200]
-            problem = f"test {len(passed)} ({shown}): {_describe(failure)}"
-    passed += [False] * (len(tests) - len(passed))
-    if all(passed) and not found:
-        raise RowError(
-            "the tests use no name from the program; set entry_point_field if they should"
-        )
-    return {"passed": passed, "problem": problem}
+        def blame(error: BaseException, place: str) -> str:
+            """Why the row may be at fault, or ""; raises RowError if it is, without the program."""
+            reason = self._row_fault(error, unknown)
+            if (
+                reason
+                and proxies
+                and self._client.requests <= requests + bool(self._client.unsendable)
+                and not isinstance(error, NameError)
+            ):
+                raise RowError(f"{place}: {_describe(error)}")
+            return f"{place}: {reason}" if reason else ""
 
+        try:
+            exec(self._setup, namespace)
+        except BaseException as error:  # including SystemExit: a setup that exits has failed
+            if not self._used_in_setup & wanted and self._client.requests == requests:
+                raise RowError(f"the row's setup fails: {_describe(error)}") from None
+            reason = blame(error, "the row's setup fails") or "the row's setup fails"
+            return all_failed | {"problem": f"setup: {_describe(error)}", "suspect": reason}
+        namespace |= {name: found[name] for name in self._entries if name in found}
 
-def _failure_of(
-    code: types.CodeType, namespace: dict[str, Any], solver: SolverClient
-) -> BaseException | None:
-    """Run a test; return its exception, or None if it passes."""
-    try:
-        exec(code, namespace)
-    except BaseException as error:  # including SystemExit: a test that exits has not passed
-        return error
-    return (
-        RemoteError(solver.lost_reason) if solver.lost_reason else None
-    )  # a test that swallowed the error has failed
+        passed: list[bool] = []
+        problem = suspect = ""
+        for text, code in zip(self._tests, self._codes, strict=True):
+            if self._client.lost_reason or (problem and not self._all):
+                break
+            failure = self._failure_of(code, namespace)
+            passed.append(failure is None)
+            if failure is not None:
+                shown = " ".join(text.split())[:200]
+                suspect = suspect or blame(failure, f"a test fails for every program; {shown!r}")
+                problem = problem or f"test {len(passed)} ({shown}): {_describe(failure)}"
+        passed += [False] * (len(self._tests) - len(passed))
+        if all(passed) and not found:
+            if wanted <= self._bound:
+                raise RowError(
+                    "the tests use no name from the program; set entry_point_field if they should"
+                )
+            return all_failed | {"problem": "the program defines no name that the tests use"}
+        verdict: Verdict = {"passed": passed, "problem": problem}
+        return verdict | ({"suspect": suspect} if suspect else {})
 
+    def _failure_of(self, code: types.CodeType, namespace: dict[str, Any]) -> BaseException | None:
+        """Run a test; return its exception, or None if it passes."""
+        try:
+            exec(code, namespace)
+        except BaseException as error:  # including SystemExit: a test that exits has not passed
+            return error
+        if self._client.lost_reason:  # a test that swallowed the error has failed
+            return RemoteError(self._client.lost_reason)
+        return RefusedError(self._refused) if self._refused else None
 
-def _is_row_fault(error: BaseException, solver: SolverClient, unknown: set[str]) -> bool:
-    """Whether the row is at fault: a missing module, an unknown name or a value that cannot be
-    sent.
-    """
-    if isinstance(error, NameError):
-        return error.name in unknown
-    return bool(solver.unsendable) or (
-        isinstance(error, ImportError) and error is not solver.raised
-    )
+    def _row_fault(self, error: BaseException, unknown: set[str]) -> str:
+        """Why the row may be at fault: a missing module, an unknown name, a value that cannot be
+        sent, or text of the program that the tests would run; or "".
+        """
+        if self._refused or self._client.unsendable:
+            return self._refused or self._client.unsendable
+        if isinstance(error, NameError) and error.name in unknown:
+            return _describe(error)
+        by_row = isinstance(error, ImportError) and error is not self._client.raised
+        return _describe(error) if by_row else ""
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "compile":
+            source = arguments[0]
+            if isinstance(source, bytes):
+                source = source.decode("utf-8", "replace")
+            if isinstance(source, str) and source.strip() in self._constants:
+                return
+            if sys._getframe(1).f_globals.get("__name__") in _COMPILERS:
+                return
+        elif not event.startswith(("ctypes.", *_REFUSED_EVENTS)):
+            return
+        self._refused = f"the tests would interpret data as code ({event}); write them without"
+        raise RefusedError(self._refused)
 
 
 def _compile(place: str, text: str) -> types.CodeType:
@@ -308,14 +250,10 @@ def _names_bound(texts: list[str]) -> set[str]:
     return names
 
 
-def names_defined(text: str) -> set[str]:
-    """Names that a program binds at its top level; empty if it is not valid Python."""
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return set()
+def names_defined(tree: ast.Module) -> set[str]:
+    """Names that a program binds at its top level, apart from its imports."""
     names: set[str] = set()
-    for node in body:
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -323,6 +261,38 @@ def names_defined(text: str) -> set[str]:
             inside = (n for target in targets for n in ast.walk(target))
             names |= {n.id for n in inside if isinstance(n, ast.Name)}
     return names
+
+
+def _imports(tree: ast.Module, names: set[str]) -> list[types.CodeType]:
+    """The top-level imports of a program that bind one of `names`."""
+    codes = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                bound = (alias.asname or alias.name).split(".")[0]
+                if bound in names or alias.name == "*":
+                    single = type(node)(**{**dict(ast.iter_fields(node)), "names": [alias]})
+                    tree_of_one = ast.Module([ast.copy_location(single, node)], [])
+                    codes.append(compile(tree_of_one, "<reference>", "exec", dont_inherit=True))
+    return codes
+
+
+def _parse(text: str) -> ast.Module:
+    """Parse a program; an empty one if it is not valid Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ast.Module([], [])
+
+
+def _constants(texts: list[str]) -> set[str]:
+    """All strings that are written in the texts."""
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return {
+        node.value.strip()
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def _is_stdlib(name: str) -> bool:
@@ -336,5 +306,9 @@ def _is_not_builtin(name: str) -> bool:
 def _describe(error: BaseException | None) -> str:
     if isinstance(error, ChannelClosed):
         return "the process exited"
-    text = str(error)
-    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # a class of the program may define __str__
+        text = ""
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return described[:500].encode("utf-8", "backslashreplace").decode()

@@ -73,7 +73,9 @@ class RunResult:
     problem: str = ""
     """Description of the first failure; may contain text from the program."""
     row_problem: str = ""
-    """What is wrong with the tests themselves."""
+    """What is wrong with the tests themselves, shown without the program."""
+    suspect: str = ""
+    """Why the tests rather than the program may be at fault; run the row's reference to decide."""
     stdout: bytes = b""
     """Standard output of a script."""
     status: int = 0
@@ -136,7 +138,8 @@ class Pool:
             return RunResult("crash" if ending == "ended" else ending, failed)
         if "row" in verdict:
             return RunResult(ending, row_problem=verdict["row"])
-        return RunResult(ending, tuple(verdict["passed"]), verdict.get("problem", ""))
+        passed, problem = tuple(verdict["passed"]), verdict.get("problem", "")
+        return RunResult(ending, passed, problem, suspect=verdict.get("suspect", ""))
 
     def run(
         self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int, output_bytes: int
@@ -175,7 +178,7 @@ class Pool:
     # ---------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Create fresh state on first use and after a fork, so that none of the parent's is reused."""
+        """Create fresh state on first use and after a fork."""
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
         self._server = None
         self._owner = os.getpid()

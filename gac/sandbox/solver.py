@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import itertools
-import os
+import io
 import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
-from .wire import Channel, ChannelClosed, Json, WireError, decode, encode
+from .operations import OPERATIONS, SPECIAL, is_builtin_class, nearest_builtin
+from .remote import find_import
+from .wire import Channel, ChannelClosed, Json, Node, WireError, decode, encode, plain_base
 
-# exceptions that would end a loop in the tests early if a call raised them
-_ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
+_IMMUTABLE = (int, float, str, tuple, frozenset, bytes, complex)
+_CONTAINERS = (list, dict, set, deque, bytearray)
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
+_PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
 def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
@@ -28,16 +31,16 @@ def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
     channel.
     """
     module = _module("program")
+    objects = _Objects(module, channel)
     try:
         _run(spec, module)
     except BaseException as error:  # including SystemExit: a program that exits has failed
-        channel.send(_failure(error))
+        channel.send(objects.failure(error))
     else:
-        channel.send(["value", None])
-    objects = _Objects()
+        channel.send(objects.success(None))
     with contextlib.suppress(ChannelClosed, WireError):
         while True:
-            channel.send(_answer(channel.receive(), module, objects))
+            channel.send(objects.answer(channel.receive()))
 
 
 def run_script(spec: Mapping[str, str]) -> int:
@@ -55,7 +58,7 @@ def run_script(spec: Mapping[str, str]) -> int:
     except BaseException:
         status = 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined] # joins threads, as a normal interpreter exit does
+        threading._shutdown()  # type: ignore[attr-defined] # joins threads, as Python does on exit
         sys.stdout.flush()
     except BaseException:
         status = status or 1
@@ -74,7 +77,7 @@ def assemble(spec: Mapping[str, str]) -> str:
     if not name or not prompt or re.search(defines, program, re.MULTILINE):
         return program
     prompt = prompt if prompt.endswith("\n") else prompt + "\n"
-    starts = [found.start() for found in re.finditer(r"^[^\s#]", program, re.MULTILINE)]
+    starts = [match.start() for match in re.finditer(r"^[^\s#]", program, re.MULTILINE)]
     for start in starts[:_MAX_CUTS]:
         text = prompt + program[:start]
         try:
@@ -86,10 +89,8 @@ def assemble(spec: Mapping[str, str]) -> str:
 
 
 def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
-    imports = spec.get("imports", "")
-    for (
-        line
-    ) in imports.splitlines():  # the imports of the row's setup, as if the program followed it
+    # the imports of the row's setup, as if the program followed it
+    for line in spec.get("imports", "").splitlines():
         with contextlib.suppress(Exception):  # the judge reports which import fails
             exec(line, module.__dict__)
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
@@ -106,65 +107,132 @@ def _module(name: str) -> types.ModuleType:
 class _Objects:
     """The program's objects that the judge holds references to, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: types.ModuleType, channel: Channel) -> None:
+        self._module, self._channel = module, channel
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._described: set[int] = set()
+        self._thread = threading.get_ident()
+        self._output = sys.stdout = io.StringIO()
 
-    def refer(self, value: Any) -> int:
+    def answer(self, question: Json) -> Json:
+        """Perform one request."""
+        try:
+            operation, message = question
+            arguments, keywords = decode(message, self._resolve)
+            if operation == "names":
+                names = self._module.__dict__
+                value: Any = {n: names[n] for n in arguments[0] if n in names}
+            else:
+                value = OPERATIONS[operation](*arguments, **keywords)
+            return self.success(value)
+        except BaseException as error:  # the program may raise anything
+            return self.failure(error)
+
+    def success(self, value: Any) -> Json:
+        return ["value", self._encode(value), self._printed()]
+
+    def failure(self, error: BaseException) -> Json:
+        """Encode `error`: its class, its arguments if they can be sent, and its text."""
+        try:
+            content = self._encode(error)
+        except Exception:  # arguments that cannot be sent
+            content = encode(type(error).__name__)
+        return ["raise", content, self._printed()]
+
+    def _printed(self) -> str:
+        text = self._output.getvalue()[:_PRINTED]
+        self._output.seek(0)
+        self._output.truncate()
+        return text
+
+    def _encode(self, value: Any) -> Json:
+        self._described = set()
+        return encode(value, self._refer)
+
+    def _number(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)  # keeps it alive so that its id is not reused
         return number
 
-    def resolve(self, number: int) -> Any:
-        return self._objects[number]
+    def _refer(self, value: Any) -> Node:
+        kind = type(value)
+        if issubclass(kind, type):
+            return "class", self._describe(value), None
+        if issubclass(kind, BaseException):
+            return "error", [self._number(value), self._describe(kind), _text(value)], value.args
+        content = [self._number(value), self._describe(kind)]
+        if issubclass(kind, _IMMUTABLE):
+            return "value", content, [plain_base(value)]
+        return "object", content, None
+
+    def _describe(self, kind: type) -> Json:
+        """See `SolverClient._class`. Builtin exceptions are described by their name."""
+        if is_builtin_class(kind) and issubclass(kind, BaseException):
+            return kind.__name__
+        number = self._number(kind)
+        if number in self._described:
+            return number
+        self._described.add(number)
+        builtin = nearest_builtin(kind)
+        container = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        inherited = builtin if builtin in _IMMUTABLE else object
+        methods = [
+            name
+            for name in (*SPECIAL, "__eq__")
+            if _lookup(kind, name) is not _lookup(inherited, name)
+        ]
+        if builtin in _IMMUTABLE:  # methods such as `upper` that the class overrides
+            methods += [
+                name
+                for name in vars(builtin)
+                if not name.startswith("_") and _lookup(kind, name) is not _lookup(builtin, name)
+            ]
+        bases = [self._describe(base) for base in kind.__bases__ if not is_builtin_class(base)]
+        return [number, kind.__name__, (container or builtin).__name__, bases, methods]
+
+    def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
+        if tag == "object":
+            return self._objects[content]
+        if tag == "error":
+            name, text = content
+            kind = getattr(builtins, name, None)
+            is_error = isinstance(kind, type) and issubclass(kind, BaseException)
+            return kind(text) if is_error else Exception(text)  # type: ignore[misc]
+        if tag == "import":
+            return find_import(*content)
+        if tag == "callback":
+            return lambda *arguments, **keywords: self._call(content, arguments, keywords)
+        raise TypeError(f"unknown tag {tag!r}")
+
+    def _call(self, number: int, arguments: Any, keywords: Any) -> Any:
+        """Call a function of the tests, which may ask for more in the meantime."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("functions of the tests can be called in the main thread only")
+        request = self._encode([number, arguments, keywords])
+        self._channel.send(["callback", request, self._printed()])
+        while (message := self._channel.receive())[0] != "result":
+            self._channel.send(self.answer(message))
+        succeeded, *result = decode(message[1], self._resolve)
+        if succeeded:
+            return result[0]
+        name, text = result
+        kind = getattr(builtins, name, None)
+        raise (
+            kind(text)
+            if isinstance(kind, type) and issubclass(kind, Exception)
+            else Exception(text)
+        )
 
 
-def _answer(question: Json, module: types.ModuleType, objects: _Objects) -> Json:
+def _lookup(kind: type, name: str) -> Any:
+    """The attribute `name` of a class, without descriptors or its metaclass."""
+    return next((vars(base)[name] for base in type.mro(kind) if name in vars(base)), None)
+
+
+def _text(error: BaseException) -> str:
     try:
-        operation, *parts = question
-        arguments = [decode(part, objects.resolve) for part in parts]
-        if operation == "names":
-            found = {n: module.__dict__[n] for n in arguments[0] if n in module.__dict__}
-        else:
-            found = _OPERATIONS[operation](*arguments)
-        return ["value", encode(found, objects.refer)]
-    except BaseException as error:  # the program may raise anything
-        return _failure(error)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, arguments, keywords: function(*arguments, **keywords),
-    "get": getattr,
-    "set": setattr,
-    "item": lambda container, key: container[key],
-    "len": len,
-    "iter": iter,
-    "next": lambda iterator: list(itertools.islice(iterator, 1)),  # empty when exhausted
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-}
-
-
-def _failure(error: BaseException) -> Json:
-    """Encode `error`: its nearest builtin class, its arguments if they are plain, and its text."""
-    kind = next(k for k in type(error).__mro__ if getattr(builtins, k.__name__, None) is k)
-    if kind in (Exception, BaseException) or issubclass(kind, _ENDS_OF_LOOPS):
-        name = ""
-    else:
-        name = kind.__name__
-    try:
-        text = f"{type(error).__name__}: {error}"[:1000]
+        return f"{type(error).__name__}: {error}"[:1000]
     except BaseException:  # the program may define __str__
-        text = type(error).__name__
-    try:
-        arguments = encode(list(error.args))
-    except Exception:  # arguments that are not plain values
-        arguments = [text]
-    return ["error", name, arguments, text]
-
-
-def leave(status: int) -> None:
-    """End this process without the interpreter's clean-up, which the program could have changed."""
-    os._exit(status)
+        return type(error).__name__

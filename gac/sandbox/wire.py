@@ -1,26 +1,34 @@
-"""Wire format between processes: plain values as tagged JSON, in frames over pipes.
+"""Wire format between processes: plain values as JSON, in frames over pipes.
 
 Nothing here trusts the other side: any bytes decode to plain values or raise `WireError`. Pickle is
 never used, because unpickling can run code.
 
-JSON null, booleans, strings, arrays and moderately sized numbers represent themselves. Every other
-value is an object with one key, its tag: {"tuple": [...]}, {"int": "0x..."}.
+A message is [item, node, ...]. An item is null, a boolean, a number, a string or [i], a reference
+to node i. A node is [tag, content] or [tag, content, items] and refers only to nodes before it, so
+values of any depth are written and read without recursion, and shared parts stay shared.
 """
 
 from __future__ import annotations
 
+import base64
 import builtins
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Callable
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+FRAME_BYTES = 64 << 20
+_SMALL_INT = 1 << 63  # larger integers are sent in hex: decimal conversion takes quadratic time
+_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16)")  # no pointers, no user-defined types
 _DECODE_ERRORS = (
     TypeError,
     ValueError,
@@ -28,14 +36,13 @@ _DECODE_ERRORS = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    MemoryError,
 )
-FRAME_BYTES = 16 << 20  # small enough that a decoded frame fits in a process's memory limit
-_PLAIN_INT = (
-    1 << 53
-)  # larger integers are rounded by other JSON parsers, and decimal conversion takes quadratic time
 
 Json = Any
 """Anything that `json.dumps` accepts: None, bool, int, float, str, and lists and dicts of these."""
+Node = tuple[str, Json, "Sequence[Any] | None"]
+"""Tag, content and the values inside, if any."""
 
 
 class WireError(ValueError):
@@ -53,140 +60,279 @@ class NotPlain(TypeError):
         super().__init__(f"cannot send a value of type {type(value).__name__} between processes")
 
 
-def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Json:
-    """Encode `value` as tagged JSON; a subclass of a plain type is sent as that type.
+def encode(value: Any, refer: Callable[[Any], Node | None] | None = None) -> Json:
+    """Encode `value` as JSON.
 
     Args:
-        value: what to send.
-        refer: returns the number of an object that stays on this side (tag "object"); without it,
-            such a value raises.
+        value: what to send. Without `refer`, a subclass of a plain type is sent as that type.
+        refer: returns the node of a value that is not of a plain type, or None.
 
     Raises:
-        NotPlain: not a plain value, and no `refer`.
-        RecursionError: a value that contains itself.
+        NotPlain: not a plain value, and no node from `refer`.
+        ValueError: a value that contains itself.
     """
-    if value is None or value is True or value is False:
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        number = int.__int__(value)
-        return number if abs(number) < _PLAIN_INT else {"int": hex(number)}
-    if isinstance(value, float):
-        real = float.__float__(value)
-        return real if math.isfinite(real) else {"float": float.__repr__(real)}
-    if isinstance(value, list):
-        return [encode(item, refer) for item in list.__iter__(value)]
-    for tag, kind, write, _ in _SEQUENCES:
-        if isinstance(value, kind):
-            return {tag: [encode(item, refer) for item in write(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]}
-    if isinstance(value, type):
-        name = value.__name__
-        if vars(builtins).get(name) is value:
-            return {"type": name}
-    for tag, kind, write, _ in _SCALARS:
-        if type(value) is kind:
-            return {tag: encode(write(value))}
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return encode(value.item(), refer)
-    if refer is None:
-        raise NotPlain(value)
-    return {"object": refer(value)}
+    nodes: list[Json] = []
+    finished: dict[int, tuple[Json, Any]] = {}  # keeps the values alive, so that ids stay unique
+    unfinished: set[int] = set()
+    frames: list[tuple[Any, str, Json, Iterable[Any], list[Json]]] = []
+    while True:
+        item: Json = _PENDING
+        if _is_inline(value):
+            item = value
+        elif id(value) in finished:
+            item = finished[id(value)][0]
+        else:
+            node = _plain_node(value) or (refer and refer(value))
+            if not node:
+                value = plain_base(value)
+                continue
+            tag, content, inside = node
+            if inside is None or _all_inline(inside):
+                nodes.append([tag, content] if inside is None else [tag, content, list(inside)])
+                item = [len(nodes) - 1]
+                finished[id(value)] = item, value
+            elif id(value) in unfinished:
+                raise ValueError("a value that contains itself cannot be sent")
+            else:
+                unfinished.add(id(value))
+                frames.append((value, tag, content, iter(inside), []))
+        while frames:
+            owner, tag, content, rest, items = frames[-1]
+            if item is not _PENDING:
+                items.append(item)
+                item = _PENDING
+            value = next(rest, _PENDING)  # type: ignore[call-overload]
+            if value is not _PENDING:
+                break
+            frames.pop()
+            unfinished.discard(id(owner))
+            nodes.append([tag, content, items])
+            item = [len(nodes) - 1]
+            finished[id(owner)] = item, owner
+        else:
+            return [item, *nodes]
 
 
-def decode(message: Json, resolve: Callable[[int], Any] | None = None) -> Any:
+def decode(
+    message: Json, resolve: Callable[[str, Json, list[Any] | None], Any] | None = None
+) -> Any:
     """Decode a `message` written by `encode`.
 
     Args:
         message: parsed JSON, not trusted.
-        resolve: returns the object with a given number; without it, tag "object" is refused.
+        resolve: returns the value of a node with another tag; without it, such nodes are refused.
 
     Raises:
         WireError: `encode` could not have written `message`.
     """
+    values: list[Any] = []
+
+    def read(item: Json) -> Any:
+        if isinstance(item, list):
+            [index] = item
+            if type(index) is not int or index < 0:
+                raise TypeError("a reference needs a node's number")
+            return values[index]
+        if isinstance(item, dict):
+            raise TypeError("unexpected object")
+        return item
+
     try:
-        return _decode(message, resolve)
+        root, *nodes = message
+        for node in (message, *nodes):
+            if not isinstance(node, list):
+                raise TypeError("a message is an array of an item and of arrays")
+        for node in nodes:
+            tag, content, inside = node if len(node) == 3 else (*node, None)
+            if not isinstance(inside, list | None):
+                raise TypeError(f"{tag!r:.40} needs an array of items")
+            items = None if inside is None else [read(item) for item in inside]
+            if tag in _READ_ITEMS and items is not None:
+                values.append(_READ_ITEMS[tag](items))
+            elif tag in _READ_CONTENT:
+                values.append(_READ_CONTENT[tag](content))
+            elif resolve is not None and isinstance(tag, str):
+                values.append(resolve(tag, content, items))
+            else:
+                raise TypeError(f"unknown tag {tag!r:.40}")
+        return read(root)
     except _DECODE_ERRORS as error:
-        raise WireError(f"not a value: {type(error).__name__}: {error}") from None
+        raise WireError(f"not a value: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _decode(message: Json, resolve: Callable[[int], Any] | None) -> Any:
-    if isinstance(message, list):
-        return [_decode(item, resolve) for item in message]
-    if not isinstance(message, dict):
-        return message
-    [(tag, content)] = message.items()
-    if tag == "int":
-        return int(content, 16)
-    if tag == "float":
-        return {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}[content]
-    if tag == "dict":
-        return {_decode(key, resolve): _decode(value, resolve) for key, value in content}
-    if tag == "type":
-        kind = getattr(builtins, content)
-        if not isinstance(kind, type):
-            raise TypeError(f"{content} is not a type")
-        return kind
-    if tag == "object" and resolve is not None and type(content) is int:
-        return resolve(content)
-    if tag in _READ_SEQUENCE:
-        if not isinstance(content, list):
-            raise TypeError(f"{tag} needs an array")
-        return _READ_SEQUENCE[tag](_decode(item, resolve) for item in content)
-    return _READ_SCALAR[tag](_decode(content, None))
+def plain_base(value: Any) -> Any:
+    """The part of `value` that belongs to its plain base type, whatever its class overrides.
+
+    Raises:
+        NotPlain: its class has no plain base type.
+    """
+    for kind, convert in _BASES:
+        if isinstance(value, kind) and type(value) is not kind:
+            return convert(value)
+    raise NotPlain(value)
 
 
-# tag, type, function to plain parts, function from plain parts
-_Kind = tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]]
-_SEQUENCES: tuple[_Kind, ...] = (
-    ("tuple", tuple, tuple.__iter__, tuple),
-    ("set", set, set.__iter__, set),
-    ("frozenset", frozenset, frozenset.__iter__, frozenset),
-    ("deque", deque, deque.__iter__, deque),
+_PENDING = object()
+_INLINE = frozenset({type(None), bool, int, float, str})
+
+
+def _is_inline(value: Any) -> bool:
+    kind = type(value)
+    return kind in _INLINE and (kind is not int or -_SMALL_INT < value < _SMALL_INT)
+
+
+def _all_inline(values: Sequence[Any]) -> bool:
+    kinds = set(map(type, values))
+    if not kinds <= _INLINE:
+        return False
+    if kinds == {int}:
+        return bool(min(values) > -_SMALL_INT and max(values) < _SMALL_INT)
+    return int not in kinds or all(map(_is_inline, values))
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(itertools.chain.from_iterable(dict.items(value)))
+
+
+def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(items[::2], items[1::2], strict=True))
+
+
+def _is_builtin_type(value: Any) -> bool:
+    return isinstance(value, type) and vars(builtins).get(value.__name__) is value
+
+
+def _plain_node(value: Any) -> Node | None:
+    kind = type(value)
+    if kind in _ITEMS:
+        return kind.__name__, None, _ITEMS[kind](value)
+    if kind in _CONTENT:
+        return kind.__name__, _CONTENT[kind](value), None
+    if _is_builtin_type(value):
+        return "type", value.__name__, None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+        array = numpy.asarray(value)
+        if _DTYPE.fullmatch(array.dtype.str):
+            data = base64.b64encode(array.tobytes()).decode("ascii")
+            tag = "array" if kind is numpy.ndarray else "scalar"
+            return tag, [array.dtype.str, list(array.shape), data], None
+    return None
+
+
+def _read_array(content: Json) -> Any:
+    dtype, shape, text = content
+    if not _DTYPE.fullmatch(dtype) or not all(type(size) is int and size >= 0 for size in shape):
+        raise TypeError("an array needs a known dtype and a shape")
+    numpy: Any = sys.modules["numpy"]
+    data = base64.b64decode(text, validate=True)
+    kind = numpy.dtype(dtype)
+    if len(shape) > 32 or math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError("the size of an array does not match its shape")
+    if dtype == "|b1":
+        return (numpy.frombuffer(bytearray(data), "u1") != 0).reshape(shape)
+    return numpy.frombuffer(bytearray(data), kind).reshape(shape)
+
+
+def _defaultdict_items(value: Any) -> list[Any]:
+    factory = value.default_factory
+    return [factory if _is_builtin_type(factory) else None, *_flat(value)]
+
+
+def _text(content: Json) -> str:
+    if not isinstance(content, str):
+        raise TypeError(f"expected text, got {type(content).__name__}")
+    return content
+
+
+def _read_type(name: Json) -> type:
+    kind = getattr(builtins, _text(name))
+    if not isinstance(kind, type):
+        raise TypeError(f"{name} is not a type")
+    return kind
+
+
+# type -> the values inside, and the type's name -> function from these values
+_ITEMS: dict[type, Callable[[Any], list[Any]]] = {
+    **dict.fromkeys((list, tuple, set, frozenset, deque), list),
+    **dict.fromkeys((type({}.keys()), type({}.values())), list),
+    **dict.fromkeys((dict, OrderedDict, Counter), _flat),
+    type({}.items()): lambda view: list(itertools.chain.from_iterable(view)),
+    defaultdict: _defaultdict_items,
+    slice: lambda value: [value.start, value.stop, value.step],
+}
+_READ_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": lambda items: dict(_paired(items)),
+    "OrderedDict": lambda items: OrderedDict(_paired(items)),
+    "Counter": lambda items: Counter(dict(_paired(items))),
+    "defaultdict": lambda items: defaultdict(items[0], _paired(items[1:])),
+    "dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "dict_values": lambda items: dict(enumerate(items)).values(),
+    "dict_items": lambda items: dict(_paired(items)).items(),
+    "slice": lambda items: slice(*items),
+}
+# type -> content, and the type's name -> function from the content
+_CONTENT: dict[type, Callable[[Any], Json]] = {
+    int: hex,
+    bytes: bytes.hex,
+    bytearray: bytearray.hex,
+    complex: lambda z: [z.real, z.imag],
+    range: lambda r: list(map(hex, (r.start, r.stop, r.step))),
+    Decimal: str,
+    Fraction: lambda f: [hex(f.numerator), hex(f.denominator)],
+    datetime.datetime: datetime.datetime.isoformat,
+    datetime.date: datetime.date.isoformat,
+    datetime.time: datetime.time.isoformat,
+    datetime.timedelta: lambda d: [d.days, d.seconds, d.microseconds],
+}
+_READ_CONTENT: dict[str, Callable[[Json], Any]] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "range": lambda parts: range(*(int(part, 16) for part in parts)),
+    "Decimal": lambda text: Decimal(_text(text)),
+    "Fraction": lambda parts: Fraction(*(int(part, 16) for part in parts)),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "type": _read_type,
+    "array": _read_array,
+    "scalar": lambda content: _read_array(content)[()],
+}
+# plain type -> conversion of an instance of a subclass
+_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, lambda value: int.__add__(value, 0)),
+    (float, float.__float__),
+    (str, lambda value: str.__str__(value)),
+    (list, lambda value: list(list.__iter__(value))),
+    (tuple, lambda value: tuple(tuple.__iter__(value))),
+    (dict, lambda value: dict(dict.items(value))),
+    (set, lambda value: set(set.__iter__(value))),
+    (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
+    (deque, lambda value: deque(deque.__iter__(value))),
+    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
+    (bytearray, lambda value: bytearray.__getitem__(value, slice(None))),
+    (complex, lambda value: complex.__pos__(value)),
 )
-_SCALARS: tuple[_Kind, ...] = (
-    ("bytes", bytes, bytes.hex, bytes.fromhex),
-    ("bytearray", bytearray, bytearray.hex, bytearray.fromhex),
-    ("complex", complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
-    ("range", range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    ("decimal", Decimal, str, lambda text: Decimal(_text(text))),
-    ("fraction", Fraction, lambda f: [f.numerator, f.denominator], lambda two: Fraction(*two)),
-    ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    ("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
-    (
-        "timedelta",
-        datetime.timedelta,
-        lambda d: [d.days, d.seconds, d.microseconds],
-        lambda parts: datetime.timedelta(*parts),
-    ),
-)
-_READ_SEQUENCE = {tag: read for tag, _, _, read in _SEQUENCES}
-_READ_SCALAR = {tag: read for tag, _, _, read in _SCALARS}
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, found {type(value).__name__}")
-    return value
 
 
 def parse(data: bytes) -> Json:
     """Parse JSON in UTF-8.
 
     Raises:
-        WireError: invalid JSON, including NaN and Infinity.
+        WireError: invalid JSON.
     """
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON: {error}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise WireError(f"not JSON: {error!s:.200}") from None
 
 
 class Channel:
@@ -201,12 +347,12 @@ class Channel:
         """Write one frame.
 
         Raises:
-            Ended: the other side closed its end.
+            ChannelClosed: the other side closed its end.
             WireError: the frame is longer than `FRAME_BYTES`.
         """
         data = json.dumps(message).encode("ascii")
         if len(data) > FRAME_BYTES:
-            raise WireError(f"frame of {len(data)} bytes exceeds the limit of {FRAME_BYTES}")
+            raise WireError(f"a frame of {len(data)} bytes; the limit is {FRAME_BYTES}")
         view = memoryview(len(data).to_bytes(4, "big") + data)
         try:
             while view:
@@ -219,7 +365,7 @@ class Channel:
         """Read one frame.
 
         Raises:
-            Ended: the other side closed its end.
+            ChannelClosed: the other side closed its end.
             WireError: not a frame.
         """
         length = int.from_bytes(self._read(4), "big")
@@ -228,7 +374,7 @@ class Channel:
         return parse(self._read(length))
 
     def close(self) -> None:
-        """Close both ends; a reader on the other side gets `Ended`."""
+        """Close both ends; a reader on the other side gets `ChannelClosed`."""
         for end in (self._reader, self._writer):
             with contextlib.suppress(OSError):
                 os.close(end)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, judge, modules, probe, solver, wire
+from . import confine, event_loop, judge, modules, probe, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of the uid's threads
 SOLVER_ENDED = (
@@ -317,6 +317,7 @@ def main(options: dict[str, Any]) -> None:
     try:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
+        event_loop.install()
         with contextlib.suppress(
             OSError
         ):  # if memory runs out, the kernel should kill programs first

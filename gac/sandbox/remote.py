@@ -1,0 +1,385 @@
+"""The judge's proxies for objects of the program.
+
+Each class of the program has a local class, built from its description. Its instances ask the
+solver for attributes and for the special methods in `operations.SPECIAL` that the class defines,
+and for nothing else: code written in C finds no protocol to follow. Instances of subclasses of
+immutable builtin types, such as named tuples, are real local values with these methods added.
+Equality is decided here, on plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import importlib
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from .operations import SPECIAL
+from .wire import Channel, ChannelClosed, Json, Node, NotPlain, WireError, decode, encode
+
+_IMMUTABLE = {kind.__name__: kind for kind in (int, float, str, tuple, frozenset, bytes, complex)}
+_CONTAINERS = {kind.__name__: kind for kind in (list, dict, set, deque, bytearray)}
+# special attributes that are only read by Python code, as text or as plain data
+_READABLE = frozenset(
+    ["__name__", "__qualname__", "__dict__", "__annotations__", "__wrapped__", "__self__"]
+)
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+
+
+class RemoteError(Exception):
+    """The program raised an exception that has no builtin class, or did not answer."""
+
+
+class _RemoteBase:
+    """What proxies for classes and for instances have in common."""
+
+    _remote_: tuple[SolverClient, int]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name.endswith("_") and name not in _READABLE:
+            raise AttributeError(f"the sandbox does not read {name} of the program's objects")
+        return _ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _ask("delete", self, name)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("objects of the program cannot be pickled by the tests")
+
+
+class RemoteClass(_RemoteBase, type):
+    """Metaclass of the local classes: a class of the program in the solver."""
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        return _ask("__call__", cls, *arguments, **keywords)
+
+    def __iter__(cls) -> Any:
+        return _ask("__iter__", cls)
+
+    def __len__(cls) -> int:
+        return _ask("__len__", cls)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return _ask("__getitem__", cls, key)
+
+    def __contains__(cls, key: Any) -> Any:
+        return _ask("__contains__", cls, key)
+
+    def __reduce_ex__(cls, protocol: object) -> Any:
+        raise TypeError("classes of the program cannot be pickled by the tests")
+
+
+class Remote(_RemoteBase):
+    """Proxy for an object in the solver. Base of the local classes."""
+
+    _defines_eq_ = False
+    _container_: type | None = None
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return _ask("get", self, "__dict__")
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return _ask("get", self, "__doc__")
+
+    def __eq__(self, other: object) -> Any:
+        if self is other:
+            return True
+        if self._container_:
+            return _contents(self) == _contents(other)
+        if not self._defines_eq_ or type(other) is not type(self):
+            return NotImplemented
+        state = _ask("state", self)
+        return bool(state) and state == _ask("state", other)
+
+    def __hash__(self) -> int:
+        return hash(type(self).__name__ if self._defines_eq_ else self._remote_[1])
+
+    def __copy__(self) -> Any:
+        return _ask("copy", self)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _ask("deepcopy", self)
+
+
+def _contents(value: Any) -> Any:
+    """The contents of a subclass of list, dict, set or similar, as the plain base type."""
+    return _ask("contents", value) if isinstance(value, Remote) and value._container_ else value
+
+
+def is_instance(value: object, kinds: Any) -> bool:
+    """`isinstance` for the tests: subclasses of mutable builtin types, which are proxies, count."""
+    if isinstance(value, Remote) and value._container_ and not isinstance(value, kinds):
+        return issubclass(value._container_, kinds)
+    return isinstance(value, kinds)
+
+
+def _ask(operation: str, target: Any, *arguments: Any, **keywords: Any) -> Any:
+    return target._remote_[0].ask(operation, target, *arguments, **keywords)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return _ask(name, self, *arguments, **keywords)
+
+    return method
+
+
+def _next(self: Remote) -> Any:
+    items = _ask("__next__", self)
+    if not (isinstance(items, list) and len(items) <= 1):
+        raise RemoteError("invalid answer: neither an item nor the end of the iterator")
+    if not items:
+        raise StopIteration
+    return items[0]
+
+
+def _exit(self: Remote, kind: object, error: BaseException | None, trace: object) -> Any:
+    return _ask("__exit__", self, error)
+
+
+def _await(self: Remote) -> Generator[Any, None, Any]:
+    return _ask("__await__", self)
+    yield
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    **{name: _delegate(name) for name in SPECIAL},
+    "__next__": _next,
+    "__exit__": _exit,
+    "__await__": _await,
+}
+# bases of the local classes for subclasses of immutable builtin types
+_VALUES: dict[str, type] = {
+    name: type(
+        f"Remote_{name}",
+        (Remote, kind),
+        {"__eq__": kind.__eq__, "__hash__": kind.__hash__, "__dict__": vars(Remote)["__dict__"]},
+    )
+    for name, kind in _IMMUTABLE.items()
+}
+
+
+class SolverClient:
+    """Client for the solver at the other end of the channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._objects: dict[int, Any] = {}
+        self._classes: dict[int, type] = {}
+        self._callbacks: list[Callable[..., Any]] = []
+        self.requests = 0
+        """Number of requests so far."""
+        self.lost_reason = ""
+        """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
+        self.raised: Exception | None = None
+        """The latest exception raised in the solver."""
+        self.unsendable = ""
+        """Error text for a value that a test could not send, or ""."""
+
+    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        """Send one request and return the answer; raises the program's exception."""
+        self.requests += 1
+        try:
+            question = [operation, encode([list(arguments), keywords], self._refer)]
+        except NotPlain as error:
+            self.unsendable = str(error)
+            raise
+        if self.lost_reason:
+            raise RemoteError(self.lost_reason)
+        return self.answer(question)
+
+    def answer(self, question: Json = None) -> Any:
+        """Send `question`, if any, and return the answer. The first one is whether the program ran.
+
+        The solver may call functions of the tests before it answers.
+        """
+        try:
+            if question is not None:
+                self._channel.send(question)
+            while True:
+                kind, content, printed = _checked(self._channel.receive())
+                sys.stdout.write(printed)
+                value = decode(content, self._resolve)
+                if kind != "callback":
+                    break
+                self._channel.send(self._called(value))
+        except ChannelClosed:
+            self.lost_reason = "the program exited"
+        except (WireError, MemoryError) as error:
+            self.lost_reason = f"invalid answer: {error}"
+        else:
+            if kind == "value":
+                return value
+            self.raised = value if isinstance(value, Exception) else RemoteError(str(value))
+            raise self.raised
+        self._channel.close()
+        raise RemoteError(self.lost_reason)
+
+    def _called(self, request: Any) -> Json:
+        """Call a function of the tests for the solver."""
+        try:
+            number, arguments, keywords = request
+            result = self._callbacks[number](*arguments, **keywords)
+            return ["result", encode([True, result], self._refer)]
+        except Exception as error:  # it goes back through the program, which may handle it
+            return ["result", encode([False, type(error).__name__, f"{error!s:.500}"])]
+
+    def _refer(self, value: Any) -> Node | None:
+        kind = type(value)
+        if issubclass(kind, _RemoteBase):
+            return "object", value._remote_[1], None
+        if isinstance(value, BaseException):
+            return "error", [kind.__name__, f"{value!s:.500}"], None
+        if isinstance(value, types.FunctionType | types.MethodType):
+            self._callbacks.append(value)
+            return "callback", len(self._callbacks) - 1, None
+        place = _importable(value)
+        return None if place is None else ("import", place, None)
+
+    def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
+        if tag == "class":
+            return self._class(content)
+        number, description, *text = content
+        if type(number) is not int:
+            raise TypeError("an object needs a number")
+        if tag == "error":
+            return self._exception(number, description, text[0], items or [])
+        if number not in self._objects:
+            kind = self._class(description)
+            base = next((k for k in kind.__mro__ if k in _IMMUTABLE.values()), object)
+            value: Any = base.__new__(kind, *(items or ()))
+            object.__setattr__(value, "_remote_", (self, number))
+            self._objects[number] = value
+        return self._objects[number]
+
+    def _class(self, description: Json) -> Any:
+        """The local class for a description: a known number, or [number, name, nearest builtin
+        class, descriptions of the bases, special methods].
+        """
+        if type(description) is int:
+            return self._classes[description]
+        number, name, kind, bases, methods = description
+        if type(number) is not int or not isinstance(name, str):
+            raise TypeError("a class needs a number and a name")
+        if number not in self._classes:
+            parents = tuple(self._class(base) for base in bases)
+            base = _local_base(kind)
+            if not any(issubclass(parent, base) for parent in parents):
+                parents = (*parents, base)
+            members: dict[str, Any] = {m: _METHODS[m] for m in methods if m in _METHODS}
+            members |= {m: _overridden(m) for m in methods if not m.startswith("_")}
+            members["_defines_eq_"] = "__eq__" in methods
+            members["_container_"] = _CONTAINERS.get(kind)
+            members["_remote_"] = self, number
+            members["__module__"] = "program"
+            try:
+                local = RemoteClass(name, parents, members)
+            except TypeError:  # bases that cannot be combined here
+                local = RemoteClass(name, (base,), members)
+            self._classes[number] = local
+        return self._classes[number]
+
+    def _exception(self, number: int, description: Json, text: Json, arguments: list[Any]) -> Any:
+        if not isinstance(text, str):
+            raise TypeError("an error needs a text")
+        if isinstance(description, str):
+            kind = getattr(builtins, description, None)
+        else:
+            kind = self._class(description)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            return RemoteError(text)
+        if issubclass(kind, _ENDS_LOOPS):  # it would end a loop in the tests
+            return RemoteError(text)
+        try:
+            error = type.__call__(kind, *arguments)
+        except Exception:  # the arguments come from the program
+            return RemoteError(text)
+        if isinstance(kind, RemoteClass):
+            object.__setattr__(error, "_remote_", (self, number))
+        return error
+
+
+def _checked(answer: Json) -> tuple[str, Json, str]:
+    if isinstance(answer, list) and len(answer) == 3:
+        kind, _, printed = answer
+        if kind in ("value", "raise", "callback") and isinstance(printed, str):
+            return kind, answer[1], printed
+    raise WireError("neither a value nor an error")
+
+
+def _local_base(kind: Json) -> type:
+    """Base of the local class for a class of the program whose nearest builtin class is `kind`."""
+    if kind in _VALUES:
+        return _VALUES[kind]
+    if kind in _CONTAINERS:
+        return Remote
+    builtin = getattr(builtins, kind)
+    if not (issubclass(builtin, Exception) and not issubclass(builtin, _ENDS_LOOPS)):
+        return RemoteError if issubclass(builtin, BaseException) else Remote
+    return _EXCEPTIONS.setdefault(
+        kind, type(kind, (_RemoteException, builtin), {"__hash__": object.__hash__})
+    )
+
+
+class _RemoteException(_RemoteBase):
+    """Base of the local classes for exception classes of the program."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):  # Python itself sets __traceback__ and __context__
+            object.__setattr__(self, name, value)
+        else:
+            _ask("set", self, name, value)
+
+
+_EXCEPTIONS: dict[str, type] = {}
+
+
+def _overridden(name: str) -> property:
+    return property(lambda self: _ask("get", self, name))
+
+
+def _importable(value: Any) -> list[str] | None:
+    """[module, qualified name] of a function or class of the standard library, or None."""
+    name = getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None) or getattr(
+        getattr(value, "__objclass__", None), "__module__", None
+    )
+    if not isinstance(name, str) or not isinstance(module, str):
+        return None
+    if module.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    try:
+        return [module, name] if find_import(module, name) is value else None
+    except (ImportError, AttributeError):
+        return None
+
+
+def find_import(module: str, name: str) -> Any:
+    """The object that `_importable` found."""
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def run_coroutines_remotely() -> None:
+    """Make `asyncio.run` and `run_until_complete` accept coroutines of the program."""
+    run, complete = asyncio.run, asyncio.BaseEventLoop.run_until_complete
+
+    async def awaited(remote: Any) -> Any:
+        return await remote
+
+    def local(main: Any) -> Any:
+        return awaited(main) if isinstance(main, Remote) else main
+
+    asyncio.run = lambda main, **options: run(local(main), **options)
+    asyncio.BaseEventLoop.run_until_complete = lambda self, future: complete(self, local(future))  # type: ignore[method-assign]
