@@ -41,7 +41,8 @@ LIMIT = 500
 
 
 def tracked(*suffixes: str) -> list[Path]:
-    found = subprocess.run(
+    """The repository's files with one of the suffixes, without those that git ignores."""
+    listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
@@ -49,26 +50,27 @@ def tracked(*suffixes: str) -> list[Path]:
         check=False,
         timeout=60,
     )
-    if found.returncode:
+    if listing.returncode:
         pytest.skip("not a git checkout")
-    paths = [ROOT / name for name in found.stdout.splitlines()]
+    paths = [ROOT / name for name in listing.stdout.splitlines()]
     return [p for p in paths if p.suffix in suffixes and p.exists()]
 
 
 def imports(path: Path) -> set[str]:
-    """Fully qualified modules and names that a file imports, including imports in functions and for
-    type checking.
+    """Fully qualified modules and names that a file imports.
+
+    Includes imports in functions and for type checking.
     """
     package = path.relative_to(ROOT).parts[:-1]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def module_of(path: Path) -> str:
@@ -113,29 +115,29 @@ def test_packages_of_gac_import_one_way():
     assert not wrong
 
 
-def test_the_root_of_gac_holds_only_packages_and_three_modules():
+def test_the_root_of_gac_has_only_packages_and_three_modules():
     modules = {path.stem for path in (ROOT / "gac").glob("*.py")}
     assert modules == {"__init__", "cli", "errors"}
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_no_circular_imports():
     edges = graph("gac_kernels", "gac", "tools", "bench")
     done: set[str] = set()
 
-    def circle(module: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
-        if module in way:
-            return (*way[way.index(module) :], module)
+    def find_cycle(module: str, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if module in path:
+            return (*path[path.index(module) :], module)
         if module in done:
             return None
-        found = (circle(other, (*way, module)) for other in sorted(edges[module]))
-        first = next(filter(None, found), None)
+        cycles = (find_cycle(other, (*path, module)) for other in sorted(edges[module]))
+        first = next(filter(None, cycles), None)
         done.add(module)
         return first
 
-    assert not [c for module in edges if (c := circle(module, ()))]
+    assert not [cycle for module in edges if (cycle := find_cycle(module, ()))]
 
 
-def test_the_walk_over_imports_sees_every_kind(tmp_path, monkeypatch):
+def test_import_graph_covers_every_kind_of_import(tmp_path, monkeypatch):
     """Relative and absolute imports, of modules and of names, also inside functions."""
     monkeypatch.setattr("tests.test_architecture.ROOT", tmp_path)
     files = {
@@ -184,38 +186,39 @@ def test_the_trainer_never_names_a_method():
 
 
 def test_files_stay_small():
-    long = {
+    too_long = {
         str(p.relative_to(ROOT)): n
         for p in tracked(".py", ".cpp", ".cu", ".h", ".cuh")
         if (n := len(p.read_text().splitlines())) > LIMIT
     }
-    assert not long
+    assert not too_long
 
 
-def test_exceptions_to_lint_and_types_have_a_reason():
-    """The reason follows the marker or is a comment on the line above. The tools themselves report
-    unused markers.
+def test_noqa_and_type_ignore_have_a_reason():
+    """The reason follows the marker or is a comment on the line above.
+
+    The tools themselves report unused markers.
     """
     mark = re.compile(r"# (?:noqa|type: ignore)\b(?:: ?[A-Z0-9, ]+|\[[a-z, -]+\])(.*)")
-    bare = []
+    without_reason = []
     for path in tracked(".py"):
         if path.relative_to(ROOT).parts[0] not in LAYERS or path == Path(__file__):
             continue
         above = ""
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            found = mark.search(line)
-            if found and not found[1].strip() and not above.lstrip().startswith("#"):
-                bare.append(f"{path.relative_to(ROOT)}:{number}")
+            match = mark.search(line)
+            if match and not match[1].strip() and not above.lstrip().startswith("#"):
+                without_reason.append(f"{path.relative_to(ROOT)}:{number}")
             above = line
-    assert not bare
+    assert not without_reason
 
 
 def test_no_machine_paths():
-    places = ["/" + name + "/" for name in ("work", "farm", "root")]
+    folders = ["/" + name + "/" for name in ("work", "farm", "root")]
     wrong = [
-        f"{p.relative_to(ROOT)}: {place}"
+        f"{p.relative_to(ROOT)}: {folder}"
         for p in tracked(".py", ".md", ".toml", ".yaml", ".yml", ".cpp", ".h", ".cu", ".html", "")
-        for place in places
-        if place in p.read_text(errors="replace")
+        for folder in folders
+        if folder in p.read_text(errors="replace")
     ]
     assert not wrong

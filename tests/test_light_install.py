@@ -1,6 +1,4 @@
-"""A minimal install (torch, triton, numpy, PyYAML): what can be imported, what works, and which
-errors name an extra.
-"""
+"""A minimal install (torch, triton, numpy, PyYAML): imports, commands and errors for extras."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gac.errors import EXTRAS, MissingExtra, extras_named
+from gac.errors import EXTRAS, MissingExtra, explain_missing_extra
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,18 +25,18 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocker())
 """
-ROOMS = """
+IMPORTS = """
 import importlib, pkgutil
 import gac, gac_kernels, gac_kernels.inspect
 from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
-for name in ("config", "control", "data", "errors", "methods", "mixer", "report", "rewards"):
-    room = importlib.import_module(f"gac.{name}")
-    for found in pkgutil.walk_packages(getattr(room, "__path__", []), f"gac.{name}."):
-        if found.name != "gac.training.feed":  # used only by the trainer
-            importlib.import_module(found.name)
-for found in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
-    if found.name != "gac_kernels._native":  # a torch operator library, not a Python module
-        importlib.import_module(found.name)
+for name in ("config", "control", "data", "errors", "methods", "report", "rewards"):
+    package = importlib.import_module(f"gac.{name}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"gac.{name}."):
+        importlib.import_module(module.name)
+import gac.integrations.mixer
+for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
+    if module.name != "gac_kernels._native":  # a torch operator library, not a Python module
+        importlib.import_module(module.name)
 import torch
 from gac_kernels import fused_gac_loss
 out = fused_gac_loss(torch.randn(2, 3, 7, requires_grad=True), torch.ones(2, 3, dtype=torch.long),
@@ -49,7 +47,9 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 
 
-def light(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_without_extras(
+    code: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", BLOCKER + code, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -60,42 +60,39 @@ def light(code: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def test_kernels_controller_and_methods_need_four_packages():
-    done = light(ROOMS)
+    done = run_without_extras(IMPORTS)
     assert done.returncode == 0, done.stderr
     mu, loaded = done.stdout.splitlines()
     assert 0 <= float(mu) <= 1
     assert not set(loaded.split()) & set().union(*EXTRAS.values())
 
 
-def test_commands_without_the_extra_name_it_in_one_line(tmp_path):
+def test_commands_without_the_extra_name_it_in_one_line():
     command = "from gac.cli import main\nsys.exit(main(sys.argv[1:]))"
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
     for arguments in (["train", str(ROOT / "examples" / "gsm8k.yaml")], ["eval", "--help"]):
-        done = light(command, *arguments, **cache)
+        done = run_without_extras(command, *arguments)
         assert done.returncode == 2
-        assert re.fullmatch(
-            r"gac: this command needs the extra train \(\w+\): pip install 'gac\[train\]'\n",
-            done.stderr,
-        )
-    done = light(command, "methods", "gac", **cache)
+        pattern = r"gac: .*extra train \(\w+\): pip install 'gac\[train\]'\n"
+        assert re.fullmatch(pattern, done.stderr)
+    done = run_without_extras(command, "methods", "gac")
     assert done.returncode == 0 and "method.ema_decay" in done.stdout
 
 
-def test_the_extras_are_those_of_the_project():
+def test_extras_match_pyproject():
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in requirements}
 
     assert names(PROJECT["dependencies"]) == {"torch", "triton", "numpy", "pyyaml"}
     for extra, packages in EXTRAS.items():
-        brought = names(PROJECT["optional-dependencies"][extra])
-        assert brought <= packages
-        # the rest are required by transformers itself
-        assert packages - brought <= {"tokenizers", "huggingface_hub"}
+        listed = names(PROJECT["optional-dependencies"][extra])
+        assert listed <= packages
+        # the others are required by transformers itself
+        assert packages - listed <= {"tokenizers", "huggingface_hub"}
 
 
-def test_a_missing_package_of_no_extra_stays_what_it_is():
-    said = pytest.raises(MissingExtra, match=r"this needs the extra lora \(peft\): pip install")
-    with said, extras_named("this"):
+def test_a_missing_package_outside_the_extras_raises_module_not_found():
+    raised = pytest.raises(MissingExtra, match=r"this needs the extra lora \(peft\): pip install")
+    with raised, explain_missing_extra("this"):
         raise ModuleNotFoundError("No module named 'peft.utils'", name="peft.utils")
-    with pytest.raises(ModuleNotFoundError, match="no_such"), extras_named("this"):
+    with pytest.raises(ModuleNotFoundError, match="no_such"), explain_missing_extra("this"):
         import no_such  # noqa: F401 - intentionally missing

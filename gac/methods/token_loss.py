@@ -7,7 +7,7 @@ loss of a token. Legend: N tokens, S sequences, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch
-from gac.models.causal_lm import Head
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.reference import loss_output
 from gac_kernels.tokens import Tokens, TokenTerms, plan
+
+if TYPE_CHECKING:
+    from gac.models.causal_lm import Head  # needs transformers
 
 
 class TokenView(NamedTuple):
