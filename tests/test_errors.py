@@ -1,4 +1,4 @@
-"""Every error in the contract names the argument and the offending value."""
+"""Error messages name the argument, the offending value and the fix."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packed() -> dict:
     }
 
 
-def raises(error: type[Exception], match: str, make=padded, **changes) -> None:
+def check_error(error: type[Exception], match: str, make=padded, **changes) -> None:
     """Assert that the call fails with `changes` and succeeds without them."""
     arguments = make()
     fused_gac_loss(**arguments)
@@ -147,7 +147,7 @@ PADDED = {
     "norm is nan": (ValueError, "demo_norm=nan", {"demo_norm": math.nan}),
     "cu_seqlens with padded logits": (
         ValueError,
-        "cu_seqlens is given",
+        r"cu_seqlens .* \[3, 4\]: .*packed",
         {"cu_seqlens": torch.tensor([0, 12])},
     ),
     "unknown backend": (ValueError, "backend='cuda': use 'auto' or one of", {"backend": "cuda"}),
@@ -157,29 +157,29 @@ PADDED = {
 @pytest.mark.parametrize("name", PADDED)
 def test_padded(name: str) -> None:
     error, match, changes = PADDED[name]
-    raises(error, match, **changes)
+    check_error(error, match, **changes)
 
 
-def ends(*values: int) -> torch.Tensor:
+def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
 PACKED = {
-    "missing": (ValueError, "cu_seqlens is None: the packed layout needs it", None),
-    "does not start at 0": (ValueError, "cu_seqlens starts at 1", ends(1, 5, 12)),
-    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\] decreases", ends(0, 13, 12)),
+    "missing": (ValueError, "cu_seqlens is None: .*packed", None),
+    "does not start at 0": (ValueError, "cu_seqlens starts at 1", int32(1, 5, 12)),
+    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\] decreases", int32(0, 13, 12)),
     "does not end at N": (
         ValueError,
         "cu_seqlens ends at 11: it must end at N = 12",
-        ends(0, 5, 11),
+        int32(0, 5, 11),
     ),
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),
-    "of two dimensions": (ValueError, r"cu_seqlens has shape \[1, 3\]", ends(0, 5, 12)[None]),
-    "empty": (ValueError, r"cu_seqlens has shape \[0\]", ends()),
+    "of two dimensions": (ValueError, r"cu_seqlens has shape \[1, 3\]", int32(0, 5, 12)[None]),
+    "empty": (ValueError, r"cu_seqlens has shape \[0\]", int32()),
     "of another length": (
         ValueError,
         r"advantages has shape \[2\]: expected \[3\]",
-        ends(0, 5, 7, 12),
+        int32(0, 5, 7, 12),
     ),
 }
 
@@ -187,7 +187,7 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_cu_seqlens(name: str) -> None:
     error, match, cu_seqlens = PACKED[name]
-    raises(error, match, make=packed, cu_seqlens=cu_seqlens)
+    check_error(error, match, make=packed, cu_seqlens=cu_seqlens)
 
 
 SPECS = {
@@ -207,13 +207,13 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_impossible_specification(name: str) -> None:
+def test_invalid_specification(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}={SPECS[name]!r}"):
         LossSpec(**{name: SPECS[name]})
 
 
 @pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
-def test_a_word_is_no_number(name: str) -> None:
+def test_a_string_is_not_a_number(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}='0.5': use a number"):
         LossSpec(**{name: "0.5"})
 
@@ -237,7 +237,7 @@ def test_temperature(form: str, value: float) -> None:
             )
 
 
-def test_a_temperature_is_a_number() -> None:
+def test_temperature_must_be_a_number() -> None:
     with pytest.raises(TypeError, match="temperature=None: use a number"):
         token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=None)
 
@@ -259,7 +259,7 @@ LINEAR = {
     "weight is not a tensor": (TypeError, "weight is a list", {"weight": [1.0]}),
     "weight of another dtype": (
         TypeError,
-        "weight has dtype torch.float64: use hidden's, torch.float32, or autocast",
+        "weight has dtype torch.float64: use torch.float32.*autocast",
         {"weight": torch.zeros(V, H, dtype=torch.float64)},
     ),
     "weight on another device": (
@@ -283,7 +283,7 @@ LINEAR = {
         {"hidden": torch.zeros(H)},
     ),
     "target too large": (ValueError, r"targets\[0, 0\] = 11", {"targets": torch.full((3, 4), V)}),
-    "no memory for a chunk": (ValueError, "chunk_bytes=0", {"chunk_bytes": 0}),
+    "no bytes for a chunk": (ValueError, "chunk_bytes=0", {"chunk_bytes": 0}),
 }
 
 
@@ -315,9 +315,7 @@ def test_autocast_does_not_touch_float64() -> None:
 
 
 def test_sharded_tensors_are_refused() -> None:
-    """Calling full_tensor() on a DTensor drops the gradient reduction and gives silently wrong
-    results.
-    """
+    """Calling full_tensor() on a DTensor would silently drop the gradient reduction."""
 
     class Sharded(torch.Tensor):
         full_tensor = None
@@ -325,11 +323,11 @@ def test_sharded_tensors_are_refused() -> None:
     weight = torch.randn(V, H).as_subclass(Sharded)
     arguments = padded() | {"hidden": torch.randn(3, 4, H), "weight": weight}
     del arguments["logits"]
-    with pytest.raises(TypeError, match="weight is a Sharded: use a plain tensor; under FSDP"):
+    with pytest.raises(TypeError, match="weight is a Sharded: use a plain tensor.*FSDP"):
         fused_linear_gac_loss(**arguments)
 
 
-def test_a_nan_norm_from_elsewhere_is_a_nan_loss() -> None:
-    """Values in tensors are not checked; a nan must not silently become 0."""
+def test_a_nan_norm_tensor_gives_a_nan_loss() -> None:
+    """Tensor values are not checked; a nan must not silently become 0."""
     assert fused_gac_loss(**padded(), rollout_norm=torch.tensor(math.nan)).loss.isnan()
     assert fused_gac_loss(**padded(), mu=torch.tensor(math.nan)).loss.isnan()

@@ -1,4 +1,4 @@
-"""TokenMoments: signals against a direct computation, exact merging over parts and ranks."""
+"""TokenMoments: signals against a direct computation, and merging over parts and ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def outputs(rows: list[int] | slice, per_token: bool = True) -> LossOutput:
     return fused_gac_loss(*(x[rows] for x in batch(per_token)), backend="reference")
 
 
-def moments(rows: list[int] | slice) -> TokenMoments:
-    found = outputs(rows).moments
-    assert found is not None
-    return found
+def moments(rows: list[int] | slice, per_token: bool = True) -> TokenMoments:
+    moments = outputs(rows, per_token).moments
+    assert moments is not None
+    return moments
 
 
 def direct(trim: float, per_token: bool = True) -> Signals:
-    """The paper's equations 7 to 9 on Python lists."""
+    """Compute the signals with the paper's equations 7 to 9 on Python lists."""
     logits, targets, advantages, _ = batch(per_token)
     logps = logits.log_softmax(-1)
     nll, means, tokens = [], [], []
@@ -70,16 +70,15 @@ def direct(trim: float, per_token: bool = True) -> Signals:
     return Signals(statistics.pvariance(kept), statistics.pvariance(means), disagreement)
 
 
-def assert_same(ours: Signals, other: Signals, rel: float = 1e-12) -> None:
-    assert ours == pytest.approx(other, rel=rel, nan_ok=True)
+def assert_same(actual: Signals, expected: Signals, rel: float = 1e-12) -> None:
+    assert actual == pytest.approx(expected, rel=rel, nan_ok=True)
 
 
 @pytest.mark.parametrize("per_token", [True, False], ids=["per-token", "per-sequence"])
 @pytest.mark.parametrize("trim", [0.0, 0.1, 0.2, 0.45])
 def test_signals_equal_a_direct_computation(trim: float, per_token: bool) -> None:
-    found = outputs(slice(None), per_token).moments
-    assert found is not None
-    assert_same(found.signals(trim), direct(trim, per_token), rel=1e-10)
+    ours = moments(slice(None), per_token).signals(trim)
+    assert_same(ours, direct(trim, per_token), rel=1e-10)
 
 
 SPLITS = {
@@ -91,16 +90,16 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_parts_add_up_to_the_whole(name: str) -> None:
-    """Trimming is global: the parts' own trimmed variances could not be combined."""
+def test_sum_of_parts_equals_the_full_batch(name: str) -> None:
+    """Trimming is global: the trimmed variances of the parts could not be combined."""
     total = TokenMoments.zeros()
     for rows in SPLITS[name]:
         total = total + moments(rows)
-    whole = moments(slice(None))
-    assert_same(total.signals(0.2), whole.signals(0.2))
-    assert total.kl.isnan() and total.rollout_tokens == whole.rollout_tokens == 25
-    assert total.demo_tokens == whole.demo_tokens
-    assert total.entropy.item() == pytest.approx(whole.entropy.item(), rel=1e-12)
+    full = moments(slice(None))
+    assert_same(total.signals(0.2), full.signals(0.2))
+    assert total.kl.isnan() and total.rollout_tokens == full.rollout_tokens == 25
+    assert total.demo_tokens == full.demo_tokens
+    assert total.entropy.item() == pytest.approx(full.entropy.item(), rel=1e-12)
 
 
 def test_order_of_addition_does_not_matter() -> None:
@@ -108,58 +107,52 @@ def test_order_of_addition_does_not_matter() -> None:
     assert_same(((a + b) + c).signals(), (c + (b + a)).signals())
 
 
-def test_a_large_mean_does_not_cancel() -> None:
-    """Advantages 1e8 + x: sums of squares would lose x altogether."""
+def test_large_mean_causes_no_cancellation() -> None:
+    """With advantages 1e8 + x, sums of squares would lose x completely."""
     logits, targets, advantages, is_demo = batch()
-    shifted = [
-        fused_gac_loss(
-            logits[i : i + 1],
-            targets[i : i + 1],
-            advantages[i : i + 1] + shift,
-            is_demo[i : i + 1],
-            backend="reference",
-        ).moments
-        for shift in (0.0, 1e8)
-        for i in range(12)
-    ]
-    plain, moved = sum(shifted[1:12], shifted[0]), sum(shifted[13:], shifted[12])
-    assert_same(moved.signals(), plain.signals(), rel=1e-6)
+
+    def signals(shift: float) -> Signals:
+        total = TokenMoments.zeros()
+        for i in range(12):
+            row = (x[i : i + 1] for x in (logits, targets, advantages + shift, is_demo))
+            total = total + fused_gac_loss(*row, backend="reference").moments
+        return total.signals()
+
+    assert_same(signals(1e8), signals(0.0), rel=1e-6)
 
 
 def test_constant_coefficients_have_no_z_score() -> None:
     logits, targets, advantages, is_demo = batch()
-    same = torch.ones_like(advantages)
-    out = fused_gac_loss(logits, targets, same, is_demo, backend="reference")
-    assert (
-        out.moments.signals().disagreement == 1.0
-    )  # from the z-scores of s alone; those of A are 0
-    flat = fused_gac_loss(torch.zeros_like(logits), targets, same, is_demo, backend="reference")
-    assert flat.moments.signals()[1:] == pytest.approx(
-        (0.0, 0.0), abs=1e-20
-    )  # the variance is 0 up to rounding
+    ones = torch.ones_like(advantages)
+    out = fused_gac_loss(logits, targets, ones, is_demo, backend="reference")
+    # only from the z-scores of s; those of A are 0
+    assert out.moments.signals().disagreement == 1.0
+    out = fused_gac_loss(torch.zeros_like(logits), targets, ones, is_demo, backend="reference")
+    _, rl_variance, disagreement = out.moments.signals()
+    assert (rl_variance, disagreement) == pytest.approx((0.0, 0.0), abs=1e-20)
 
 
-def test_without_one_kind_its_signals_are_nan() -> None:
-    assert_same(
-        moments([1, 4]).signals(), Signals(moments([1, 4]).signals()[0], math.nan, math.nan)
-    )
+def test_signals_of_an_absent_kind_of_row_are_nan() -> None:
+    demos_only = moments([1, 4]).signals()
+    assert_same(demos_only, Signals(demos_only.sft_variance, math.nan, math.nan))
+    assert math.isfinite(demos_only.sft_variance)
     assert math.isnan(moments([0, 2]).signals().sft_variance)
     assert all(math.isnan(x) for x in TokenMoments.zeros().signals())
     assert all(math.isnan(x) for x in moments([3]).signals())  # one empty rollout
 
 
-def test_a_broken_row_makes_its_signals_nan() -> None:
-    """A NaN row is neither ignored nor trimmed as an outlier."""
+def test_nan_row_makes_its_signals_nan() -> None:
+    """A nan row is neither ignored nor trimmed as an outlier."""
     logits, targets, advantages, is_demo = batch()
     for row, signals in ((1, slice(0, 1)), (0, slice(2, 3))):
-        broken = logits.clone()
-        broken[row, 0, 0] = math.nan
-        out = fused_gac_loss(broken, targets, advantages, is_demo, backend="reference")
+        poisoned = logits.clone()
+        poisoned[row, 0, 0] = math.nan
+        out = fused_gac_loss(poisoned, targets, advantages, is_demo, backend="reference")
         assert all(math.isnan(x) for x in out.moments.signals(0.2)[signals])
 
 
 @pytest.mark.parametrize("trim", [-0.1, 0.5, math.nan])
-def test_impossible_trim(trim: float) -> None:
+def test_invalid_trim_is_rejected(trim: float) -> None:
     with pytest.raises(ValueError, match=f"trim={trim}"):
         moments(slice(None)).signals(trim)
 
@@ -170,39 +163,33 @@ def test_moments_off() -> None:
 
 
 def test_to_moves_every_part() -> None:
-    there = moments(slice(None)).to("meta")
-    assert {there.rollouts.device.type, there.demo_nll.device.type, there.totals.device.type} == {
-        "meta"
-    }
+    on_meta = moments(slice(None)).to("meta")
+    assert all(x.is_meta for x in (on_meta.rollouts, on_meta.demo_nll, on_meta.totals))
 
 
-def test_all_reduce_alone_is_the_identity() -> None:
-    own = moments(slice(None))
-    assert own.all_reduce() is own
+def test_all_reduce_without_a_process_group_is_a_no_op() -> None:
+    local = moments(slice(None))
+    assert local.all_reduce() is local
 
 
-PARTS = {
-    2: [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]],  # unequal counts
-    3: [
-        [0, 2, 3, 5, 8, 11],
-        [1, 4, 6, 7],
-        [9, 10],
-    ],  # some ranks hold only one kind of row; unequal counts
+RANK_ROWS = {  # by number of ranks; unequal counts, and with three ranks only one kind of row each
+    2: [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]],
+    3: [[0, 2, 3, 5, 8, 11], [1, 4, 6, 7], [9, 10]],
 }
 
 
 def merged(parts: list[list[int]]) -> tuple[Signals, list[float]]:
     """Signals and token counts on a rank after the all-reduce."""
     torch.distributed.init_process_group("gloo")
-    found = moments(parts[torch.distributed.get_rank()]).all_reduce()
-    return found.signals(0.2), found.totals[:2].tolist()
+    total = moments(parts[torch.distributed.get_rank()]).all_reduce()
+    return total.signals(0.2), total.totals[:2].tolist()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_agree_with_one_process(count: int) -> None:
-    found, whole = ranks.run(merged, PARTS[count], ranks=count), moments(slice(None))
-    for signals, counts in found:
-        assert_same(signals, whole.signals(0.2))
-        assert counts == whole.totals[:2].tolist()
-    assert len({tuple(signals) for signals, _ in found}) == 1  # bit for bit on every rank
+    results, full = ranks.run(merged, RANK_ROWS[count], ranks=count), moments(slice(None))
+    for signals, counts in results:
+        assert_same(signals, full.signals(0.2))
+        assert counts == full.totals[:2].tolist()
+    assert len({tuple(signals) for signals, _ in results}) == 1  # bit for bit on every rank

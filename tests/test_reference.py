@@ -1,6 +1,4 @@
-"""The reference implementation, checked against hand-computed values, closed-form gradients and
-gradcheck.
-"""
+"""The reference implementation against hand-computed values, closed-form gradients, gradcheck."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ E = math.e
 
 
 def one_token(p: float, spec: LossSpec, **keywords) -> tuple[float, float]:
-    """Loss of a one-token batch with probability p, and its derivative with respect to log p.
+    """Return the loss of one token with probability p, and its derivative with respect to log p.
 
     With a vocabulary of two and logits (x, 0): d loss / dx = (d loss / d log p) (1 - p).
     """
     x = torch.tensor(math.log(p / (1 - p)), dtype=torch.float64, requires_grad=True)
     logits = torch.stack([x, torch.zeros_like(x)])[None, None]
     demo, advantage = keywords.pop("demo", False), keywords.pop("advantage", 1.0)
-    past = {k: torch.tensor([[v]], dtype=torch.float64) for k, v in keywords.items()}
+    logps = {k: torch.tensor([[v]], dtype=torch.float64) for k, v in keywords.items()}
     out = reference.fused_gac_loss(
         logits,
         torch.tensor([[0]]),
@@ -31,10 +29,10 @@ def one_token(p: float, spec: LossSpec, **keywords) -> tuple[float, float]:
         torch.tensor([demo]),
         mu=1.0 if demo else 0.0,
         spec=spec,
-        **past,
+        **logps,
     )
-    (slope,) = torch.autograd.grad(out.loss, x)
-    return out.loss.item(), slope.item() / (1 - p)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    return out.loss.item(), grad.item() / (1 - p)
 
 
 LOG4 = math.log(4)  # -log p for p = 1/4
@@ -53,8 +51,9 @@ DEMONSTRATIONS = [
 
 @pytest.mark.parametrize(("weight", "c", "advantage", "p", "loss", "slope"), DEMONSTRATIONS)
 def test_demonstration_token(weight, c, advantage, p, loss, slope) -> None:
-    found = one_token(p, LossSpec(demo_weight=weight, demo_shape=c), demo=True, advantage=advantage)
-    assert found == pytest.approx((loss, slope), rel=1e-12)
+    spec = LossSpec(demo_weight=weight, demo_shape=c)
+    actual = one_token(p, spec, demo=True, advantage=advantage)
+    assert actual == pytest.approx((loss, slope), rel=1e-12)
 
 
 ROLLOUTS = {
@@ -62,9 +61,9 @@ ROLLOUTS = {
     "ratio 1": (1.0, 2.0, LossSpec(), -2.0, -2.0),
     "inside the clip": (1.1, 2.0, LossSpec(), -2.2, -2.2),
     "A > 0 above the clip: no gradient": (1.5, 2.0, LossSpec(), -2.4, 0.0),
-    "A > 0 below the clip: kept": (0.5, 2.0, LossSpec(), -1.0, -1.0),
+    "A > 0 below the clip: gradient": (0.5, 2.0, LossSpec(), -1.0, -1.0),
     "A < 0 below the clip: no gradient": (0.5, -2.0, LossSpec(), 1.6, 0.0),
-    "A < 0 above the clip: kept": (1.5, -2.0, LossSpec(), 3.0, 3.0),
+    "A < 0 above the clip: gradient": (1.5, -2.0, LossSpec(), 3.0, 3.0),
     "clip-higher": (1.25, 2.0, LossSpec(clip_high=0.28), -2.5, -2.5),
     "no upper clip": (1.5, 2.0, LossSpec(clip_high=None), -3.0, -3.0),
     "no lower clip": (0.5, -2.0, LossSpec(clip_low=None), 1.0, 1.0),
@@ -77,14 +76,14 @@ ROLLOUTS = {
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_rollout_token(name: str) -> None:
     ratio, advantage, spec, loss, slope = ROLLOUTS[name]
-    found = one_token(0.25, spec, advantage=advantage, old_logps=math.log(0.25 / ratio))
-    assert found == pytest.approx((loss, slope), rel=1e-12, abs=1e-15)
+    actual = one_token(0.25, spec, advantage=advantage, old_logps=math.log(0.25 / ratio))
+    assert actual == pytest.approx((loss, slope), rel=1e-12, abs=1e-15)
 
 
-def test_on_policy_equals_the_old_policy_itself() -> None:
-    """old_logps=None means ratio 1 with the gradient kept."""
-    same = one_token(0.25, LossSpec(), advantage=2.0)
-    assert same == pytest.approx((-2.0, -2.0), rel=1e-12)
+def test_missing_old_logps_mean_on_policy() -> None:
+    """Without old_logps, the ratio is 1 and has a gradient."""
+    actual = one_token(0.25, LossSpec(), advantage=2.0)
+    assert actual == pytest.approx((-2.0, -2.0), rel=1e-12)
 
 
 ESTIMATORS = {
@@ -98,8 +97,8 @@ ESTIMATORS = {
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_kl_estimator(name: str) -> None:
     spec = LossSpec(kl_coef=2.0, kl_estimator=name)
-    found = one_token(0.25, spec, advantage=0.0, ref_logps=math.log(0.25) + 1)
-    assert found == pytest.approx(ESTIMATORS[name], rel=1e-12)
+    actual = one_token(0.25, spec, advantage=0.0, ref_logps=math.log(0.25) + 1)
+    assert actual == pytest.approx(ESTIMATORS[name], rel=1e-12)
 
 
 def test_entropy_bonus() -> None:
@@ -153,8 +152,8 @@ def test_reduction(name: str) -> None:
     assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6) and out.demo_loss == 0
 
 
-def small(**keywords) -> tuple[Tensor, dict]:
-    """Logits and all other arguments for three rollouts and two demonstrations."""
+def small_batch(**keywords) -> tuple[Tensor, dict]:
+    """Return the logits of three rollouts and two demonstrations, and all other arguments."""
     g = torch.Generator().manual_seed(7)
     logits = torch.randn(5, 4, 6, generator=g, dtype=torch.float64)
     targets = torch.randint(0, 6, (5, 4), generator=g)
@@ -194,14 +193,14 @@ DIFFERENTIABLE = {
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradcheck(name: str) -> None:
     """Options without a detached weight, away from the kinks of the clip."""
-    logits, arguments = small(spec=DIFFERENTIABLE[name])
+    logits, arguments = small_batch(spec=DIFFERENTIABLE[name])
     assert torch.autograd.gradcheck(
         lambda x: reference.fused_gac_loss(x, **arguments).loss, logits, atol=1e-8
     )
 
 
 def test_gradcheck_of_the_log_probabilities() -> None:
-    logits, arguments = small()
+    logits, arguments = small_batch()
     targets = arguments["targets"]
     assert torch.autograd.gradcheck(lambda x: reference.token_logprobs(x, targets), logits)
     assert torch.autograd.gradgradcheck(lambda x: reference.token_logprobs(x, targets), logits)
@@ -217,32 +216,30 @@ COEFFICIENTS = {
 
 
 @pytest.mark.parametrize("weight", COEFFICIENTS, ids=lambda w: w.value)
-def test_detached_weights_follow_the_hand_written_gradient(weight: DemoWeight) -> None:
-    """dL/dlogits = c_t (onehot - softmax) / temperature, divided by the number of tokens."""
+def test_detached_weights_match_the_closed_form_gradient(weight: DemoWeight) -> None:
+    """The gradient is c_t (onehot - softmax) / temperature / number of tokens."""
     spec = LossSpec(demo_weight=weight, demo_shape=0.2, temperature=1.3)
-    logits, arguments = small(spec=spec, is_demo=torch.ones(5, dtype=torch.bool), mu=1.0)
+    logits, arguments = small_batch(spec=spec, is_demo=torch.ones(5, dtype=torch.bool), mu=1.0)
     out = reference.fused_gac_loss(logits, **arguments)
     (grad,) = torch.autograd.grad(out.loss, logits)
     targets = arguments["targets"]
-    live = targets != -100
+    mask = targets != -100
     softmax = (logits.detach() / 1.3).softmax(-1)
     onehot = torch.nn.functional.one_hot(targets.clamp(min=0), 6)
     p = softmax.gather(-1, targets.clamp(min=0)[..., None])
-    expected = COEFFICIENTS[weight](p) * (onehot - softmax) / 1.3 / live.sum()
-    torch.testing.assert_close(grad, expected * live[..., None], rtol=1e-12, atol=1e-15)
+    expected = COEFFICIENTS[weight](p) * (onehot - softmax) / 1.3 / mask.sum()
+    torch.testing.assert_close(grad, expected * mask[..., None], rtol=1e-12, atol=1e-15)
 
 
-def test_nothing_but_the_loss_is_attached() -> None:
-    logits, arguments = small()
+def test_only_the_loss_requires_grad() -> None:
+    logits, arguments = small_batch()
     out = reference.fused_gac_loss(logits, **arguments)
     attached = [n for n in out._fields[:-2] if getattr(out, n).requires_grad]
     assert attached == ["loss"]
 
 
 def test_an_unlikely_demonstration_with_a_reference_has_a_finite_gradient() -> None:
-    """exp(ref - logp) overflows here. The KL applies only to rollouts, so it must not affect the
-    gradient.
-    """
+    """exp(ref - logp) overflows, but the KL term applies only to rollouts."""
     logits = torch.tensor([[[0.0, 200.0]]], requires_grad=True)
     out = reference.fused_gac_loss(
         logits,
