@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def build_packages(folder: Path, mode: str) -> tuple[Path, Path]:
-    """Build an sdist from the files that git does not ignore, and a wheel from that sdist alone."""
+    """Build an sdist from the files that git does not ignore, and a wheel from only that sdist."""
     checkout = folder / "checkout"
     names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
