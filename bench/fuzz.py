@@ -43,12 +43,12 @@ def main() -> int:
         f"--hypothesis-seed={seed}",
         "--hypothesis-show-statistics",
     ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    counts = COUNTS.findall(done.stdout)
+    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    print(process.stdout, process.stderr, sep="\n", file=sys.stderr)
+    counts = COUNTS.findall(process.stdout)
     if not counts:
         print("error: pytest's output does not report the number of inputs", file=sys.stderr)
-        return done.returncode or 1
+        return process.returncode or 1
     passing, failing, rejected = (sum(map(int, column)) for column in zip(*counts, strict=True))
     result = {
         "command": " ".join(["python", *command]),
@@ -61,11 +61,11 @@ def main() -> int:
         "passing": passing,
         "failing": failing,
         "rejected": rejected,
-        "outcome": "passed" if done.returncode == 0 else "failed",
+        "outcome": "passed" if process.returncode == 0 else "failed",
     }
     (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    return done.returncode
+    return process.returncode
 
 
 if __name__ == "__main__":

@@ -96,18 +96,18 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
     ):
         watch.watch(owner, name, "optimizer")
     watch.watch(trainer, "_train_step", REST)
-    step, done = trainer._train_step, 0
+    step, steps_done = trainer._train_step, 0
 
     def counted_step() -> Any:
-        nonlocal done
-        if done == warmup:
+        nonlocal steps_done
+        if steps_done == warmup:
             watch.seconds.clear()
-        done += 1
+        steps_done += 1
         return step()
 
     trainer._train_step = counted_step
     trainer.run()
-    return {part: seconds / (done - warmup) for part, seconds in watch.seconds.items()}
+    return {part: seconds / (steps_done - warmup) for part, seconds in watch.seconds.items()}
 
 
 def save(steps: int, parts: dict[str, float], outside_share: float) -> None:

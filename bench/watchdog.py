@@ -88,10 +88,10 @@ def run(arguments: list[str], limit: float, seconds: float) -> Outcome:
         while True:
             log.write_text("")
             started = [e["began"] for e in events if "began" in e]
-            done = _session(arguments, started, log, limit, stop - time.monotonic())
-            events += done
-            finished = any("end" in e for e in done)
-            progressed = any("began" in e for e in done)
+            session_events = _session(arguments, started, log, limit, stop - time.monotonic())
+            events += session_events
+            finished = any("end" in e for e in session_events)
+            progressed = any("began" in e for e in session_events)
             if finished or not progressed or time.monotonic() >= stop:
                 return _outcome(events, finished)
 

@@ -80,8 +80,8 @@ def split(vocab: int, dtype: torch.dtype, keep_row: bool) -> Split:
     """
     if not keep_row:
         return Split(1, _RINGS[0])
-    word = 16 // dtype.itemsize
-    words = (vocab + 2 * word - 2) // word  # for a row with any alignment
+    word_width = 16 // dtype.itemsize
+    words = (vocab + 2 * word_width - 2) // word_width  # for a row with any alignment
     for slots, ahead in ((_RINGS[0], _AHEAD), (_RINGS[1], _AHEAD), (_RINGS[1], 1)):
         for cluster in (1, 2, 4, 8):
             if math.ceil(math.ceil(words / cluster) * 16 / _TILE_BYTES) + ahead <= slots:
