@@ -43,7 +43,9 @@ def main() -> int:
         f"--hypothesis-seed={seed}",
         "--hypothesis-show-statistics",
     ]
-    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False
+    )
     print(process.stdout, process.stderr, sep="\n", file=sys.stderr)
     counts = COUNTS.findall(process.stdout)
     if not counts:
