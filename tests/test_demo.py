@@ -15,20 +15,20 @@ from gac.demo import run, task
 from .waiting import wait_until
 
 
-def test_answers_are_right_and_rewarded():
-    """38 + 47 = 85 with one carry, the example from the module's docstring."""
+def test_correct_responses_are_rewarded():
+    """38 + 47 = 85 with one carry: the example from the module's docstring."""
     assert task.prompt(38, 47, "+") == "+87340000="
     assert task.response(38, 47, "+") == "5'8.0.0."
     assert task.response(1, 2, "-") == "9'9'9'9'"  # -1 modulo 10^4
     gold = SimpleNamespace(answer="5'8.0.0.")
     assert task.reward("5'8.0.0.", gold) == 1
     assert task.reward("5.8'0'0.", gold) == 1  # inner marks may be wrong
-    assert task.reward("5'8.0.0'", gold) == 0  # the last one may not
+    assert task.reward("5'8.0.0'", gold) == 0  # the last mark must not
     assert task.reward("5'7.0.0.", gold) == 0
     assert task.reward("5'8.0.", gold) == 0
 
 
-def test_every_answer_agrees_with_arithmetic():
+def test_every_response_agrees_with_arithmetic():
     rng = random.Random(0)
     for _ in range(200):
         a, b, op = task.problem(rng, rng.choice("+-"))
@@ -38,28 +38,27 @@ def test_every_answer_agrees_with_arithmetic():
 
 def test_forgetful_demonstrations_are_often_wrong():
     rows = task.rows(random.Random(0), ["-"] * 256, {"-": 0.3})
-    right = sum(task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in rows)
-    assert 0.4 < right / 256 < 0.8
+    golds = [SimpleNamespace(answer=row["answer"]) for row in rows]
+    correct = sum(task.reward(r["solution"], g) for r, g in zip(rows, golds, strict=True))
+    assert 0.4 < correct / 256 < 0.8
 
 
 def test_tokenizer_round_trip():
-    words = task.tokenizer()
+    tokenizer = task.make_tokenizer()
     text = "+87340000=5'8.0.0."
-    assert words.decode(words(text)["input_ids"]) == text
-    assert len(words(text)["input_ids"]) == len(text)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer(text)["input_ids"]) == len(text)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """The demo with a few steps per stage. The accuracy gate for the base model is off, because it
-    has learned nothing.
-    """
-    monkeypatch.setattr(run, "GATE", (0.0, 1.0))
+    """Arguments for a few steps per stage; the base model is accepted with any accuracy."""
+    monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     return {"methods": ["sft", "gac"], "steps": 3, "base_steps": 3, "jobs": 2}
 
 
 @pytest.mark.slow
-def test_whole_path_and_nothing_twice(tmp_path, small, capsys, monkeypatch):
+def test_end_to_end_without_rerunning_finished_stages(tmp_path, small, capsys, monkeypatch):
     assert run.run_demo(tmp_path, **small) == 0
     printed = capsys.readouterr().out
     assert "report.html" in printed and "gac" in printed and "base model, seed 0" in printed
@@ -67,10 +66,10 @@ def test_whole_path_and_nothing_twice(tmp_path, small, capsys, monkeypatch):
         assert (folder / "report.html").stat().st_size > 100_000
         assert list((folder / "plots").glob("*.png"))
 
-    def refuse(*args, **keywords):
+    def fail(*args, **keywords):
         raise AssertionError("a finished stage was started again")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     assert run.run_demo(tmp_path, **small) == 0
 
 
@@ -78,14 +77,14 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from gac.demo import run
-run.GATE = (0.0, 1.0)
+run.BASE_ACCURACY = (0.0, 1.0)
 run.run_demo(Path(sys.argv[1]), methods=["sft", "gac"], steps=6, base_steps=12, jobs=2)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["base-0", "gac-0"])
-def test_killed_demo_finishes_when_run_again(tmp_path, stage):
+def test_killed_demo_finishes_when_rerun(tmp_path, stage):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, env=dict(os.environ), **quiet)
@@ -95,6 +94,6 @@ def test_killed_demo_finishes_when_run_again(tmp_path, stage):
     finally:
         first.kill()
         first.wait(60)
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
-    assert "report.html" in again.stdout
+    rerun = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert rerun.returncode == 0, rerun.stderr
+    assert "report.html" in rerun.stdout

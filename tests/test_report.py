@@ -1,6 +1,4 @@
-"""The report: statistics against hand-computed values, reading the files of killed runs, and the
-full page.
-"""
+"""The report: statistics with hand-computed values, files of killed runs, and the full page."""
 
 import json
 import math
@@ -26,7 +24,7 @@ from gac.report.statistics import (
     total,
     variance,
 )
-from gac.report.table import Column, context_of, summarise, write_cell
+from gac.report.table import Column, context_of, summarize, write_cell
 
 STEPS = 40
 
@@ -65,7 +63,7 @@ def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **se
     return path
 
 
-# ---- statistics
+# --- statistics
 
 
 def arrays(*rows):
@@ -114,23 +112,21 @@ def test_large_mu_events_skips_windows_with_a_missing_end():
     assert large_mu_events(*arrays([], []), window=5) == (0, 0)
 
 
-def test_smooth_weighs_the_past_without_bias_to_the_start():
+def test_smooth_is_a_bias_corrected_ema():
     # span 3 -> decay 1/2: 1, (0.5 + 2) / 1.5, (0.25 + 1 + 3) / 1.75
     assert smooth(np.array([1.0, 2.0, 3.0]), 3) == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
     assert smooth(np.full(5, 7.0), 4) == pytest.approx(np.full(5, 7.0))
     assert smooth(np.array([1.0, 5.0]), 1) == pytest.approx([1, 5])
 
 
-def test_one_span_smooths_all_runs_of_a_page(tmp_path):
-    groups = grouped(
-        write_run(tmp_path / "a", steps=24), write_run(tmp_path / "b", method="sft", steps=36)
-    )
-    assert smoothing_span(groups) == 3
+def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
+    paths = [write_run(tmp_path / str(steps), steps=steps) for steps in (24, 36)]
+    assert smoothing_span(grouped(*paths)) == 3
 
 
-def test_band_is_taken_over_the_steps_that_all_seeds_have():
-    long, short = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
-    steps, mean, low, high = band([tuple(long), tuple(short)])
+def test_band_covers_the_steps_common_to_all_seeds():
+    full, unfinished = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
+    steps, mean, low, high = band([tuple(full), tuple(unfinished)])
     assert steps.tolist() == [0, 10, 20]
     assert mean.tolist() == [1, 2.5, 4]  # the second curve is 4 at step 10
     assert low.tolist() == [0, 1, 2]
@@ -138,7 +134,7 @@ def test_band_is_taken_over_the_steps_that_all_seeds_have():
     assert len(band([])[0]) == 0
 
 
-def test_final_best_mean_variance_and_total_ignore_what_is_unknown():
+def test_summary_statistics_ignore_nan():
     nan = math.nan
     assert final_and_best(*arrays([1, 2, 3, 4], [0.1, 0.9, 0.9, nan])) == (0.9, 0.9, 2)
     assert np.isnan(final_and_best(*arrays([1], [nan]))).all()
@@ -159,7 +155,7 @@ def test_a_cell_shows_mean_and_sd_to_the_same_digit():
     assert write_cell((math.nan, math.nan), Column("x", "x")) == "–"
 
 
-# ---- reading
+# --- reading
 
 
 def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
@@ -178,7 +174,7 @@ def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
     np.testing.assert_array_equal(columns["entropy"], [math.nan, 1])
 
 
-def test_rows_of_a_resumed_run_replace_those_from_its_step_on(tmp_path):
+def test_resumed_rows_replace_earlier_rows_of_the_same_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
     path.write_text("".join(json.dumps({"step": s, "mu": m}) + "\n" for s, m in rows))
@@ -187,7 +183,7 @@ def test_rows_of_a_resumed_run_replace_those_from_its_step_on(tmp_path):
     assert columns["mu"].tolist() == [0.1, 0.25, 0.35]
 
 
-def test_a_run_that_has_only_started_is_a_run(tmp_path):
+def test_run_without_metrics_can_be_read(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     run = read_run(tmp_path)
     assert (run.steps_done, run.steps_planned, run.seed, run.splits) == (0, None, None, [])
@@ -197,11 +193,11 @@ def test_a_run_that_has_only_started_is_a_run(tmp_path):
 def test_find_runs_takes_runs_and_folders_of_runs_once(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "deep" / "b")
     assert find_runs([a, tmp_path]) == [a, b]
-    with pytest.raises(FileNotFoundError, match=r"nothing: no run here \(no metrics\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"nothing: no runs found \(no metrics\.jsonl"):
         find_runs([tmp_path / "nothing"])
 
 
-# ---- grouping
+# --- grouping
 
 
 def grouped(*paths):
@@ -209,15 +205,14 @@ def grouped(*paths):
 
 
 def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
-    paths = [
-        write_run(tmp_path / f"gac-{s}", seed=s, data=f"task/seed{s}/demos.jsonl") for s in (0, 1)
-    ]
+    data = "task/seed{}/demos.jsonl"
+    paths = [write_run(tmp_path / f"gac-{s}", seed=s, data=data.format(s)) for s in (0, 1)]
     other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
     groups = grouped(paths[0], other, paths[1])
     assert [(group.label, group.seeds) for group in groups] == [("gac", [0, 1]), ("grpo", [0])]
 
 
-def test_another_setting_makes_another_group_and_tells_the_labels_apart(tmp_path):
+def test_different_settings_make_separate_labelled_groups(tmp_path):
     groups = grouped(
         write_run(tmp_path / "a", seed=0, optim={"lr": 1e-3}),
         write_run(tmp_path / "b", seed=1, optim={"lr": 1e-4}),
@@ -226,7 +221,7 @@ def test_another_setting_makes_another_group_and_tells_the_labels_apart(tmp_path
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
 
 
-def test_settings_too_long_for_a_label_give_way_to_the_folder(tmp_path):
+def test_labels_fall_back_to_the_folder_for_long_settings(tmp_path):
     groups = grouped(
         write_run(tmp_path / "first", model={"path": "/models/" + "a" * 40}),
         write_run(tmp_path / "second", model={"path": "/models/" + "b" * 40}),
@@ -234,48 +229,47 @@ def test_settings_too_long_for_a_label_give_way_to_the_folder(tmp_path):
     assert [group.label for group in groups] == ["gac (first)", "gac (second)"]
 
 
-def test_the_name_of_a_run_is_its_label_without_its_seed(tmp_path):
+def test_label_is_the_run_name_without_its_seed(tmp_path):
     paths = [write_run(tmp_path / str(s), seed=s, name=f"mine seed{s}") for s in (1, 2)]
     assert [group.label for group in grouped(*paths)] == ["mine"]
 
 
-def test_runs_without_a_configuration_stay_apart(tmp_path):
+def test_runs_without_a_configuration_are_not_grouped(tmp_path):
     paths = [write_run(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         (path / "config.yaml").unlink()
     assert [group.label for group in grouped(*paths)] == ["a", "b"]
 
 
-# ---- summary
+# --- summary
 
 
 def test_summary_of_a_run_by_hand(tmp_path):
     run = read_run(write_run(tmp_path / "a", method="gac", controller={"update_every": 20}))
-    found = summarise(run, context_of([run]))
-    assert found["final"] == 0.5
-    assert found["best"] == 0.6
-    assert found["accuracy/+"] == 1.0
+    row = summarize(run, context_of([run]))
+    assert row["final"] == 0.5
+    assert row["best"] == 0.6
+    assert row["accuracy/+"] == 1.0
     # a line from 0.1 to 4.0 over 39 steps
-    assert found["kl_area"] == pytest.approx(39 * 4.1 / 2)
-    assert math.isnan(found["kl_excess"])  # no target is configured
-    assert found["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
-    assert found["length_variance"] == pytest.approx(0.25)  # alternating 9 and 10
-    assert found["tokens"] == 40_000
-    assert found["minutes"] == pytest.approx(0.4)
+    assert row["kl_area"] == pytest.approx(39 * 4.1 / 2)
+    assert math.isnan(row["kl_excess"])  # no target is configured
+    assert row["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
+    assert row["length_variance"] == pytest.approx(0.25)  # alternating 9 and 10
+    assert row["tokens"] == 40_000
+    assert row["minutes"] == pytest.approx(0.4)
 
 
-def test_settings_count_for_the_page_only_if_the_runs_agree(tmp_path):
+def test_shared_setting_requires_agreement_between_runs(tmp_path):
     same = [read_run(write_run(tmp_path / "a", method="sft"))]
     same.append(read_run(write_run(tmp_path / "b", controller={"kl_target": 0.02})))
-    assert (
-        shared_setting(same, "kl_target") == 0.02
-    )  # the run without the setting is measured the same way
+    # the run without the setting is measured in the same way
+    assert shared_setting(same, "kl_target") == 0.02
     other = read_run(write_run(tmp_path / "c", controller={"kl_target": 0.5}))
     assert shared_setting([*same, other], "kl_target") is None
     assert context_of([*same, other]).kl_target is None
 
 
-def test_headline_names_who_is_ahead_and_whether_seeds_bear_it_out(tmp_path):
+def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
     ahead = [write_run(tmp_path / f"a{s}", seed=s) for s in (0, 1)]  # 0.5, 0.6
     behind = [write_run(tmp_path / f"b{s}", method="sft", seed=s) for s in (0, 1)]
     for path in behind:
@@ -295,32 +289,32 @@ def with_start(path, accuracy):
     return path
 
 
-def test_the_start_model_is_a_baseline_and_no_result(tmp_path):
-    better = with_start(write_run(tmp_path / "a"), 0.9)  # training made it worse
-    run = read_run(better)
-    found = summarise(run, context_of([run]))
-    assert (found["start"], found["final"], found["best"]) == (0.9, 0.5, 0.6)
-    assert "start accuracy %" in results_table([better])
-    (group,) = grouped(better)
-    assert headline([group], context_of([run])).endswith("50.0 %. The start model has 90.0 %.")
+def test_start_model_is_a_baseline_not_a_result(tmp_path):
+    better_start = with_start(write_run(tmp_path / "a"), 0.9)  # training made it worse
+    run = read_run(better_start)
+    row = summarize(run, context_of([run]))
+    assert (row["start"], row["final"], row["best"]) == (0.9, 0.5, 0.6)
+    assert "start accuracy %" in results_table([better_start])
+    (group,) = grouped(better_start)
+    text = headline([group], context_of([run]))
+    assert re.search(r"50\.0 %\. The initial model .*90\.0 %", text)
     (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
-    assert (steps[0], values[0]) == (0, 0.9)  # the curve begins there
+    assert (steps[0], values[0]) == (0, 0.9)  # the curve begins at the initial model
 
 
-def test_a_start_that_differs_or_is_all_there_is_makes_no_headline(tmp_path):
+def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
     paths = [with_start(write_run(tmp_path / f"{x}", seed=i), x) for i, x in enumerate((0.2, 0.3))]
     paths.append(write_run(tmp_path / "without", method="sft"))
-    for some in (paths, paths[1:]):
-        groups = grouped(*some)
+    for subset in (paths, paths[1:]):
+        groups = grouped(*subset)
         text = headline(groups, context_of([run for group in groups for run in group.runs]))
-        assert "Highest final accuracy" in text and "start model" not in text
+        assert "Highest final accuracy" in text and "initial model" not in text
     (paths[0] / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.2}\n')
-    assert headline(grouped(paths[0]), context_of([])) == (
-        "None of these runs has been evaluated yet."
-    )
+    text = headline(grouped(paths[0]), context_of([]))
+    assert text == "None of these runs has been evaluated yet."
 
 
-def test_a_term_that_was_never_measured_is_named_not_drawn_as_zero(tmp_path):
+def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
     path = write_run(tmp_path / "sft", method="sft")
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps(row | {"rollout_loss": None, "reward_mean": None}) for row in rows]
@@ -330,7 +324,7 @@ def test_a_term_that_was_never_measured_is_named_not_drawn_as_zero(tmp_path):
     assert not (tmp_path / "plots" / "d_policy_loss.png").exists()
 
 
-# ---- the page
+# --- the page
 
 
 class Page(HTMLParser):
@@ -362,11 +356,11 @@ def report(tmp_path_factory):
         write_run(root / f"gac-{seed}", seed=seed, controller={"kl_target": 0.5})
     sft = write_run(root / "sft", method="sft", steps=25, note="<script>alert(1)</script>")
     with (sft / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 26, "mu"')  # a line cut off by a kill
+        file.write('{"step": 26, "mu"')  # a line torn by a kill
     return write_report([root], root / "out")
 
 
-def test_the_page_is_one_file_with_every_panel_inside(report):
+def test_page_is_self_contained(report):
     page = Page(report.read_text())
     assert page.open == []  # every tag is closed
     assert [image["alt"].partition(" over")[0] for image in page.images] == [
@@ -388,14 +382,14 @@ def test_the_page_is_one_file_with_every_panel_inside(report):
 def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
     text = report.read_text()
     assert "Not recorded: (f) SFT variance σₛ²." in text
-    assert "25 steps of 40: unfinished or still running; 1 unreadable line(s) skipped" in text
-    assert "Areas and sums of runs with fewer steps cover fewer steps" in text
+    assert re.search(r"25 steps of 40 .*unfinished.*; 1 unreadable line", text)
+    assert "areas and sums of shorter runs cover fewer steps" in text
     assert "the part of that area above the target of 0.5" in text
     assert "μ changed by more than 0.02" in text
     assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup
 
 
-def test_plots_are_png_files_beside_the_page(report):
+def test_plots_are_png_files_next_to_the_page(report):
     names = {path.name for path in (report.parent / "plots").iterdir()}
     accuracies = {"accuracy.png", "accuracy_1_+.png", "accuracy_2_-.png"}
     assert names >= {"overview.png", "e_mu.png"} | accuracies
@@ -408,7 +402,7 @@ def test_plots_are_png_files_beside_the_page(report):
     assert blue.sum() > 500  # the first group's line is there
 
 
-def test_the_terminal_table_is_aligned_and_holds_the_numbers(report):
+def test_terminal_table_is_aligned_and_complete(report):
     text = results_table([report.parent.parent])
     accuracy, stability = text.split("\n\n")
     lines = accuracy.splitlines()

@@ -16,7 +16,7 @@ from gac.report.groups import group_runs
 from gac.report.page import headline
 from gac.report.plots import draw_plots, evaluation_panels
 from gac.report.reading import read_run
-from gac.report.table import context_of, summarise, tables
+from gac.report.table import context_of, summarize, tables
 from gac.training.trainer import train
 
 from .tiny import tiny_config
@@ -45,65 +45,52 @@ ROWS = [
 ]
 
 
-def test_each_further_task_is_a_panel_with_words_of_its_own(tmp_path):
+def test_each_extra_task_has_its_own_panel_and_caption(tmp_path):
     run = read_run(write_run(tmp_path / "gac", ROWS, ["logic", "facts"]))
     assert run.tasks == ["logic", "facts"]
     groups = group_runs([run])
     panels = {panel.column: panel for panel in evaluation_panels(groups)}
     assert list(panels) == [name for name in ROWS[0] if name != "step"]
-    assert panels["accuracy/easy"].words.startswith("The same for")
-    assert "further task “logic”" in panels["accuracy/logic"].words
-    assert "“three_objects” alone, in" in panels["accuracy/logic/three_objects"].words
-    drawn = draw_plots(groups, tmp_path / "plots")
-    assert {panel.key for panel in panels.values()} <= drawn.keys()
-    assert all(path.stat().st_size > 5000 for path in drawn.values())
+    assert panels["accuracy/easy"].caption.startswith("The same for")
+    assert "task “logic”" in panels["accuracy/logic"].caption
+    assert "split “three_objects”" in panels["accuracy/logic/three_objects"].caption
+    files = draw_plots(groups, tmp_path / "plots")
+    assert {panel.key for panel in panels.values()} <= files.keys()
+    assert all(path.stat().st_size > 5000 for path in files.values())
 
 
-def test_the_table_says_what_a_run_forgot(tmp_path):
+def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     runs = [read_run(write_run(tmp_path / "gac", ROWS, ["logic", "facts"]))]
-    accuracy, further, *_ = tables(group_runs(runs), context_of(runs))
+    accuracy, extra, *_ = tables(group_runs(runs), context_of(runs))
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
-    cells = {c.key: cell[0] for c, cell in zip(further.columns, further.cells[0], strict=True)}
-    assert cells == {
-        "start/logic": 0.8,
-        "accuracy/logic": 0.4,
-        "start/facts": 0.5,
-        "accuracy/facts": 0.5,
-    }
+    cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
+    facts = {"start/facts": 0.5, "accuracy/facts": 0.5}
+    assert cells == {"start/logic": 0.8, "accuracy/logic": 0.4, **facts}
 
 
-def test_a_run_with_further_tasks_alone(tmp_path):
+def test_run_with_only_extra_tasks(tmp_path):
     rows = [{k: v for k, v in row.items() if k in ("step", "accuracy/logic")} for row in ROWS]
     runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
     groups, context = group_runs(runs), context_of(runs)
-    assert math.isnan(summarise(runs[0], context)["final"])
+    assert math.isnan(summarize(runs[0], context)["final"])
     assert headline(groups, context) == "Final accuracy on logic: 40.0 %."
     assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]
     page = write_report([tmp_path / "gac"], tmp_path).read_text()
-    assert "Held-out accuracy: logic over optimiser steps" in page
+    assert "Held-out accuracy: logic over optimizer steps" in page
 
 
-def test_training_records_them_and_the_report_shows_them(task, tmp_path):
+def test_extra_tasks_are_recorded_and_reported(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
-    found = {
-        "data": data,
-        "max_new_tokens": 5,
-        "tasks": {
-            "other": {
-                "data": data,
-                "max_new_tokens": 3,
-                "split_field": "op",
-                "reward": "tests.tiny:digit_reward",
-            },
-        },
-    }
-    run = train(tiny_config(task, tmp_path / "run", steps=1, eval=found))
+    reward = "tests.tiny:digit_reward"
+    other = {"data": data, "max_new_tokens": 3, "split_field": "op", "reward": reward}
+    eval_config = {"data": data, "max_new_tokens": 5, "tasks": {"other": other}}
+    run = train(tiny_config(task, tmp_path / "run", steps=1, eval=eval_config))
     assert read_run(run).splits == ["other", "other/+", "other/-"]
     page = write_report([run], tmp_path).read_text()
-    assert "start other %" in page and "further task “other”" in page
+    assert "start other %" in page and "task “other”" in page
 
 
-# ---- results of gac eval
+# --- results of gac eval
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +102,10 @@ def results(task, tmp_path_factory) -> Path:
         "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_new_tokens": 3},
     }
     for name, seed, against in (("base", 0, None), ("mine", 3, out / "base")):
-        config = load(
-            EvalConfig,
-            {
-                "model": {"path": str(task / "init"), "random_init": True},
-                "out": str(out / name),
-                "reward": "tests.tiny:digit_reward",
-                "seed": seed,
-                "tasks": tasks,
-            },
-        )
-        run_suite(config, against)
+        model = {"path": str(task / "init"), "random_init": True}
+        reward = "tests.tiny:digit_reward"
+        settings = {"out": str(out / name), "reward": reward, "seed": seed, "tasks": tasks}
+        run_suite(load(EvalConfig, {"model": model, **settings}), against)
     return out
 
 
@@ -136,21 +116,21 @@ def test_a_page_of_evaluations(results, tmp_path, capsys):
     page = (tmp_path / "report.html").read_text()
     assert "&lt;often&gt;" in page and "<often>" not in page
     assert page.count("<thead>") == 2 and page.count("8 shared") == 2
-    assert f"against {results / 'base'}." in page
+    assert f"compared with {results / 'base'}." in page
     assert page.count("data:image/png;base64,") == 1 and not list(tmp_path.glob("plots"))
 
 
-def test_evaluations_stand_beside_runs(results, tmp_path):
+def test_evaluations_and_runs_share_a_page(results, tmp_path):
     run = write_run(tmp_path / "gac", ROWS, ["logic"])
     page = write_report([run, results / "mine"], tmp_path).read_text()
     assert "<h2>Evaluations</h2>" in page and "Held-out accuracy: logic" in page
     assert "<h2>Evaluations</h2>" not in write_report([run], tmp_path).read_text()
 
 
-def test_files_of_that_name_that_are_not_ours(results, tmp_path):
+def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path):
     run = write_run(tmp_path / "gac", ROWS, ["logic"])
     (run / "results.json").write_text("[]")
     assert "Evaluations" not in write_report([run], tmp_path).read_text()
     (run / "samples.jsonl.gz").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"results.json: not what gac eval writes"):
+    with pytest.raises(ConfigError, match=r"results.json: not a valid gac eval result.*delete"):
         write_report([run], tmp_path)

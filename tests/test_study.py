@@ -1,9 +1,10 @@
-"""Studies on a few methods, seeds and steps: what they run, keep and write."""
+"""Studies of a few methods, seeds and steps: their runs, statistics and files."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -20,32 +21,17 @@ from .tiny import tiny_config, write_tiny
 
 
 @pytest.mark.slow
-def test_study_runs_once_and_summarises_its_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "GATE", (0.0, 1.0))
+def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     monkeypatch.setattr(study, "GRID", (0.3,))
-    arguments = [
-        "--out",
-        str(tmp_path / "runs"),
-        "--methods",
-        "constant",
-        "dft",
-        "luffy",
-        "--seeds",
-        "2",
-        "--steps",
-        "2",
-        "--base-steps",
-        "3",
-        "--jobs",
-        "2",
-        "--results",
-        str(tmp_path / "r.json"),
-    ]
+    arguments = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "r.json")]
+    arguments += ["--methods", "constant", "dft", "luffy", "--seeds", "2", "--steps", "2"]
+    arguments += ["--base-steps", "3", "--jobs", "2"]
     assert study.main(arguments) == 0
     first = json.loads((tmp_path / "r.json").read_text())
     rows = {row["name"]: row for row in first["rows"]}
     assert list(rows) == ["dft", "constant", "luffy", "best constant in hindsight (mu=0.3)"]
-    assert rows["luffy"]["demos"] == "prompt" and rows["constant"]["demos"] == "apart"
+    assert rows["luffy"]["demos"] == "prompt" and rows["constant"]["demos"] == "separate"
     finals = [
         json.loads((tmp_path / f"runs/luffy-{seed}/eval.jsonl").read_text().splitlines()[-1])
         for seed in (0, 1)
@@ -60,18 +46,18 @@ def test_study_runs_once_and_summarises_its_runs(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "r.json").read_text()) == first
 
 
-def test_rows_that_were_not_asked_for_stay_if_the_setting_is_the_same(tmp_path):
+def test_merge_keeps_other_rows_of_the_same_setting(tmp_path):
     path, setting = tmp_path / "r.json", {"steps": 2, "seeds": 1}
     hindsight = [{"name": f"{study.HINDSIGHT} (mu={mu})"} for mu in (0.1, 0.3)]
     old = [{"name": "sft", "x": 1}, {"name": "gac", "x": 1}, hindsight[0]]
     path.write_text(json.dumps({"setting": setting, "rows": old}))
     new = [{"name": "gac", "x": 2}, {"name": "grpo"}, hindsight[1]]
     assert study.merged(new, path, setting) == [old[0], new[1], new[0], hindsight[1]]
-    with pytest.raises(ValueError, match="give the same steps"):
+    with pytest.raises(ValueError, match="same steps"):
         study.merged(new, path, {**setting, "steps": 3})
 
 
-def test_specifications_of_methods():
+def test_parse_arm():
     assert parse_arm("gac") == Arm("gac", "gac")
     spec = "constant:mu=0.3,weight=phi"
     assert parse_arm(spec) == Arm(spec, "constant", ("method.mu=0.3", "method.weight=phi"))
@@ -84,7 +70,7 @@ def test_specifications_of_methods():
             parse_arm(bad)
 
 
-def test_a_run_of_a_study_is_the_configuration_with_method_seed_and_folder(tmp_path):
+def test_arm_config_sets_method_seed_and_folder(tmp_path):
     data = dump(tiny_config(write_tiny(tmp_path), tmp_path / "out"))
     config = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["steps=7", f"out={tmp_path}/x"])
     assert (config.method.name, config.method.mu, config.seed) == ("constant", 0.3, 2)
@@ -93,14 +79,12 @@ def test_a_run_of_a_study_is_the_configuration_with_method_seed_and_folder(tmp_p
         arm_config(data, parse_arm("low@constant:nope=1"), 0)
 
 
-def test_intervals_cover_the_mean_about_as_often_as_they_say():
-    """Coverage over 400 samples of 30 normal values; a percentile bootstrap falls slightly short of
-    95 %.
-    """
-    draws = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
-    ends = [interval(row) for row in draws]
-    assert 0.90 < np.mean([low < 0.3 < high for low, high in ends]) < 0.97
-    width = np.mean([high - low for low, high in ends])
+def test_interval_coverage():
+    """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95 %."""
+    samples = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
+    intervals = [interval(row) for row in samples]
+    assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97
+    width = np.mean([high - low for low, high in intervals])
     assert width == pytest.approx(2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1)
     assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
 
@@ -121,47 +105,36 @@ def test_differences_are_paired_by_seed():
 
 
 @pytest.mark.slow
-def test_gac_study_names_what_fails_and_goes_on_from_what_is_done(tmp_path, capsys):
+def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="tests.tiny:digit_reward"
     )
     path = tmp_path / "run.yaml"
     save(config, path)
-    broken = {"broken": {"name": "luffy"}}  # it needs demonstrations, which are missing
+    broken = {"broken": {"name": "luffy"}}  # needs demonstrations, which are missing
     path.write_text(path.read_text() + to_yaml({"methods": {**broken, "low": "constant:mu=0.1"}}))
     fields = ["data.demo_field=null", "data.demos=null"]
-    arguments = [
-        "study",
-        str(path),
-        "--methods",
-        "grpo",
-        "broken",
-        "dr@dr-grpo",
-        "--seeds",
-        "2",
-        "--baseline",
-        "dr",
-        "--discard",
-        "--set",
-        *fields,
-    ]
+    study_command = ["study", str(path), "--methods"]
+    options = ["--seeds", "2", "--baseline", "dr", "--discard", "--set", *fields]
+    arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ValueError: data.prompts" in printed
-    found = json.loads((tmp_path / "out/study.json").read_text())
-    assert found["methods"]["broken"]["final"] == [None, None]
-    assert sorted(found["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
+    results = json.loads((tmp_path / "out/study.json").read_text())
+    assert results["methods"]["broken"]["final"] == [None, None]
+    assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
     evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
-    assert found["methods"]["grpo"]["final"][1] == json.loads(evals[-1])["accuracy"]
-    assert found["methods"]["dr"]["against_baseline"]["difference"] == 0
+    assert results["methods"]["grpo"]["final"][1] == json.loads(evals[-1])["accuracy"]
+    assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
     assert not (tmp_path / "out/grpo-0/checkpoints").exists()
     page_text = (tmp_path / "out/study.html").read_text()
     assert "broken-0: failed" in page_text and "data:image/png" in page_text
 
-    assert cli.main([*arguments[:2], "--methods", "grpo", "dr@dr-grpo", *arguments[6:]]) == 0
+    assert cli.main([*study_command, "grpo", "dr@dr-grpo", *options]) == 0
     assert "done" not in capsys.readouterr().out  # nothing was left to run
-    again = json.loads((tmp_path / "out/study.json").read_text())
-    assert again["methods"]["grpo"] == found["methods"]["grpo"] and again["failed"] == {}
+    resumed = json.loads((tmp_path / "out/study.json").read_text())
+    assert resumed["methods"]["grpo"] == results["methods"]["grpo"] and resumed["failed"] == {}
 
-    assert cli.main([*arguments[:2], "--methods", "grpo", "--set", *fields, "steps=3"]) == 2
-    assert "grpo-0: holds a finished run with another steps" in capsys.readouterr().err
+    assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"grpo-0: .*finished run with a different steps.*delete", error)
