@@ -119,7 +119,7 @@ class Parts:
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: Counter[str] = Counter()
-        self.on = False
+        self.enabled = False
         self.losses: list[Callable[..., Any]] = []  # forward calls of the current step's losses
         gradients = trainer.gradients
         for owner, names, part in (
@@ -137,7 +137,7 @@ class Parts:
         inner = gac.models.causal_lm.fused_linear_gac_loss
 
         def record_loss(*args: Any, **keywords: Any) -> Any:
-            if self.on:
+            if self.enabled:
                 plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
                 self.losses.append(functools.partial(inner, *plain, **keywords))
             return inner(*args, **keywords)
@@ -160,7 +160,7 @@ class Parts:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **keywords: Any) -> Any:
-            if not self.on:
+            if not self.enabled:
                 return inner(*args, **keywords)
             began = clock()
             try:
@@ -206,11 +206,11 @@ def measure(config: TrainConfig, cycles: int) -> list[CycleTimes]:
         times["sampling"] += clock() - began
         for arm in ("bare", "gac") if number % 2 else ("gac", "bare"):
             parts.seconds.clear()
-            parts.on = arm == "gac"
+            parts.enabled = arm == "gac"
             began = clock()
-            with_gac(trainer, rows) if parts.on else without_gac(trainer, rows, mu)
+            with_gac(trainer, rows) if parts.enabled else without_gac(trainer, rows, mu)
             times[arm] += clock() - began
-            parts.on = False
+            parts.enabled = False
             parts.time_statistics()
             for part, seconds in parts.seconds.items():
                 times[part] += seconds
