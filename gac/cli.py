@@ -346,13 +346,13 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    found = check(options.config, options.set, options.min_reward)
-    for failing in found.failing:
-        print(failing)
-    events = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)
-    passed = found.rows - len(found.failing)
-    print(f"{passed} of {found.rows} rows pass{f' ({events})' if events else ''}")
-    return FAILED if found.failing else OK
+    result = check(options.config, options.set, options.min_reward)
+    for row in result.failing:
+        print(row)
+    events = ", ".join(f"{count} {name}" for name, count in result.counts.items() if count)
+    passed = result.rows - len(result.failing)
+    print(f"{passed} of {result.rows} rows pass{f' ({events})' if events else ''}")
+    return FAILED if result.failing else OK
 
 
 def _methods(options: argparse.Namespace) -> int:

@@ -283,7 +283,7 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
 
 
 def with_start(path, accuracy):
-    """Prepend an evaluation of the start model to the run's evaluations."""
+    """Prepend an evaluation of the initial model to the run's evaluations."""
     first = json.dumps({"step": 0, "accuracy": accuracy, "accuracy/+": 0.3})
     (path / "eval.jsonl").write_text(first + "\n" + (path / "eval.jsonl").read_text())
     return path

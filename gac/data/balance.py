@@ -49,8 +49,8 @@ def rebalance(rows: Sequence[Row], together: int = 1) -> list[Row]:
     """Exchange rows between ranks and return this rank's, renumbered. Call it on every rank."""
     # token ids are unpacked only by the rank that trains on them
     compact = [row._replace(ids=_packed(row.ids)) for row in rows]
-    everyone = [row for part in collectives.gather(compact) for row in part]
-    own = assign_rows(everyone, collectives.world_size(), together)[collectives.rank()]
+    all_rows = [row for part in collectives.gather(compact) for row in part]
+    own = assign_rows(all_rows, collectives.world_size(), together)[collectives.rank()]
     return [row._replace(ids=tuple(row.ids), sequence=i) for i, row in enumerate(own)]
 
 

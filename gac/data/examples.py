@@ -167,8 +167,8 @@ def load_prompts(
     if training:
         _reject_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    kept = [_apply_limits(config, example, dropped) for example in examples]
-    return _finish(config.prompts, [example for example in kept if example], dropped)
+    limited = [_apply_limits(config, example, dropped) for example in examples]
+    return _finish(config.prompts, [example for example in limited if example], dropped)
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
@@ -194,8 +194,8 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
         row.text(config.demo_field, key="demo_field")
     _reject_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=False)
-    kept = [_apply_limits(config, example, dropped) for example in examples]
-    return _finish(source, [example for example in kept if example and example.demo], dropped)
+    limited = [_apply_limits(config, example, dropped) for example in examples]
+    return _finish(source, [example for example in limited if example and example.demo], dropped)
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
@@ -370,9 +370,9 @@ def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -
     return example
 
 
-def _finish(source: str, kept: list[Example], dropped: Counter[str]) -> Examples:
+def _finish(source: str, examples: list[Example], dropped: Counter[str]) -> Examples:
     reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
-    if not kept:
+    if not examples:
         raise ValueError(f"{source}: no rows left (dropped: {reasons})")
-    logger.info("%s: kept %d rows; dropped: %s", source, len(kept), reasons)
-    return Examples(kept, dropped)
+    logger.info("%s: kept %d rows; dropped: %s", source, len(examples), reasons)
+    return Examples(examples, dropped)
