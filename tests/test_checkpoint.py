@@ -68,7 +68,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "says"),
+    ("file", "damage", "message"),
     [
         ("__0_0.distcp", truncate, "bytes instead of"),
         ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum detects it

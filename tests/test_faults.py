@@ -156,9 +156,7 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 3, "keep": 2})
     trainer = Trainer(config)
     before = weights(trainer)
-    with pytest.raises(
-        RunError, match=r"3 consecutive steps .* rollout_loss .* step 3 in .*gac replay"
-    ):
+    with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
         trainer.run()
     saved = Trainer(config)
     assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
@@ -299,9 +297,7 @@ def test_torn_last_line_is_dropped(tmp_path):
 def test_resuming_with_another_process_count_needs_resize(task, tmp_path):
     config = tiny_config(task, tmp_path, steps=2)
     ranks.run(train, config, ranks=2)
-    with pytest.raises(
-        ConfigError, match=r"parallel.resize=False.* 2 processes but 1 .*resize=true"
-    ):
+    with pytest.raises(ConfigError, match=r"resize=False.* 2 processes but 1 .*resize=true"):
         Trainer(config)
     assert Trainer(tiny_config(task, tmp_path, steps=2, parallel={"resize": True})).step == 2
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from gac.control.term_pair import Pair
-from gac.data.rows import Batch, Counts, Row, collate, count, norms
+from gac.control.term_pair import TermPair
+from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
 from gac.training.trainer import Trainer, train
@@ -20,68 +20,42 @@ from gac_kernels import LossSpec
 
 from .tiny import metrics, tiny_config
 
-CONTRACT = {
-    "step",
-    "mu",
-    "mu_star",
-    "prior",
-    "alpha",
-    "kl",
-    "sft_variance",
-    "rl_variance",
-    "disagreement",
-    "rollout_loss",
-    "demo_loss",
-    "reward_mean",
-    "entropy",
-    "clip_fraction",
-    "response_length",
-    "grad_norm",
-    "tokens",
-    "seconds",
-    "sampled_tokens",
-    "sampling_seconds",
-    "sampled_responses",
-    "sampling_share",
-    "responses_per_second",
-}
+# keys of metrics.jsonl that the contract lists
+CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
+SIGNAL_KEYS = {"sft_variance", "rl_variance", "disagreement"}
+LOSS_KEYS = {"rollout_loss", "demo_loss", "entropy", "clip_fraction", "grad_norm"}
+ROLLOUT_KEYS = {"reward_mean", "response_length", "sampled_tokens", "sampled_responses"}
+TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "responses_per_second"}
+METRIC_KEYS = {"step", "tokens"}.union(
+    CONTROLLER_KEYS, SIGNAL_KEYS, LOSS_KEYS, ROLLOUT_KEYS, TIME_KEYS
+)
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
 
 
-def capture(trainer: Trainer) -> list[torch.Tensor]:
+def next_gradients(trainer: Trainer) -> list[torch.Tensor]:
     """Run the trainer's next step and return its gradients."""
-    found: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     step = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a, **k: (found.extend(gradients(trainer)), step(*a, **k))
+    trainer.optimizer.step = lambda *a, **k: (captured.extend(gradients(trainer)), step(*a, **k))
     trainer._train_step()
-    return found
+    return captured
 
 
-def test_run_directory_has_what_the_contract_says(task, tmp_path):
+def test_run_directory_contents(task, tmp_path):
     out = train(tiny_config(task, tmp_path / "run", export=True))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
-    assert set(rows[0]) >= CONTRACT
+    assert set(rows[0]) >= METRIC_KEYS
     assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
     evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
-    names = {
-        "step",
-        "accuracy",
-        "accuracy/+",
-        "accuracy/-",
-        "response_length",
-        "truncated",
-        "seconds",
-    }
-    assert all(set(e) == names for e in evaluations)
-    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
-        "step-00000002",
-        "step-00000004",
-    ]
+    accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
+    assert all(set(e) == {"step", "seconds"} | accuracies | others for e in evaluations)
+    checkpoints = sorted(p.name for p in (out / "checkpoints").glob("step-*"))
+    assert checkpoints == ["step-00000002", "step-00000004"]
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
     assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
     for r in rows:
@@ -90,9 +64,9 @@ def test_run_directory_has_what_the_contract_says(task, tmp_path):
         assert r["responses_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
-def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
-    """It is evaluated before the first step and not on resume; training uses the same random
-    numbers with and without the evaluation.
+def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
+    """The start model is evaluated before the first step, not on resume, and training uses the same
+    random numbers with and without the evaluation.
     """
     evaluation = {
         "data": {"prompts": str(task / "eval.jsonl")},
@@ -102,12 +76,12 @@ def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
     }
     config = tiny_config(task, tmp_path / "run", eval=evaluation)
     start = Trainer(config)
-    alone = start.evaluator(start.model)
+    evaluated = start.evaluator(start.model)
     out = train(dataclasses.replace(config, steps=2))
     train(dataclasses.replace(config, steps=4))
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 2, 4]
-    assert {**alone, "seconds": 0, "step": 0} == {**rows[0], "seconds": 0}
+    assert {**evaluated, "seconds": 0, "step": 0} == {**rows[0], "seconds": 0}
     assert metrics(out) == metrics(train(tiny_config(task, tmp_path / "without", eval={})))
 
 
@@ -119,7 +93,7 @@ def test_the_start_model_is_measured_once_and_changes_nothing(task, tmp_path):
         pytest.param("constant", set(), id="both"),
     ],
 )
-def test_what_was_not_measured_is_null(task, tmp_path, method, unmeasured):
+def test_unmeasured_metrics_are_null(task, tmp_path, method, unmeasured):
     out = train(tiny_config(task, tmp_path / "run", method={"name": method}, steps=2))
     names = {"rollout_loss", "demo_loss", "clip_fraction", "reward_mean", "sft_variance"}
     for row in metrics(out):
@@ -129,15 +103,16 @@ def test_what_was_not_measured_is_null(task, tmp_path, method, unmeasured):
 @pytest.mark.parametrize("reduction", ["sequence", "token"])
 def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
-    whole = Trainer(tiny_config(task, tmp_path / "a", loss=loss))
-    parts = Trainer(tiny_config(task, tmp_path / "b", loss=loss, micro_batch=3))
-    one, many = capture(whole), capture(parts)
-    assert len(one) == len(many) > 0
-    for x, y in zip(one, many, strict=True):
+    one_batch = Trainer(tiny_config(task, tmp_path / "a", loss=loss))
+    accumulated = Trainer(tiny_config(task, tmp_path / "b", loss=loss, micro_batch=3))
+    expected, actual = next_gradients(one_batch), next_gradients(accumulated)
+    assert len(expected) == len(actual) > 0
+    for x, y in zip(expected, actual, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    last, other = one_batch.last, accumulated.last
     for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss"):
-        assert getattr(whole.last, name) == pytest.approx(getattr(parts.last, name), rel=1e-4)
-    assert whole.last.signals == pytest.approx(parts.last.signals, rel=1e-4)
+        assert getattr(last, name) == pytest.approx(getattr(other, name), rel=1e-4)
+    assert last.signals == pytest.approx(other.signals, rel=1e-4)
 
 
 def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
@@ -145,21 +120,21 @@ def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path)
     flat = tiny_config(
         task,
         tmp_path / "a",
-        reward="tests.test_trainer:no_reward",
+        reward="tests.test_trainer:zero_reward",
         method={"name": "constant", "mu": 0.5},
     )
     trainer = Trainer(flat)
-    seen = []
+    losses = []
     backward = trainer.accelerator.backward
-    trainer.accelerator.backward = lambda loss: (seen.append(loss.item()), backward(loss))
-    mixed = capture(trainer)
-    assert len(seen) == 1  # one micro-batch: the demonstrations
-    only = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
-    for x, y in zip(mixed, capture(only), strict=True):
+    trainer.accelerator.backward = lambda loss: (losses.append(loss.item()), backward(loss))
+    mixed = next_gradients(trainer)
+    assert len(losses) == 1  # one micro-batch: the demonstrations
+    sft = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
+    for x, y in zip(mixed, next_gradients(sft), strict=True):
         torch.testing.assert_close(x, 0.5 * y, rtol=1e-4, atol=1e-7)
 
 
-def no_reward(completion: str, example: object) -> float:
+def zero_reward(completion: str, example: object) -> float:
     return 0.0
 
 
@@ -168,11 +143,11 @@ def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
     config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, reuse=2))
     once = Trainer(tiny_config(task, tmp_path / "b", method={"name": "grpo"}))
     twice = Trainer(config)
-    for x, y in zip(capture(once), capture(twice), strict=True):
+    for x, y in zip(next_gradients(once), next_gradients(twice), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
     first = twice.rollouts
     twice.step += 1
-    capture(twice)
+    next_gradients(twice)
     assert twice.rollouts is first and first.old_logps
 
 
@@ -180,22 +155,22 @@ def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
     config = tiny_config(task, tmp_path / "a", method={"name": "sft"})
     warm = dataclasses.replace(config.rollouts, temperature=2.0)
     hot = dataclasses.replace(config, out=str(tmp_path / "b"), rollouts=warm)
-    for x, y in zip(capture(Trainer(config)), capture(Trainer(hot)), strict=True):
+    for x, y in zip(next_gradients(Trainer(config)), next_gradients(Trainer(hot)), strict=True):
         assert torch.equal(x, y)
 
 
-def test_interrupted_run_repeats_the_uninterrupted_one(task, tmp_path):
-    whole = train(tiny_config(task, tmp_path / "whole", steps=6))
-    config = tiny_config(task, tmp_path / "cut", steps=6)
+def test_interrupted_run_matches_an_uninterrupted_one(task, tmp_path):
+    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
+    config = tiny_config(task, tmp_path / "interrupted", steps=6)
     trainer = Trainer(config)
-    trainer.stop.asked = True  # as if Ctrl-C came during the first step
+    trainer.stop.requested = True  # as if Ctrl-C came during the first step
     with pytest.raises(KeyboardInterrupt, match="step 1"):
         trainer.run()
     train(config)
-    assert metrics(tmp_path / "cut") == metrics(whole)
+    assert metrics(tmp_path / "interrupted") == metrics(uninterrupted)
 
 
-def test_without_resume_a_used_folder_is_refused(task, tmp_path):
+def test_without_resume_a_used_folder_is_rejected(task, tmp_path):
     config = tiny_config(task, tmp_path / "run", steps=2)
     train(config)
     with pytest.raises(ValueError, match="already holds a run"):
@@ -239,7 +214,7 @@ def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
     assert list(out.rglob("events.out.tfevents*"))
 
 
-def test_lora_run_uses_the_bare_model_as_reference(task, tmp_path):
+def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2}}
     out = train(tiny_config(task, tmp_path / "run", model=model, steps=2))
@@ -254,36 +229,36 @@ def test_collate_scores_response_tokens_only():
     assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
     assert count(rows) == Counts(1, 2, 1, 1, rows=2, tokens=9)
     counts = Counts(3, 30, 2, 20, rows=5, tokens=99)
-    assert norms(counts, LossSpec()) == Pair(demo=20, rollout=3)
-    assert norms(counts, LossSpec(), pooled=True) == Pair(demo=50, rollout=5)
+    assert loss_divisors(counts, LossSpec()) == TermPair(demo=20, rollout=3)
+    assert loss_divisors(counts, LossSpec(), pooled=True) == TermPair(demo=50, rollout=5)
     assert collate([], 0).targets.tolist() == [[-100]]
 
 
-def test_fields_of_a_row_and_a_batch_shadow_nothing_of_a_tuple():
+def test_row_and_batch_fields_do_not_shadow_tuple_attributes():
     assert not (set(Row._fields) | set(Batch._fields)) & set(dir(tuple))
 
 
 def test_group_advantages():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
-    centred = group_advantages(rewards.double(), "centered")
-    assert centred[0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert centred[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
-    assert centred[2, 0] == 0 and centred[2, 1:].sum().abs() < 1e-12
+    centered = group_advantages(rewards.double(), "centered")
+    assert centered[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert centered[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
+    assert centered[2, 0] == 0 and centered[2, 1:].sum().abs() < 1e-12
     std = group_advantages(rewards.double(), "std")
     assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
 
 
 def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
-    """A checkpoint may ship top_k or a repetition penalty: sampling with it is off-policy."""
+    """A checkpoint may set top_k or a repetition penalty, which would make sampling off-policy."""
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
     model, prompts = trainer.model, [(4, 5, 6)] * 2
     settings = {"max_new_tokens": 6, "temperature": 1.0, "samples": 8}
     torch.manual_seed(0)
-    plain = generate(model, trainer.tokenizer, prompts, **settings)
-    spoiled = copy.deepcopy(model.generation_config)
-    spoiled.top_k, spoiled.repetition_penalty = 1, 5.0
-    model.generation_config = spoiled
+    expected = generate(model, trainer.tokenizer, prompts, **settings)
+    defaults = copy.deepcopy(model.generation_config)
+    defaults.top_k, defaults.repetition_penalty = 1, 5.0
+    model.generation_config = defaults
     torch.manual_seed(0)
-    assert generate(model, trainer.tokenizer, prompts, **settings) == plain
-    assert model.generation_config is spoiled
-    assert len(set(plain)) > 4
+    assert generate(model, trainer.tokenizer, prompts, **settings) == expected
+    assert model.generation_config is defaults
+    assert len(set(expected)) > 4
