@@ -305,9 +305,7 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the inputs of the LM head and choose its GEMM dtype: autocast's if enabled, else
-    that of hidden.
-    """
+    """Check the inputs of the LM head; its GEMM dtype is autocast's if enabled, or hidden's."""
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)

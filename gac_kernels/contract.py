@@ -198,8 +198,9 @@ class TokenMoments:
         return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
-        """Merge the moments of all ranks of `group`, bit for bit the same on each; a no-op without
-        a process group.
+        """Merge the moments of all ranks of `group`; a no-op without a process group.
+
+        The result is the same on each rank, bit for bit.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return self
@@ -265,8 +266,8 @@ def _trimmed_variance(values: list[float], trim: float) -> float:
     """Population variance without a fraction `trim` at each end; nan for no values or a nan."""
     if not values or any(map(math.isnan, values)):
         return math.nan
-    cut = math.floor(trim * len(values))
-    kept = sorted(values)[cut : len(values) - cut]
+    dropped = math.floor(trim * len(values))
+    kept = sorted(values)[dropped : len(values) - dropped]
     mean = sum(kept) / len(kept)
     return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # x ** 2 would raise on overflow
 

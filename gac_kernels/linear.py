@@ -76,10 +76,10 @@ class Accumulator:
             self.bias += grad.sum(0, dtype=self.head.accum_dtype)
 
     def _weight(self, single_chunk: bool) -> Tensor:
-        """Allocate [V, H] in float32 or better; for a single chunk, in the weight's dtype if a GEMM
-        can output it.
+        """Allocate the weight's gradient [V, H] in float32 or better.
 
-        float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
+        For a single chunk, in the weight's dtype if a GEMM can output it; but float16 gradients
+        are still scaled (`tokens.scale_for_float16`) and remain in float32.
         """
         head, dtype = self.head, self.head.accum_dtype
         if single_chunk and head.gemm_dtype == head.weight_dtype != torch.float16:

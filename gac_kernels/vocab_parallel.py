@@ -149,8 +149,9 @@ class ShardedRows:
     def _statistics(
         self, z: Tensor, local: Tensor, is_local: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Compute exp(z - max) of this rank's columns, and logps, entropy and log sum exp(z - max)
-        over all columns.
+        """Compute exp(z - max) of this rank's columns, and the statistics over all columns.
+
+        The statistics are logps, entropy and log sum exp(z - max), [M] each.
 
         Args:
             z: [M, V_r] of logits / temperature, overwritten.
