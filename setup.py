@@ -30,9 +30,7 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"
 
 
 class BuildNative(build_ext):
-    """Builds one shared library of operators; the row kernels are compiled once per instruction
-    set.
-    """
+    """Builds one shared library of operators; row kernels are compiled once per instruction set."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # torch loads it, Python never imports it
@@ -63,9 +61,7 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """Copies the modules and csrc; the CUDA kernels are built from it on first use, if nvcc is
-    found.
-    """
+    """Copies the modules and csrc, from which the CUDA kernels are built on first use."""
 
     def run(self) -> None:
         super().run()
@@ -75,9 +71,7 @@ class BuildPython(build_py):
 
 
 class Wheel(bdist_wheel):
-    """Builds one wheel per platform for every Python 3 version: the library is not a Python
-    extension module.
-    """
+    """Builds one wheel per platform for every Python 3: the library is not an extension module."""
 
     def get_tag(self) -> tuple[str, str, str]:
         build = Path(self.get_finalized_command("build").build_lib)

@@ -277,8 +277,9 @@ def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
 
 
 def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
-    """The kernels of csrc/cuda, if nvcc is found; thread-block clusters need compute capability
-    9.0.
+    """The kernels of csrc/cuda, if nvcc is found.
+
+    Thread-block clusters need compute capability 9.0.
     """
     from . import build_cuda, inspect_cuda
 

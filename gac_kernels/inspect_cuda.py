@@ -86,8 +86,9 @@ def title(kernel: Compiled) -> str:
 
 
 def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
-    """Kernel name and dtypes from a mangled name such as
-    _ZN...10row_kernelIf13__nv_bfloat16EEvT_...
+    """Kernel name and dtypes from a mangled name.
+
+    For example from `_ZN...10row_kernelIf13__nv_bfloat16EEvT_...`.
     """
     match = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
     if match is None:

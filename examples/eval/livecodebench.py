@@ -66,8 +66,10 @@ def unpack(text: str) -> str:
 
 
 def convert_row(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert a published row to one with id, prompt and either `cases` or `tests`; raises
-    ValueError.
+    """Convert a published row to one with id, prompt and either `cases` or `tests`.
+
+    Raises:
+        ValueError: the row is malformed.
     """
     texts = [unpack(fields[name]) for name in ("public_test_cases", "private_test_cases")]
     tests = [test for text in texts for test in json.loads(text)]

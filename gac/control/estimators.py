@@ -66,8 +66,9 @@ def mu_star_biased(
     rl_variance: float,
     corrections: Corrections,
 ) -> float:
-    """The exact optimum for biased gradients, clipped to [0, 1]; without biases it reduces to
-    equations 3 and 4::
+    """The exact optimum for biased gradients, clipped to [0, 1].
+
+    Without biases it reduces to equations 3 and 4::
 
         <d + Delta, alpha d - b_r> + sigma_r^2 - c
         ------------------------------------------

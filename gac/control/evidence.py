@@ -35,10 +35,10 @@ class SourceNeeds(NamedTuple):
 
 
 class Sketches(NamedTuple):
-    """Sketch R G S^T of each unit's contribution G to its term's gradient with respect to the LM
-    head weight.
+    """Sketches R G S^T of the gradients of the LM head weight.
 
-    A unit is a demonstration, or all rollouts of a prompt.
+    G is one unit's contribution to the gradient of its term. A unit is a demonstration, or all
+    rollouts of a prompt.
     """
 
     demos: Tensor

@@ -38,8 +38,9 @@ class Evaluator:
         return bool(self.jobs)
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Evaluate all tasks and return a row of eval.jsonl: accuracy, accuracy/<split or task>,
-        response_length, seconds.
+        """Evaluate all tasks and return a row of eval.jsonl.
+
+        Its columns are accuracy, accuracy/<split or task>, response_length and seconds.
         """
         started = time.perf_counter()
         row: dict[str, Any] = {}
@@ -57,9 +58,7 @@ class Evaluator:
 
 
 def _check_column_names(jobs: Mapping[str, Job]) -> None:
-    """Raise ConfigError if a split of the first task shares a column name with another task or its
-    splits.
-    """
+    """Raise ConfigError if two tasks or splits would have the same column name."""
     first = jobs.get("")
     if first is None:
         return

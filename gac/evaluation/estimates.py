@@ -25,10 +25,10 @@ class Difference(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of `k` responses, drawn without replacement from `samples`, is
-    correct.
+    """Probability that at least one of `k` responses is correct.
 
-    Equals 1 - C(n - c, k) / C(n, k) for c correct out of n responses; unbiased for k fresh samples.
+    The responses are drawn without replacement from `samples`. The result equals 1 - C(n - c, k) /
+    C(n, k) for c correct out of n responses; unbiased for k fresh samples.
 
     Raises:
         ValueError: k is outside [1, samples], or correct is outside [0, samples].

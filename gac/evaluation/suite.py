@@ -1,5 +1,6 @@
-"""`gac eval`: evaluates a model on several tasks, saves results after each task and can compare
-them with earlier ones.
+"""`gac eval`: evaluates a model on several tasks and can compare the results with earlier ones.
+
+Results are saved after each task:
 
 OUT/results.json        per task: accuracy, interval, pass@k; a finished task is not run again
 OUT/samples.jsonl.gz    every answer of every finished task
@@ -87,9 +88,7 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """Run the single task in `settings`; returns accuracy, accuracy/<split>, response_length and so
-    on.
-    """
+    """Run the single task in `settings`; returns its accuracy, overall and by split, and more."""
     accelerator = _make_accelerator(config)
     row: dict[str, Any] = {}
 
@@ -161,9 +160,7 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
 
 
 def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dict[str, Job]:
-    """Load the data and build the reward of each task; `reward` is the default for tasks that set
-    none.
-    """
+    """Load the data and build the reward of each task; `reward` is the default."""
     jobs = {}
     for name, task in tasks.items():
         try:
@@ -267,9 +264,7 @@ def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) ->
 
 
 def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """Write from the main process, samples first, so that every task in results.json has its
-    answers.
-    """
+    """Write from the main process, samples first: each task in results.json has its answers."""
     if collectives.rank():
         return
     out.mkdir(parents=True, exist_ok=True)

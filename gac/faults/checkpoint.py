@@ -1,5 +1,6 @@
-"""Checkpoints with torch.distributed.checkpoint: written to a temporary folder, then published by
-one rename.
+"""Checkpoints with torch.distributed.checkpoint.
+
+They are written to a temporary folder, then published by one rename::
 
     checkpoints/step-00000120/     sharded tensors and progress.json
     checkpoints/damaged-00000140/  a checkpoint that failed its checksums
@@ -213,8 +214,9 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _gather_results(work: Callable[[], Any], folder: Path) -> list[Any]:
-    """Run `work` on every rank and gather the results; if any rank fails, all raise
-    CheckpointError instead of hanging.
+    """Run `work` on every rank and gather the results.
+
+    If any rank fails, all raise CheckpointError instead of hanging.
     """
     result, fault = None, None
     try:

@@ -51,8 +51,9 @@ class Heartbeat:
         atexit.register(self.stop)  # Python must not exit while the thread is in a store call
 
     def dead_rank_message(self) -> str | None:
-        """A message if the next rank's process has died, otherwise None; waits a few seconds for
-        its heartbeat.
+        """A message if the next rank's process has died, otherwise None.
+
+        Waits a few seconds for its heartbeat.
         """
         if self._single_process:
             return None

@@ -58,9 +58,7 @@ def check_folder(out: Path) -> None:
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
-    """Raise RunError unless the disk has space for `checkpoints` checkpoints of `model` and AdamW's
-    moments.
-    """
+    """Raise RunError unless `checkpoints` checkpoints of model and optimizer fit on the disk."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     need, free = checkpoints * (weights + moments), shutil.disk_usage(out).free
@@ -72,9 +70,7 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
 
 
 def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
-    """Raise ConfigError unless `unit` rows of `longest` tokens, which stay together, fit into
-    `tokens`, the value of `key`.
-    """
+    """Raise ConfigError unless `unit` rows of `longest` tokens fit into `tokens` (key `key`)."""
     need = longest * unit
     if tokens is not None and tokens < need:
         rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"
@@ -85,8 +81,7 @@ def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
 
 
 def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: bool) -> None:
-    """Raise ConfigError unless a run with configuration `now` may resume from a checkpoint's
-    `progress`.
+    """Raise ConfigError unless a run with configuration `now` may resume from `progress`.
 
     resize: also allow a different number of processes.
     """

@@ -12,8 +12,9 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class PCGrad(GramSolver):
-    """The sum of the gradients; if they conflict, each is first projected onto the normal plane of
-    the other.
+    """The sum of the gradients; if they conflict, each is first projected.
+
+    The projection is onto the normal plane of the other gradient.
     """
 
     name: ClassVar[str] = "pcgrad"

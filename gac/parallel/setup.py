@@ -158,11 +158,13 @@ def prepare_frozen(
 def shard(
     model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
-    """Apply `fully_shard` to each layer, and to the rest (embedding, last norm, head) as one unit,
-    in place.
+    """Apply `fully_shard` in place to each layer, and to the rest (embedding, last norm, head).
 
-    keep_root: keep the rest gathered from forward to backward.
-    Raises RuntimeError if a parameter was left unsharded.
+    Args:
+        keep_root: keep the rest gathered from forward to backward.
+
+    Raises:
+        RuntimeError: a parameter was left unsharded.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
@@ -199,8 +201,9 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Run `leave` at exit, after clearing the traceback of an uncaught exception, which still
-    references the trainer.
+    """Run `leave` at exit, after clearing an uncaught exception's traceback.
+
+    The traceback still references the trainer.
     """
     error = getattr(sys, "last_value", None)
     while error is not None:
@@ -211,8 +214,10 @@ def _leave_at_exit() -> None:
 
 
 def seed(number: int) -> None:
-    """Set torch's seed; without a GPU, skip the stack trace that `torch.manual_seed` would record
-    for lazy CUDA initialization.
+    """Set torch's seed.
+
+    Without a GPU, this skips the stack trace that `torch.manual_seed` records for lazy CUDA
+    initialization.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(number)
@@ -235,10 +240,10 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """Keep all weights gathered inside the block, so that each rank may call the model a different
-    number of times.
+    """Keep all weights gathered inside the block.
 
-    Without `gather_for_rollouts`, nothing stays gathered and all ranks must make the same calls.
+    Each rank may then call the model a different number of times. Without `gather_for_rollouts`,
+    nothing stays gathered and all ranks must make the same calls.
     """
     model_units = units(model)
     if not config.gather_for_rollouts:
@@ -264,8 +269,9 @@ def in_lockstep(model: nn.Module) -> bool:
 
 
 def required_calls(model: nn.Module, needed: int) -> int:
-    """Number of calls of the model that this rank must make if it needs `needed` results: in
-    lockstep, the maximum over ranks.
+    """Number of calls of the model that this rank must make if it needs `needed` results.
+
+    In lockstep, this is the maximum over ranks.
     """
     return int(largest([needed])[0]) if in_lockstep(model) else needed
 

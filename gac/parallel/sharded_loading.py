@@ -54,8 +54,9 @@ class ShardedLoading:
             os.environ[DISABLE_ASYNC_LOAD] = self._before
 
     def _keep_shard(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
-        """Registration hook of torch: keep this rank's rows of a loaded `param` and return the
-        placeholder to register instead of it.
+        """Registration hook of torch: keep this rank's rows of a loaded `param`.
+
+        Returns the placeholder to register instead of it.
         """
         # transformers marks loaded weights; those in no file are initialized later, unsharded
         if param in self._rows or not (param.ndim and getattr(param, "_is_hf_initialized", False)):

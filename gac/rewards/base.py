@@ -62,8 +62,7 @@ class Reward(ABC):
         return {}
 
     def explain(self, completion: str, example: Example) -> str:
-        """Explain in one line why the completion does not get the full reward; "" if there is
-        nothing to add.
+        """Explain in one line why the completion does not get the full reward, or return "".
 
         For debugging individual rows; scores the row again.
         """
@@ -127,8 +126,9 @@ class RowReward(Reward):
 
 
 def as_outcome(value: object) -> RowOutcome:
-    """Convert `value` to a finite float. Exceptions are returned unchanged; any other value yields
-    an exception.
+    """Convert `value` to a finite float.
+
+    Exceptions are returned unchanged; any other value yields an exception.
     """
     if isinstance(value, Exception):
         return value

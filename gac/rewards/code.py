@@ -166,8 +166,9 @@ class CodeReward(Reward):
         return ""
 
     def close(self) -> None:
-        """Stop the worker processes, which all code rewards with the same workers, preload and
-        require share.
+        """Stop the worker processes.
+
+        All code rewards with the same `workers`, `preload` and `require` share them.
         """
         self._pool.close()
 
@@ -289,9 +290,7 @@ def program_of(completion: str) -> str:
 
 @lru_cache(maxsize=4096)
 def names_defined(text: str) -> frozenset[str]:
-    """Names of the functions and classes that `text` defines at its top level; empty if it is not
-    valid Python.
-    """
+    """Names of the functions and classes at the top level of `text`; empty if it is invalid."""
     body = _parsed(text)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return frozenset(node.name for node in body if isinstance(node, kinds))
@@ -299,16 +298,18 @@ def names_defined(text: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def imports_of(setup: str) -> str:
-    """The top-level imports of a setup, one per line. Programs are written as if these had already
-    run.
+    """The top-level imports of a setup, one per line.
+
+    Programs are written as if these had already run.
     """
     imports = (node for node in _parsed(setup) if isinstance(node, ast.Import | ast.ImportFrom))
     return "\n".join(ast.unparse(node) for node in imports)
 
 
 def _parsed(text: str) -> list[ast.stmt]:
-    """Parse the statements of a row's text. Never pass a completion: parsing untrusted code can
-    crash this process.
+    """Parse the statements of a row's text.
+
+    Never pass a completion: parsing untrusted code can crash this process.
     """
     try:
         return ast.parse(text).body

@@ -1,5 +1,6 @@
-"""Worker process that grades math answers: reads one JSON pair [gold, answer] per line and writes
-one verdict per line.
+"""Worker process that grades math answers.
+
+Reads one JSON pair [gold, answer] per line and writes one verdict per line.
 
 Run as a script by `grading_pool`. Imports nothing from this package, to avoid loading torch.
 Hanging checks are stopped by a kernel timer whose default action kills this process, because Python
@@ -63,8 +64,9 @@ def _capped(limit: int, hard: int) -> int:
 
 
 def _wait_for_request(parent: int) -> bool:
-    """Wait until stdin is readable; returns False if the parent died while one of its forks keeps
-    stdin open.
+    """Wait until stdin is readable.
+
+    Returns False if the parent died while one of its forks keeps stdin open.
     """
     while not select.select([sys.stdin], [], [], PARENT_POLL_SECONDS)[0]:
         if os.getppid() != parent:

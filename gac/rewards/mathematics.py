@@ -118,8 +118,9 @@ def text_after_marker(text: str) -> str | None:
 
 
 def gold_text(answer: str) -> str:
-    """Format a gold answer for math-verify: take the text after `####`, if any, and box it unless
-    it already has LaTeX delimiters.
+    """Format a gold answer for math-verify.
+
+    Takes the text after `####`, if any, and boxes it unless it already has LaTeX delimiters.
     """
     answer = _plain_minus(text_after_marker(answer) or answer).strip()
     if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters

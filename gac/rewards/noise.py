@@ -35,8 +35,9 @@ class RewardNoise:
 
 
 class NoisyReward(Reward):
-    """Adds noise to another reward. The noise depends only on the seed, step, rank and order of
-    calls.
+    """Adds noise to another reward.
+
+    The noise depends only on the seed, step, rank and order of calls.
     """
 
     def __init__(self, reward: Reward, noise: RewardNoise, seed: int, rank: int = 0) -> None:

@@ -20,10 +20,10 @@ class Tally:
         self._reported = event_counts(reward)
 
     def new_counts(self) -> dict[str, int]:
-        """Return `reward_dropped` and `reward_<name>` for each count. Collective: every rank must
-        call it.
+        """Return `reward_dropped` and `reward_<name>` for each count.
 
-        Events during an evaluation are reported with the next step.
+        Collective: every rank must call it. Events during an evaluation are reported with the next
+        step.
         """
         now = event_counts(self.reward)
         since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
@@ -38,9 +38,7 @@ def event_counts(reward: Reward) -> dict[str, int]:
 
 @contextlib.contextmanager
 def closing_reward(reward: Reward) -> Iterator[None]:
-    """Context manager that logs this process's counts and closes the reward on exit, even after an
-    error.
-    """
+    """Context manager that logs this process's counts and closes the reward on exit."""
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
-"""Exports a checkpoint to a plain transformers folder, in one process, whatever the world size of
-the run. Weights are copied layer by layer, so the process never holds the full model.
+"""Exports a checkpoint to a plain transformers folder, in one process.
+
+Weights are copied layer by layer, so the process never holds the full model, whatever the world
+size of the run.
 """
 
 from __future__ import annotations
@@ -104,8 +106,9 @@ def export_checkpoint(
 
 
 def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
-    """Export a model whose `model.path` is itself a set of adapters: transformers saves them, which
-    needs the full model in memory.
+    """Export a model whose `model.path` is itself a set of adapters.
+
+    transformers saves them, which needs the full model in memory.
     """
     model = load_model(config)
     checkpoint.load_weights(path, model)
@@ -181,8 +184,9 @@ def _units(model: nn.Module) -> list[list[str]]:
 
 
 def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's weights with adapters merged, under the base model's names; still contains the
-    adapters' own tensors.
+    """A unit's weights with adapters merged, under the base model's names.
+
+    Still contains the adapters' own tensors.
     """
     model.load_state_dict(tensors, strict=False, assign=True)
     adapters = {name.rpartition(".base_layer.")[0] for name in tensors if ".base_layer." in name}

@@ -87,8 +87,9 @@ class Feed:
         return rows[self.own]
 
     def balance(self, rollouts: list[Row]) -> list[Row]:
-        """Rebalance the rollouts across ranks by tokens, if micro-batches are sized in tokens;
-        returns this rank's.
+        """Rebalance the rollouts across ranks by tokens; returns this rank's.
+
+        Does nothing unless micro-batches are sized in tokens.
         """
         return rebalance(rollouts, self.unit) if self.uses_balancing else rollouts
 
@@ -106,9 +107,7 @@ class Feed:
         return longest
 
     def longest_start(self) -> int:
-        """Maximum number of tokens before a response: a prompt and, if prefixes are used, its
-        demonstration.
-        """
+        """Maximum number of tokens before a response: the prompt and, if used, its prefix."""
         if "prompt_order" not in self.orders:
             return 0
         return max(len(e.prompt) + self.uses_prefixes * len(e.demo or ()) for e in self.prompts)

@@ -55,10 +55,10 @@ class GradientParts:
         return all_reduce_sum(total).cpu()
 
     def bias_gram(self, count: int) -> Tensor:
-        """Gram matrix [4, 4] of four gradients: the two terms, each the mean of its `count` parts,
-        and the last two parts.
+        """Gram matrix [4, 4] of the gradients of the two terms and the last two parts.
 
-        Removes the last two parts: they are only measured, not applied.
+        The gradient of a term is the mean of its `count` parts. Removes the last two parts: they
+        are only measured, not applied.
         """
         weights = torch.zeros(4, len(self.parts), dtype=torch.float64)
         weights[0, :count] = weights[1, count : 2 * count] = 1 / count
@@ -68,9 +68,7 @@ class GradientParts:
         return gram
 
     def combine(self, weights: Sequence[float] | None) -> None:
-        """Set the gradient to sum_i weights[i] part_i; with None, leave the parameters without a
-        gradient.
-        """
+        """Set the gradient to sum_i weights[i] part_i; with None, to None."""
         if weights is not None:
             for column, (_, p) in zip(zip(*self.parts, strict=True), self.parameters, strict=True):
                 p.grad = _weighted(column, weights, reuse=not self.averages)
@@ -92,8 +90,7 @@ class GradientParts:
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
 
     def average(self, tracked: dict[str, Tensor], rate: float) -> None:
-        """Replace the parts with their moving averages y <- y + rate (g - y), and store these in
-        `averages`.
+        """Replace the parts with their moving averages y <- y + rate (g - y), kept in `averages`.
 
         tracked: the previous averages, keyed by "part.parameter name"; not modified, because the
             step may still be skipped.

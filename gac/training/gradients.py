@@ -200,9 +200,7 @@ class Gradients:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:
-        """Reference log-probs, shaped like the targets; zeros for demonstrations, where they are
-        not used.
-        """
+        """Reference log-probs, shaped like the targets; zeros for demonstrations."""
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
         with self.reference_model() as model:
@@ -231,8 +229,9 @@ class _Run:
     def __call__(
         self, rows: Sequence[Row], mix: Mix, *, grad: bool = True, spec: LossSpec | None = None
     ) -> None:
-        """Process `rows` in micro-batches. With an explicit `spec`, only the gradient is
-        accumulated, no statistics.
+        """Process `rows` in micro-batches.
+
+        With an explicit `spec`, only the gradient is accumulated, no statistics.
         """
         micro_batches, used_spec = self.owner.schedule(rows), spec or self.owner.spec
         for i, (demo, micro) in enumerate(micro_batches):
@@ -278,8 +277,9 @@ class _Run:
         sync: bool,
         spec: LossSpec,
     ) -> Any:
-        """Forward one micro-batch, and backward it if `grad`. sync: reduce the gradients over
-        ranks, in the last micro-batch.
+        """Forward one micro-batch, and backward it if `grad`.
+
+        sync: reduce the gradients over ranks, in the last micro-batch.
         """
         owner = self.owner
         weight = rows[0].weight if rows else 1.0

@@ -74,7 +74,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def clip_gradient(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the gradient norm of `params` to `max_norm` (0: no clipping); returns the norm before
-    clipping.
-    """
+    """Clip the gradient norm to `max_norm` (0: no clipping); returns the norm before clipping."""
     return torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)

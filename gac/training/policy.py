@@ -91,9 +91,7 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
-    """Micro-batching of the run: packed if there is a token budget and every model supports
-    packing.
-    """
+    """Micro-batching of the run: packed if there is a token budget and every model supports it."""
     packed = config.micro_tokens is not None
     for model in filter(None, models):
         if packed and not _supports_packing(model):

@@ -246,8 +246,9 @@ def _launch(
 
 
 def _call(function: Any, device: torch.device, *arguments: Any) -> None:
-    """Call `function` on the current stream of `device`; on a CPU, the library is the emulation
-    that the tests use.
+    """Call `function` on the current stream of `device`.
+
+    On a CPU, the library is the emulation that the tests use.
     """
     on_gpu = device.type == "cuda"
     # the library changes the current device and does not restore it

@@ -69,8 +69,7 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
 
 
 def cross_gram(gram: Tensor, sft_count: int) -> Cross:
-    """SDMGrad's two-batch matrix: the first half of each term's micro-batches is one batch, the
-    second half is the other.
+    """SDMGrad's matrix of two batches: the first and the second half of each term's micro-batches.
 
     gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes, at least two of each.
     """

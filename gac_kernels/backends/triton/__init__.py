@@ -43,8 +43,9 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _interpreter_error() -> str | None:
-    """Why the interpreter does not work, or None: in loops, that of Triton 3.6 converts one-element
-    arrays to scalars, which numpy 2.4 rejects.
+    """Why the interpreter does not work, or None.
+
+    In loops, that of Triton 3.6 converts one-element arrays to scalars, which numpy 2.4 rejects.
     """
     triton, numpy = (tuple(map(int, version(p).split(".")[:2])) for p in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):

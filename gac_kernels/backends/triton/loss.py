@@ -35,9 +35,7 @@ def kl_estimate(logp, ref, KL: tl.constexpr):
 
 @triton.jit
 def rollout_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
-    """The clipped policy loss of a rollout token, its derivative with respect to logp, and 1 where
-    clipping removed that derivative.
-    """
+    """A rollout token's clipped policy loss, its derivative by logp, and 1 if it was clipped."""
     log_ratio = logp - old
     ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
     bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
@@ -192,8 +190,10 @@ def loss_launch(
     terms: Tensor,
     sketch: RowSketch | None = None,
 ) -> launch.Launch:
-    """The launch of `loss_kernel`, which writes `terms` float32 [5, N] in the order of TokenTerms,
-    and the gradient of the logits to `out`.
+    """The launch of `loss_kernel`.
+
+    It writes `terms` float32 [5, N] in the order of TokenTerms, and the gradient of the logits to
+    `out`.
     """
     signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)

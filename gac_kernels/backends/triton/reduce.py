@@ -42,8 +42,10 @@ def sequence_kernel(
     S,
     BLOCK: tl.constexpr,
 ):
-    """The sums of one sequence. s = p (1 - p) and r = advantage; the products ss, rr and sr are
-    centered on their means within the sequence.
+    """The sums of one sequence.
+
+    s = p (1 - p) and r = advantage; the products ss, rr and sr are centered on their means within
+    the sequence.
     """
     n = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + n)
@@ -218,8 +220,9 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 def sequence_launch(
     tokens: Tokens, terms: TokenTerms, sums: Tensor, statistics: TokenMoments | None
 ) -> launch.Launch:
-    """The launch of `sequence_kernel`, which writes `sums` float64 [SUMS, S] and the mean negative
-    log-likelihoods of the demonstrations.
+    """The launch of `sequence_kernel`.
+
+    It writes `sums` float64 [SUMS, S] and the mean negative log-likelihoods of the demonstrations.
     """
     names = ("live", "advantages", "weight", "offsets", "lengths", "is_demo")
     arguments = {

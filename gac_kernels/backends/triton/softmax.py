@@ -84,10 +84,10 @@ def row_values(
     R: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The logp of token y, entropy and logsumexp in nats, and logsumexp in bits as the sum of a
-    maximum and log2 of the mass.
+    """The logp of token y, the entropy, and the logsumexp in nats and in bits.
 
-    y outside [0, V) reads nothing and gives nan.
+    The latter is the sum of a maximum and log2 of the mass. y outside [0, V) reads nothing and
+    gives nan.
     """
     top, mass, moment = read_row(row, V, exp2_scale, REREAD, L, R, STAGES)
     x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
