@@ -29,6 +29,7 @@ from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, value_errors_as, writable_folder
 from gac.models.causal_lm import ModelConfig, load_model, load_tokenizer
 from gac.parallel import collectives, setup
+from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
 
 from .estimates import paired_difference
@@ -112,9 +113,21 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
 
     Raises:
         ConfigError: `config.out` holds results for different settings, or `against` has no results.
+        RunDirectoryError: another process evaluates into `config.out`.
     """
     out = Path(config.out)
     other = read_samples(against) if against else None
+    with run_lock(out):
+        return _run_suite(config, out, against, other)
+
+
+def _run_suite(
+    config: EvalConfig,
+    out: Path,
+    against: Path | None,
+    other: dict[str, list[Answer]] | None,
+) -> dict[str, Any]:
+    """Run the unfinished tasks and compare them with the answers `other`."""
     writable_folder("out", out)
     accelerator = _make_accelerator(config)
     results, answers = _resume(config, out)

@@ -28,6 +28,7 @@ from gac.models.causal_lm import (
     load_tokenizer,
 )
 from gac.models.weights import has_adapters
+from gac.parallel.run_lock import run_lock
 from gac.training.run_config import TrainConfig
 
 FILE_SIZE = 1 << 30  # bytes
@@ -51,14 +52,16 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
     Raises:
         CheckpointNotFound: the checkpoint does not exist.
         FileExistsError: `out` is not empty.
+        RunDirectoryError: a process trains in `run` or exports from it.
     """
     if not (run / "config.yaml").is_file():
         raise CheckpointNotFound(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
-    path = _choose(run / "checkpoints", step)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
-    writable_folder("OUT", out)
-    export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
+    with run_lock(run):
+        path = _choose(run / "checkpoints", step)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
+        writable_folder("OUT", out)
+        export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
     return path
 
 
