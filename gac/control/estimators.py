@@ -75,7 +75,7 @@ def mu_star_biased(
         |d + Delta|^2 + sigma_s^2 + sigma_r^2 - 2 c
 
     Equation 5 is the special case in which d is orthogonal to both biases and the paper's g-bar is
-    b_r. Raises the same errors as `mu_star`.
+    b_r. Errors are those of `mu_star`.
 
     Args:
         alpha: target share of the SFT gradient, in [0, 1].
