@@ -124,7 +124,7 @@ class Parts:
         gradients = trainer.gradients
         for owner, names, part in (
             (gradients, ("reference_logprobs", "_sampled_reference"), "reference forward"),
-            (type(trainer.method), ("mix", "after_step", "report"), "controller"),
+            (type(trainer.method), ("mix", "report"), "controller"),
             (collectives, ("total",), "communication"),
             (TokenMoments, ("all_reduce",), "communication"),
             (TokenMoments, ("merged", "signals"), "statistics"),
@@ -173,8 +173,7 @@ class Parts:
 
 def with_gac(trainer: Trainer, rows: list[Row]) -> None:
     """One step, as in the trainer."""
-    trainer.state, mix = trainer.method.mix(trainer.state, trainer.last)
-    step = trainer._assemble(rows, mix)
+    step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
     trainer._observe(step, measured, trainer._apply(step, measured))
 
@@ -185,7 +184,7 @@ def without_gac(trainer: Trainer, rows: list[Row], mu: float) -> None:
     step = dataclasses.replace(step, needs=StepNeeds())
     with bare_loss():
         measured = trainer.gradients(step)
-    observe(step, measured, trainer._apply(step, measured), None)
+    observe(step, measured, trainer._apply(step, measured))
 
 
 class CycleTimes(dict[str, float]):

@@ -22,7 +22,6 @@ from gac.control.solvers import cross_gram
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
-from gac.methods.base import UpdateOutcome
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.gradient_parts import GradientParts
@@ -156,12 +155,15 @@ def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
 
 
 def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypatch):
-    evidence = []
+    calls = []
     read = GradientSignals.read
     monkeypatch.setattr(
-        GradientSignals, "read", lambda self, e, s: (evidence.append(e), read(self, e, s))[1]
+        GradientSignals,
+        "read",
+        lambda self, e, s: (calls.append((e, read(self, e, s))), calls[-1][1])[1],
     )
-    trainer, rows, _, model = one_step("gac-biased", task, tmp_path)
+    _, rows, _, model = one_step("gac-biased", task, tmp_path)
+    evidence, (reading, _) = calls[0]
     terms = [row_terms(model, model, row) for row in rows]
     demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
@@ -170,12 +172,12 @@ def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypat
     losses.append(nll(terms))
     grads = [gradient(loss, model, True) for loss in losses]
     parts = torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in grads])
-    torch.testing.assert_close(evidence[0].gram, parts[:4] @ parts[:4].T, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(evidence.gram, parts[:4] @ parts[:4].T, rtol=1e-4, atol=1e-7)
     sft, rl = parts[:2].mean(0), parts[2:4].mean(0)
     four = torch.stack([sft, rl, parts[4], rl])  # on-policy, the clip does nothing
-    torch.testing.assert_close(evidence[0].bias_gram, four @ four.T, rtol=1e-4, atol=1e-7)
-    assert evidence[0].sft_count == 2
-    biases = trainer.last.corrections
+    torch.testing.assert_close(evidence.bias_gram, four @ four.T, rtol=1e-4, atol=1e-7)
+    assert evidence.sft_count == 2
+    biases = reading.corrections
     bias = sft - parts[4]  # b_r is 0
     assert biases.bias_gap_sq == pytest.approx((bias @ bias).item(), rel=1e-4)
     assert biases.rl_bias_dot_d == pytest.approx(0, abs=1e-6)
@@ -304,8 +306,9 @@ def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
     method = METHODS["famo"]()
     state = method.init()
     for _ in range(20):
-        outcome = UpdateOutcome(None, TermPair(1.0, 0.0), TermPair(0.5, -0.01))
-        state, _ = method.after_step(state, outcome)
+        before, after = TermPair(1.0, 0.0), TermPair(0.5, -0.01)
+        observation = Observation(1, losses_before=before, losses_after=after)
+        state, _ = method.mix(state, observation)
     logits = state["famo"]["logits"]
     assert logits[0] < 0 < logits[1]
     # w_i ~ z_i / (L_i - floor_i)

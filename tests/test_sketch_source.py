@@ -12,8 +12,8 @@ import torch
 from gac.control.evidence import Sketches
 from gac.control.signals import sketch_moments
 from gac.errors import ConfigError
-from gac.methods import METHODS, Mix
-from gac.methods.base import Loss
+from gac.methods import METHODS, Mix, Observation
+from gac.methods.base import Loss, next_mix
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from gac_kernels import HeadSketch
@@ -142,7 +142,9 @@ def test_closed_gate_keeps_measuring_and_reopens(tmp_path):
     folder = write_tiny(tmp_path)
     method = {"name": "gac-gated-sketch", "max_step": 1.0, "gate": {"decay": 0.1}}
     run = Trainer(tiny_config(folder, tmp_path / "gated", method=method, **common))
-    run.state["controller"]["gate"] = [-9.0, 1.0, 1.0, 1.0, 0.0]
+    state = run.method.init()
+    state["controller"]["gate"] = [-9.0, 1.0, 1.0, 1.0, 0.0]
+    run.state, run.mix = next_mix(run.method, state, Observation(0))
     run.run()
     rows = metrics(tmp_path / "gated")
     assert rows[0]["mu"] == 0.0

@@ -37,11 +37,15 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
 
 def next_gradients(trainer: Trainer) -> list[torch.Tensor]:
     """Run the trainer's next step and return its gradients."""
+    return next_step(trainer)[1]
+
+
+def next_step(trainer: Trainer) -> tuple[dict, list[torch.Tensor]]:
+    """Run the trainer's next step and return its metrics and gradients."""
     captured: list[torch.Tensor] = []
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda *a, **k: (captured.extend(gradients(trainer)), step(*a, **k))
-    trainer._train_step()
-    return captured
+    return trainer._train_step(), captured
 
 
 def test_run_directory_contents(task, tmp_path):
@@ -105,14 +109,13 @@ def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
     one_batch = Trainer(tiny_config(task, tmp_path / "a", loss=loss))
     accumulated = Trainer(tiny_config(task, tmp_path / "b", loss=loss, micro_batch=3))
-    expected, actual = next_gradients(one_batch), next_gradients(accumulated)
+    (row, expected), (other, actual) = next_step(one_batch), next_step(accumulated)
     assert len(expected) == len(actual) > 0
     for x, y in zip(expected, actual, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
-    last, other = one_batch.last, accumulated.last
-    for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss"):
-        assert getattr(last, name) == pytest.approx(getattr(other, name), rel=1e-4)
-    assert last.signals == pytest.approx(other.signals, rel=1e-4)
+    signals = "sft_variance", "rl_variance", "disagreement"
+    for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", *signals):
+        assert row[name] == pytest.approx(other[name], rel=1e-4)
 
 
 def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +15,12 @@ from torch import Tensor
 from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.control.evidence import Evidence, SourceNeeds
-from gac.control.term_pair import TermPair
 from gac.data.order import Order
 from gac.methods import CHORD, GAC, Constant, Method, Observation
-from gac.methods.base import UpdateOutcome
+from gac.methods.base import demo_losses, next_mix
 from gac.methods.kl_ctrl import KLControl
-from gac.parallel.collectives import rank
 from gac_kernels import LossSpec, TokenMoments
 
-logger = logging.getLogger(__name__)
 FILE = "gac.json"
 
 
@@ -70,7 +66,7 @@ class Mixer:
         self.batch = batch
         self._order = Order(rows, seed)
         self._step = 0
-        self._state, self._mix = self.method.mix(self.method.init(), Observation(0))
+        self._state, self._mix = next_mix(self.method, self.method.init(), Observation(0))
         self._moments: TokenMoments
         self._clear()
 
@@ -130,9 +126,6 @@ class Mixer:
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         needs = self.method.needs(self._step)
-        evidence = Evidence(self._step, total) if needs.signals else None
-        outcome = UpdateOutcome(evidence, TermPair(demo=losses[1], rollout=losses[0]), None)
-        self._state, reading = self.method.after_step(self._state, outcome)
         row = {
             "mu": self.mu,
             **self.method.report(self._state),
@@ -140,14 +133,12 @@ class Mixer:
             **total.signals(needs.trim)._asdict(),
             "demo_tokens": float(total.demo_tokens),
         }
+        evidence = Evidence(self._step, total) if needs.signals else None
         self._step += 1
-        signals = None if reading is None else reading.signals
-        observation = Observation(self._step, signals, **metrics)
-        before = self._state
-        self._state, self._mix = self.method.mix(before, observation)
-        message = self.method.log_message(before, self._state)
-        if message is not None and rank() == 0:
-            logger.warning("step %d: %s", self._step + 1, message)
+        observation = Observation(
+            self._step, **metrics, evidence=evidence, demo_losses=demo_losses(total)
+        )
+        self._state, self._mix = next_mix(self.method, self._state, observation)
         self._clear()
         return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
 

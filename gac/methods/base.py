@@ -9,6 +9,7 @@ checkpoints. Legend: N tokens, Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,16 +17,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from gac.control.estimators import Corrections
-from gac.control.evidence import Evidence, Reading
+from gac.control.evidence import Evidence
 from gac.control.solvers import Weights
 from gac.control.term_pair import TermPair
+from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
 from gac.rollouts.plan import Sampling
-from gac_kernels import LossSpec, Signals
+from gac_kernels import LossSpec, Signals, TokenMoments
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
 
+logger = logging.getLogger(__name__)
 State = dict[str, Any]  # plain JSON types
 
 
@@ -58,7 +61,7 @@ class StepNeeds(NamedTuple):
     kl: bool = False
     """The KL to the frozen initial policy is measured."""
     signals: bool = False
-    """The controller's signals are measured; see `Method.after_step`."""
+    """The controller's signals are measured; see `Observation.evidence`."""
     parts: int = 0
     """0: one gradient of the mixed loss. n: n separate gradients of each of the two terms."""
     bias: bool = False
@@ -91,28 +94,19 @@ class Loss(NamedTuple):
     """`token` uses the LM head of the frozen initial policy."""
 
 
-class UpdateOutcome(NamedTuple):
-    """Measurements of an applied update."""
-
-    evidence: Evidence | None
-    """Evidence for the signals, if `StepNeeds.signals` is set."""
-    before: TermPair
-    """The losses before the update."""
-    after: TermPair | None
-    """The losses of the same batch after the update, if `StepNeeds.losses_after` is set."""
-
-
 @dataclass(frozen=True)
 class Observation:
     """Measurements available when the weights of the next step are chosen; None: not measured.
 
-    All values are from the previous step, over all ranks.
+    All values are from the previous step, over all ranks; a skipped step sets only `step`.
     """
 
     step: int
     """Number of optimizer steps done so far."""
     signals: Signals | None = None
-    """The controller's three signals; set only in the step after a refresh."""
+    """The controller's three signals, from a caller that measures them itself; the trainer and
+    `Mixer` pass `evidence` instead.
+    """
     kl: float | None = None
     """Mean k3 KL to the reference policy per rollout token, nats."""
     entropy: float | None = None
@@ -126,11 +120,19 @@ class Observation:
     demo_loss: float | None = None
     """The reduced demonstration term."""
     corrections: Corrections | None = None
-    """Covariance and biases of the two gradients, if the signal source measures them."""
+    """Covariance and biases of the two gradients, with `signals`."""
+    evidence: Evidence | None = None
+    """Input of the signal source, if `StepNeeds.signals` is set."""
+    losses_before: TermPair | None = None
+    """The reduced losses before the update."""
+    losses_after: TermPair | None = None
+    """The losses of the same batch after the update, if `StepNeeds.losses_after` is set."""
+    demo_losses: tuple[float, ...] | None = None
+    """Mean negative log-likelihood per token of each demonstration of the step, where finite."""
 
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Rebuild from the JSON form of `dataclasses.asdict`, which has lists for named tuples."""
+        """Rebuild from its JSON form in checkpoints of earlier versions."""
         values = dict(plain)
         for key, kind in (("signals", Signals), ("corrections", Corrections)):
             if values.get(key) is not None:
@@ -187,6 +189,8 @@ class Method:
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         """Choose the weights of the next step. Subclasses must implement this method.
 
+        It is called once before the first step, with `Observation(0)`, and after every step.
+
         Args:
             state: the state so far.
             last: measurements from the previous step.
@@ -200,9 +204,7 @@ class Method:
         """Log message for a state change made by `mix`, or None."""
         return None
 
-    def solve(
-        self, state: State, gram: Tensor, mix: Mix, last: Observation
-    ) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
         """Change the weights once both gradients are known; called if `StepNeeds.parts` is set.
 
         Args:
@@ -210,21 +212,29 @@ class Method:
             gram: float64 [2 n, 2 n] inner products of the n parts of each term, demonstrations
                 first; the gradient of a term is the mean of its parts.
             mix: the weights that `mix` chose.
-            last: as in `mix`.
 
         Returns:
             The new state, and the weight of each term; None skips the update.
         """
         return state, mix.pair
 
-    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
-        """Update the state after an applied update.
-
-        Returns:
-            The new state, and the reading of the signal source in a step with signals.
-        """
-        return state, None
-
     def report(self, state: State) -> dict[str, float | None]:
-        """Extra columns for `metrics.jsonl`, such as mu_star, prior and alpha."""
+        """Extra columns for `metrics.jsonl`, such as mu_star, prior and alpha.
+
+        state: the state with which the step ran, so the columns explain the step's own mu.
+        """
         return {}
+
+
+def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
+    """`Observation.demo_losses` from the statistics of a step."""
+    return tuple(moments.demo_nll[moments.demo_nll.isfinite()].tolist()) or None
+
+
+def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mix]:
+    """Call `method.mix` and log its message, once, on rank 0."""
+    after, mix = method.mix(state, last)
+    message = method.log_message(state, after)
+    if message is not None and rank() == 0:
+        logger.warning("step %d: %s", last.step + 1, message)
+    return after, mix

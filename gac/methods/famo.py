@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gac.control.signals import Reading
 from gac.control.solvers import FAMOState, famo_step, famo_weights
 from gac.control.term_pair import TermPair
 
-from .base import Mix, Observation, State, StepNeeds, UpdateOutcome
+from .base import Mix, Observation, State, StepNeeds
 from .loss_weights import LossWeights
 
 
@@ -41,21 +40,17 @@ class FAMO(LossWeights):
         return {"famo": _plain(FAMOState()), "losses": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        famo = _restore(state["famo"])
+        if last.losses_before is not None and last.losses_after is not None:
+            before, after = self._bounded(last.losses_before), self._bounded(last.losses_after)
+            new = famo_step(famo, before, after, self._floors, lr=self.lr, decay=self.decay)
+            if new is not None:
+                famo, state = new, {"famo": _plain(new), "losses": list(last.losses_before)}
         if state["losses"] is None:
             return state, Mix(0.5)
         losses = self._bounded(TermPair(*state["losses"]))
-        weights = famo_weights(_restore(state["famo"]), losses, self._floors)
+        weights = famo_weights(famo, losses, self._floors)
         return state, Mix(0.5) if weights is None else Mix.weights(*weights)
-
-    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
-        if outcome.after is None:
-            return state, None
-        before, after = self._bounded(outcome.before), self._bounded(outcome.after)
-        famo = _restore(state["famo"])
-        new = famo_step(famo, before, after, self._floors, lr=self.lr, decay=self.decay)
-        if new is None:
-            return state, None
-        return {"famo": _plain(new), "losses": list(outcome.before)}, None
 
     @property
     def _floors(self) -> TermPair:

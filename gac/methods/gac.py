@@ -10,10 +10,10 @@ from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import GateState
 from gac.control.schedules import Prior, PriorChoice
-from gac.control.signals import ProxySignals, Reading, Source
+from gac.control.signals import ProxySignals, Source
 from gac_kernels import DemoWeight, LossSpec, Signals
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds, UpdateOutcome
+from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,20 @@ class GAC(ControllerConfig, Method):
             "controller": GuidedController(self).state_dict(),
             "signals": self.signals.init(),
             "read": None,
-            "alignment": None,
         }
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        state, signals, corrections = dict(state), last.signals, last.corrections
+        pending = state.pop("alignment", None)  # in checkpoints of earlier versions
+        alignment = None if pending is None else Alignment(*pending)
+        if last.evidence is not None:
+            reading, state["signals"] = self.signals.read(last.evidence, state["signals"])
+            signals, corrections, alignment = reading
+            state["read"] = list(signals)
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        alignment = None if state["alignment"] is None else Alignment(*state["alignment"])
-        mu = controller.update(last.signals, last.kl, last.corrections, alignment, last.demo_loss)
-        return {**state, "controller": controller.state_dict(), "alignment": None}, Mix(mu)
+        mu = controller.update(signals, last.kl, corrections, alignment, last.demo_loss)
+        return {**state, "controller": controller.state_dict()}, Mix(mu)
 
     def log_message(self, before: State, after: State) -> str | None:
         return alarm_message(before["controller"].get("alarm"), after["controller"]["alarm"])
@@ -82,16 +87,6 @@ class GAC(ControllerConfig, Method):
             needs = needs._replace(trim=self.signals.trim)
         return needs
 
-    def after_step(self, state: State, outcome: UpdateOutcome) -> tuple[State, Reading | None]:
-        if outcome.evidence is None:
-            return state, None
-        reading, after = self.signals.read(outcome.evidence, state["signals"])
-        alignment = None
-        if self.gate is not None and reading.alignment is not None:
-            alignment = list(reading.alignment)
-        new = {**state, "signals": after, "read": list(reading.signals), "alignment": alignment}
-        return new, reading
-
     def report(self, state: State) -> dict[str, float | None]:
         columns = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
         if self.gate is not None and state["controller"]["gate"] is not None:
@@ -102,6 +97,6 @@ class GAC(ControllerConfig, Method):
             columns["demos_suspect"] = 0.0 if alarm is None else alarm[-1]
         if isinstance(self.signals, ProxySignals):
             return columns
-        # the logged signals are the proxies; add the latest reading of the source
+        # the logged signals are the proxies; add the latest reading that this step's mu is based on
         names = [f"read_{name}" for name in Signals._fields]
         return columns | dict(zip(names, state["read"] or [None] * 3, strict=True))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import GradNormState, Gram, Weights, gradnorm_step
+from gac.control.term_pair import TermPair
 
-from .base import Observation, State
+from .base import Mix, Observation, State
 from .gram_solver import GramSolver
 from .loss_weights import positive_losses
 
@@ -29,10 +30,14 @@ class GradNorm(GramSolver):
     """Step size of a weight, in units of its gradient norm over the mean norm."""
 
     def init(self) -> State:
-        return {**super().init(), "weights": [1.0, 1.0], "initial": None}
+        return {**super().init(), "weights": [1.0, 1.0], "initial": None, "losses": None}
 
-    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         losses = positive_losses(last)
+        return super().mix({**state, "losses": losses and list(losses)}, last)
+
+    def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
+        losses = None if state["losses"] is None else TermPair(*state["losses"])
         asymmetry = self.asymmetry if losses is not None else 0.0
         initial = state["initial"]
         before = GradNormState(tuple(state["weights"]), None if initial is None else tuple(initial))

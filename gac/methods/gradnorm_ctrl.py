@@ -44,7 +44,7 @@ class GradNormControl(GramSolver):
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=int(step % self.update_every == 0))
 
-    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
+    def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
         sft, rl = math.sqrt(gram.sft), math.sqrt(gram.rl)
         if sft + rl > 0:
             mu = (rl if self.invert else sft) / (sft + rl)

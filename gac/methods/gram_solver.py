@@ -37,7 +37,7 @@ class GramSolver(Method):
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=1)
 
-    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
+    def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
         """Return the new state and the published weights; None if a value is not finite."""
         return state, self.closed_form(gram)
 
@@ -45,26 +45,19 @@ class GramSolver(Method):
         """The weights of a stateless solver."""
         raise NotImplementedError
 
-    def solve(
-        self, state: State, gram: Tensor, mix: Mix, last: Observation
-    ) -> tuple[State, Weights | None]:
-        pair = Gram.of_means(gram, self.needs(last.step).parts)
+    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+        pair, after = Gram.of_means(gram, len(gram) // 2), state
         if not pair.usable:
             return {**state, "skipped": state["skipped"] + 1}, None
-        if not self.unit_rl:
-            state, weights = self.weights(state, pair, last)
-        else:
-            new_state = state
 
-            def solver(unit: Gram) -> Weights | None:
-                nonlocal new_state
-                new_state, weights = self.weights(state, unit, last)
-                return weights
+        def solver(gram: Gram) -> Weights | None:
+            nonlocal after
+            after, weights = self.weights(state, gram)
+            return weights
 
-            weights = with_unit_rl(solver, pair)
-            state = new_state
-        skipped = state["skipped"] + (weights is None)
-        return {**state, "skipped": skipped, "cosine": pair.cosine}, weights
+        weights = with_unit_rl(solver, pair) if self.unit_rl else solver(pair)
+        skipped = after["skipped"] + (weights is None)
+        return {**after, "skipped": skipped, "cosine": pair.cosine}, weights
 
     def report(self, state: State) -> dict[str, float | None]:
         return {"cosine": state["cosine"], "solver_skipped": state["skipped"]}

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights, moco_step
 
-from .base import Observation, State, StepNeeds
+from .base import Mix, Observation, State, StepNeeds
 from .gram_solver import GramSolver
 
 
@@ -36,13 +36,16 @@ class MoCo(GramSolver):
             raise ValueError(f"decay={self.decay!r}: use a number >= 0")
 
     def init(self) -> State:
-        return {**super().init(), "weights": [0.5, 0.5]}
+        return {**super().init(), "weights": [0.5, 0.5], "step": 0}
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return super().mix({**state, "step": last.step}, last)
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=1, average=self.rate * (step + 1) ** -self.decay)
 
-    def weights(self, state: State, gram: Gram, last: Observation) -> tuple[State, Weights | None]:
-        lr = self.lr * (last.step + 1) ** -self.decay
+    def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
+        lr = self.lr * (state["step"] + 1) ** -self.decay
         s, r = state["weights"]
         weights, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
         return {**state, "weights": list(after)}, weights

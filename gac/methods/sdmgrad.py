@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gac.control.solvers import Weights, cross_gram, sdmgrad
 
-from .base import Mix, Observation, State, StepNeeds
+from .base import Mix, State, StepNeeds
 from .gram_solver import GramSolver
 
 
@@ -39,8 +39,6 @@ class SDMGrad(GramSolver):
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=2)
 
-    def solve(
-        self, state: State, gram: Tensor, mix: Mix, last: Observation
-    ) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
         weights = sdmgrad(cross_gram(gram, 2), self.regularization, self.preference)
         return {**state, "skipped": state["skipped"] + (weights is None)}, weights

@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 
-from gac.control.evidence import Evidence, Reading
+from gac.control.evidence import Evidence
+from gac.control.term_pair import TermPair
 from gac.methods import Observation
+from gac.methods.base import demo_losses
 
 from .step import Measurements, Step, Update
 
 
 def observe(
-    step: Step, measured: Measurements, update: Update, reading: Reading | None
+    step: Step, measured: Measurements, update: Update, losses_after: TermPair | None = None
 ) -> tuple[dict[str, Any], Observation]:
     """The metrics row of a step, and the observation for the method's choice of the next weights.
 
-    reading: from the signal source, in a step with signals. In the row, None means "not measured".
+    losses_after: the losses of the step after the update, if the method needs them. In the row,
+        None means "not measured".
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
     scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
@@ -46,14 +49,12 @@ def observe(
         return row, Observation(step.number + 1)
     return row, Observation(
         step.number + 1,
-        reading.signals if reading else None,
-        row["kl"],
-        row["entropy"],
-        row["reward_mean"],
-        rewards.variance,
-        row["rollout_loss"],
-        row["demo_loss"],
-        reading.corrections if reading else None,
+        reward_variance=rewards.variance,
+        evidence=evidence(step, measured),
+        losses_before=losses,
+        losses_after=losses_after,
+        demo_losses=demo_losses(moments),
+        **{key: row[key] for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss")},
     )
 
 

@@ -7,7 +7,6 @@ one. The trainer never names a method; see `methods/base.py`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import math
@@ -27,9 +26,10 @@ from gac.faults.guard import Guard
 from gac.faults.heartbeat import Heartbeat
 from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
-from gac.methods.base import StepNeeds, UpdateOutcome
+from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import collectives, setup
+from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_rewards, closing_reward
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
@@ -39,7 +39,7 @@ from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig, upgrade_config
 from gac.training.skipped import SkippedStep
 
-from .metrics import evidence, observe
+from .metrics import observe
 from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
@@ -65,7 +65,8 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
         KeyboardInterrupt: the run was interrupted; a checkpoint has been saved.
     """
     try:
-        return Trainer(config, resume).run()
+        with run_lock(Path(config.out)):
+            return Trainer(config, resume).run()
     finally:
         setup.leave()
 
@@ -113,7 +114,8 @@ class Trainer:
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
         self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
-        self.step, self.state, self.last = 0, self.method.init(), Observation(0)
+        self.step = 0
+        self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
@@ -155,7 +157,11 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
-        self.last = Observation.restore(progress["last"])
+        if "mix" in progress:
+            self.mix = Mix(*progress["mix"])
+        else:  # earlier versions saved the observation and chose the mix in the next step
+            last = Observation.restore(progress["last"])
+            self.state, self.mix = next_mix(self.method, self.state, last)
         self.ended = progress["ended"]
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)
@@ -164,7 +170,7 @@ class Trainer:
     def _save(self) -> None:
         progress = {
             "method": self.state,
-            "last": dataclasses.asdict(self.last),
+            "mix": list(self.mix),
             "ended": self.ended,
             **self.feed.state_dict(),
             "guard": self.guard.state_dict(),
@@ -281,17 +287,11 @@ class Trainer:
     def _train_step(self) -> dict[str, Any]:
         """One iteration of the paper's Algorithm 1; the method chooses mu_t."""
         rows = self._sample()  # B_r and B_s of the paper
-        before = self.state
-        self.state, mix = self.method.mix(before, self.last)  # from the measurements of step t - 1
-        message = self.method.log_message(before, self.state)
-        if message and self.accelerator.is_main_process:
-            logger.warning("step %d: %s", self.step + 1, message)
-        step = self._assemble(rows, mix)
+        step = self._assemble(rows, self.mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
-        row = self._observe(step, measured, update)
-        self.ended = mix.final
-        return row
+        self.ended = self.mix.final
+        return self._observe(step, measured, update)  # mu_t+1
 
     def _sample(self) -> list[Row]:
         """This rank's rollouts and demonstrations."""
@@ -353,7 +353,7 @@ class Trainer:
         state, weights, mix = self.state, None, step.mix
         if measured.parts and measured.gram is not None:
             if not measured.non_finite:
-                state, weights = self.method.solve(state, measured.gram, mix, self.last)
+                state, weights = self.method.solve(state, measured.gram, mix)
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         setup.reshard(self.model)  # gathered parameters are different objects, without gradients
@@ -378,22 +378,18 @@ class Trainer:
         return Update(mix, norm, lr, fault)
 
     def _observe(self, step: Step, measured: Measurements, update: Update) -> dict[str, Any]:
-        """The metrics row of the step; also updates the method state and the observation for the
-        next step.
-        """
-        reading = None
-        if update.fault is None:
-            losses_after = self.gradients.losses(step) if step.needs.losses_after else None
-            outcome = UpdateOutcome(evidence(step, measured), measured.losses, losses_after)
-            self.state, reading = self.method.after_step(self.state, outcome)
-        row, self.last = observe(step, measured, update, reading)
-        return {
-            **row,
+        """The metrics row of the step; also chooses the mix of the next step."""
+        needs_losses = step.needs.losses_after and update.applied
+        losses_after = self.gradients.losses(step) if needs_losses else None
+        row, observation = observe(step, measured, update, losses_after)
+        row |= {
             **self._sampling_metrics(step.number),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
         }
+        self.state, self.mix = next_mix(self.method, self.state, observation)
+        return row
 
     def _sampling_metrics(self, step: int) -> dict[str, Any]:
         """Sampling metrics over all ranks; zero in a step without sampling."""
