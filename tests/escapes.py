@@ -140,7 +140,7 @@ SYSTEM = {
   call(322, -100, b"/nonexistent", 0, 0, 0)
 """,
     "signals": """
-+ os.kill(parent, 0)
+  os.kill(parent, 0)
 + os.kill(os.getpid(), 0)
 + os.pidfd_open(parent)
 + call(234, os.getpid(), threading.get_native_id(), 0)

@@ -144,7 +144,7 @@ from gac.sandbox.pool import Pool, Program, JudgeSpec
 if sys.argv[1] == "pod":
     for capability in range(64):
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # drop the bounding set too
-confine.drop_capabilities()
+confine.set_capabilities(0)
 confine.no_new_privileges()
 if __name__ == "__main__":
     pool = Pool(workers=1)

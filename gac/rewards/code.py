@@ -17,7 +17,8 @@ from .base import Reward, RowOutcome
 if TYPE_CHECKING:
     from ..data import Example
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\n]*)")
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^`\n]*)")
+_PYTHON = re.compile(r"\W*py", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
 _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
 
@@ -270,22 +271,46 @@ class RowProblem(ValueError):
 
 
 def program_of(completion: str) -> str:
-    """The last fenced code block of `completion`, closed or not, or all of it if there is none."""
-    last = None
-    fence = ""
+    """The last fenced code block marked as Python, else the last one, else all of `completion`.
+
+    A block may be indented, as in a list, and its end may be missing. A fence that is indented
+    further than the block's own belongs to its text.
+    """
+    last = last_python = None
+    fence: re.Match[str] | None = None
     block: list[str] = []
-    for line in completion.splitlines(keepends=True):
-        mark = _FENCE.match(line)
-        if not fence:
-            if mark:
-                fence, block = mark[1], []
-        elif mark and not mark[2].strip() and mark[1].startswith(fence):
-            last, fence = "".join(block), ""
-        else:
-            block.append(line)
-    if fence:
-        last = "".join(block)
-    return completion if last is None else last
+    for line in [*completion.splitlines(keepends=True), None]:
+        mark = line and _FENCE.match(line)
+        closes = fence is not None and (not line or (mark and _closes(mark, fence)))
+        if closes or (fence and mark and mark[3].strip() and not _is_python_or_plain(fence)):
+            assert fence is not None  # both conditions above include it
+            last = "".join(block)
+            if _PYTHON.match(fence[3]):
+                last_python = last
+            fence = None if closes else mark or None
+            block = []
+        elif fence is not None and line:
+            block.append(_dedented(line, len(fence[1].expandtabs())))
+        elif mark:
+            fence, block = mark, []
+    return next(text for text in (last_python, last, completion) if text is not None)
+
+
+def _closes(mark: re.Match[str], fence: re.Match[str]) -> bool:
+    nested = len(mark[1].expandtabs()) > len(fence[1].expandtabs()) + 3
+    return not nested and not mark[3].strip() and mark[2].startswith(fence[2])
+
+
+def _is_python_or_plain(fence: re.Match[str]) -> bool:
+    return not fence[3].strip() or bool(_PYTHON.match(fence[3]))
+
+
+def _dedented(line: str, width: int) -> str:
+    """Remove at most `width` leading columns of white space."""
+    if not width:
+        return line
+    expanded = line.expandtabs() if line[:1] == "\t" else line
+    return expanded[min(width, len(expanded) - len(expanded.lstrip(" "))) :]
 
 
 @lru_cache(maxsize=4096)

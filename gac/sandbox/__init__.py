@@ -1,7 +1,6 @@
-"""Runs model-written programs in a sandbox in which they can only compute. See `docs/sandbox.md`
-for the design.
+"""Runs model-written programs in a sandbox in which they can only compute.
 
-`pool.Pool` is the trainer's side. The other modules also run in the fork server, which loads this
-folder as a standalone package to avoid importing `gac` and torch, so they may import only the
-standard library and each other.
+`docs/sandbox.md` describes the design. `pool.Pool` is the trainer's side. The other modules also
+run in the fork server, which loads this folder as a standalone package to avoid importing `gac`
+and torch, so they may import only the standard library and each other.
 """

@@ -18,13 +18,17 @@ from pathlib import Path
 
 LIBSECCOMP = "libseccomp.so.2"
 OUTPUT_BYTES = 64 << 20  # maximum size of a file that a program writes, i.e. of its standard output
+STACK_BYTES = 64 << 20  # of the main thread; for programs with deep recursion
 OPEN_FILES = 64
-THREADS = 64
+THREADS = 64  # per process
+CAN_SWITCH = 1 << 5 | 1 << 6 | 1 << 7  # CAP_KILL, CAP_SETGID, CAP_SETUID
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # the same on all architectures
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_set_limit = resource.setrlimit  # programs see another one, see `modules`
 
 
 def _call(function: str, *arguments: object) -> int:
@@ -40,8 +44,7 @@ def _prctl(option: int, value: int, pointer: object = None) -> None:
     _call("prctl", option, ctypes.c_ulong(value), pointer or zero, zero, zero)
 
 
-# -- resource limits and process lifetime
-# ----------------------------------------------------------------------------
+# -- resource limits and process lifetime ----------------------------------------------------------
 
 
 def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
@@ -56,6 +59,7 @@ def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
     for name, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_STACK, STACK_BYTES),
         (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_NPROC, tasks),
@@ -64,13 +68,11 @@ def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
         _, hard = resource.getrlimit(name)
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
-        resource.setrlimit(name, (value, value))
+        _set_limit(name, (value, value))
 
 
 def exit_with_parent(parent: int) -> None:
-    """Kill this process when its parent, pid `parent`, exits. A later change of uid would undo
-    this.
-    """
+    """Kill this process when its parent, pid `parent`, exits. A later change of uid undoes this."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent exited before the call above
         os._exit(1)
@@ -89,53 +91,59 @@ def close_all_but(kept: Iterable[int]) -> None:
 # -- identity --------------------------------------------------------------------------------------
 
 
-def unused_uid(seed: int) -> int:
-    """Find a uid that no account and no process uses, in systemd's range for dynamic service users."""
-    low, high = 61184, 65519
-    taken = {int(line.split(":")[2]) for line in _lines("/etc/passwd")}
-    taken |= {Path(entry).stat().st_uid for entry in _processes()}
-    for offset in range(high - low + 1):
-        uid = low + (seed + offset) % (high - low + 1)
-        if uid not in taken:
-            return uid
-    raise OSError(errno.EAGAIN, f"no unused uid between {low} and {high}")
+def unused_uids(seed: int) -> list[range]:
+    """Ranges of uids that no account or process should use, best first; `seed` selects the place.
+
+    By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
+    dynamic service users. A container may have only the latter.
+    """
+    ranges = []
+    for low, high, count in ((0x70000000, 0x80000000, 4096), (61184, 65520, 128)):
+        first = low + seed % ((high - low) // count) * count
+        ranges.append(range(first, first + count))
+    return ranges
 
 
-def switch_to_uid(uid: int) -> None:
-    """Switch to uid and gid `uid`, with no supplementary groups."""
+def switch_to_uid(uid: int, capabilities: int = 0) -> None:
+    """Switch to uid and gid `uid`, with no supplementary groups, and keep only `capabilities`."""
+    if capabilities:
+        _prctl(_PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    set_capabilities(capabilities)
 
 
-def drop_capabilities() -> None:
-    """Drop all capabilities of this process."""
+def set_capabilities(capabilities: int) -> None:
+    """Drop all capabilities of this process except the bits of `capabilities`."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
-    _call("capset", header, bytes(24))
+    _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
 
 
 def tasks_of(uid: int) -> int:
     """Count the threads that run under `uid`, as far as /proc shows."""
-    count = 0
-    for entry in _processes():
-        try:
-            if Path(entry).stat().st_uid == uid:
-                count += len(os.listdir(f"{entry}/task"))  # noqa: PTH208 - faster than iterdir, on the fork path
-        except OSError:  # it has exited in the meantime
-            continue
-    return count
+    mine = [fields["Threads"] for fields in map(_status, _processes()) if fields.get("Uid") == uid]
+    return sum(mine)
+
+
+def threads_of(pid: int) -> int:
+    """Count the threads of a process; 0 if it has exited."""
+    return _status(f"/proc/{pid}").get("Threads", 0)
+
+
+def _status(process: str) -> dict[str, int]:
+    """The real uid and the number of threads of a process; empty if it has exited."""
+    try:
+        lines = Path(process, "status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split()[:2] for line in lines if line.startswith(("Uid:", "Threads:")))
+    return {name.rstrip(":"): int(value) for name, value in pairs}
 
 
 def _processes() -> list[str]:
     try:
         return [str(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    except OSError:
-        return []
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return [line for line in Path(path).read_text().splitlines() if line.count(":") > 2]
     except OSError:
         return []
 
@@ -153,8 +161,9 @@ def landlock_abi() -> int:
 
 
 def landlock_rules() -> int:
-    """Create a ruleset that handles every access the kernel knows and allows none; returns its
-    descriptor.
+    """Create a ruleset that handles every access the kernel knows and allows none.
+
+    Returns its descriptor.
     """
     abi = landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
@@ -168,7 +177,7 @@ def landlock_rules() -> int:
 
 
 def no_new_privileges() -> None:
-    """Set no_new_privs, which Landlock and seccomp require, and block debuggers with the same uid."""
+    """Set no_new_privs, which Landlock and seccomp require, and block debuggers."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
 
@@ -183,6 +192,7 @@ def apply_landlock(rules: int) -> None:
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EQUAL, _MASKED_EQUAL = 4, 7
 _BAD_ARCHITECTURE = 2  # seccomp attribute: action for syscalls of other architectures
+_OPTIMIZE = 8  # seccomp attribute: how the filter finds a syscall's rules
 
 
 def _errno_action(code: int) -> int:
@@ -208,13 +218,8 @@ _ALLOWED_IF = (
     *(("clone", 0, _EQUAL, flags, 0) for flags in _THREAD_FLAGS),
     ("mmap", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
     ("mprotect", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
-    (
-        "fcntl",
-        1,
-        _EQUAL,
-        1,
-        0,
-    ),  # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
+    # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
+    ("fcntl", 1, _EQUAL, 1, 0),
     ("fcntl", 1, _EQUAL, 3, 0),  # F_GETFL
 )
 
@@ -244,14 +249,15 @@ def compile_filter() -> bytes:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
     try:
         _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
+        # a binary search instead of a list; libseccomp before 2.5 has no such option
+        library.seccomp_attr_set(context, _OPTIMIZE, 2)
         for name in _ALLOWED:
             _rule(library, context, _ALLOW, name)
         for name, *comparison in _ALLOWED_IF:
             _rule(library, context, _ALLOW, name, _Comparison(*comparison))
         limits = _Comparison(0, _EQUAL, 0, 0), _Comparison(2, _EQUAL, 0, 0)
-        _rule(
-            library, context, _ALLOW, "prlimit64", *limits
-        )  # read-only, and only for this process
+        # read-only, and only for this process
+        _rule(library, context, _ALLOW, "prlimit64", *limits)
         # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
         # fall back to clone
         _rule(library, context, _errno_action(errno.ENOSYS), "clone3")

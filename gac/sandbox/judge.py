@@ -68,15 +68,14 @@ class _Judge:
         self._client, self._all = client, spec["all"]
         self._entry_point = spec["entry_point"]
         self._tests = append_check_call(spec["tests"], self._entry_point)
-        self._setup = _compile("setup", spec["setup"])
-        self._codes = [_compile(f"test {n}", text) for n, text in enumerate(self._tests, start=1)]
-        texts = [spec["setup"], *self._tests]
-        self._constants = _constants(texts)
-        self._used, self._bound = _names_read(texts), _names_bound(texts)
-        self._used_in_setup = _names_read([spec["setup"]])
+        names = [f"test {n}" for n in range(1, len(self._tests) + 1)]
+        trees = list(map(_parsed, ["setup", *names], [spec["setup"], *self._tests]))
+        self._setup, *self._codes = map(_compile, ["setup", *names], trees)
+        self._used, self._bound, self._constants = _words(trees)
+        self._used_in_setup, _, _ = _words(trees[:1])
         reference = _parse(spec["reference"])
         self._defined = names_defined(reference) & self._used
-        self._entries = self._defined - names_defined(_parse(spec["setup"]))
+        self._entries = self._defined - names_defined(trees[0])
         if self._entry_point:
             self._entries = {self._entry_point}
         self._imports = _imports(reference, self._used - self._bound - self._entries)
@@ -170,8 +169,10 @@ class _Judge:
         return RefusedError(self._refused) if self._refused else None
 
     def _row_fault(self, error: BaseException, unknown: set[str]) -> str:
-        """Why the row may be at fault: a missing module, an unknown name, a value that cannot be
-        sent, or text of the program that the tests would run; or "".
+        """Why the row may be at fault, or "".
+
+        Reasons are a missing module, an unknown name, a value that cannot be sent, and text of the
+        program that the tests would run.
         """
         if self._refused or self._client.unsendable:
             return self._refused or self._client.unsendable
@@ -195,19 +196,24 @@ class _Judge:
         raise RefusedError(self._refused)
 
 
-def _compile(place: str, text: str) -> types.CodeType:
+def _parsed(place: str, text: str) -> ast.Module:
     try:
-        return compile(text, f"<{place}>", "exec", dont_inherit=True)
+        return ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise RowError(
             f"the row's {place} is not valid Python: {_describe(error)}; {text!r:.200}"
         ) from None
 
 
+def _compile(place: str, tree: ast.Module) -> types.CodeType:
+    try:
+        return compile(tree, f"<{place}>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise RowError(f"the row's {place} is not valid Python: {_describe(error)}") from None
+
+
 def append_check_call(tests: list[str], entry_point: str) -> list[str]:
-    """`tests`, with `check(entry_point)` appended to each test that defines `check`, unless some
-    test calls it.
-    """
+    """Append `check(entry_point)` to each test that defines `check`, unless some test calls it."""
     if not entry_point:
         return tests
     trees = []
@@ -228,26 +234,26 @@ def append_check_call(tests: list[str], entry_point: str) -> list[str]:
     ]
 
 
-def _names_read(texts: list[str]) -> set[str]:
-    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
-    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-
-
-def _names_bound(texts: list[str]) -> set[str]:
-    """All names that the texts bind anywhere."""
-    names: set[str] = set()
-    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
+def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str]]:
+    """The names that are read and those that are bound anywhere, and all string constants."""
+    read: set[str] = set()
+    bound: set[str] = set()
+    constants: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                constants.add(node.value.strip())
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+            bound.add(node.name)
         elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
+            bound.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.arg):
-            names.add(node.arg)
+            bound.add(node.arg)
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            names.add(node.name)
-    return names
+            bound.add(node.name)
+    return read, bound, constants
 
 
 def names_defined(tree: ast.Module) -> set[str]:
@@ -283,16 +289,6 @@ def _parse(text: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return ast.Module([], [])
-
-
-def _constants(texts: list[str]) -> set[str]:
-    """All strings that are written in the texts."""
-    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
-    return {
-        node.value.strip()
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
 
 
 def _is_stdlib(name: str) -> bool:

@@ -1,22 +1,38 @@
-"""The modules that programs can import. All are loaded before the first fork, because programs
-cannot open files.
+"""The modules that programs can import.
+
+All are loaded before the first fork, because programs cannot open files.
 """
 
 from __future__ import annotations
 
+import _thread
+import builtins
 import errno
 import gc
 import importlib
 import io
 import os
+import resource
 import site
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
+
+_STACK_BYTES = 2 << 20  # of a thread that does not ask for more
+# Fills the gaps in memory pages that have been written to. A child's objects then share fresh pages
+# instead of forcing a copy of many old ones.
+_filling: list[bytes] = []
+_set_stack_size = _thread.stack_size
+_largest_stack = [_STACK_BYTES]
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 _NAMES = """
-    abc argparse array ast asyncio base64 binascii bisect builtins calendar cmath codecs
+    abc argparse array ast asyncio atexit base64 binascii bisect builtins calendar cmath
+    codecs
     collections collections.abc colorsys concurrent.futures.thread contextlib contextvars copy
-    copyreg csv ctypes dataclasses datetime decimal difflib dis enum errno fcntl fnmatch fractions
+    copyreg csv ctypes dataclasses datetime decimal difflib dis enum errno fcntl fileinput fnmatch
+    fractions
     functools gc graphlib hashlib heapq hmac html html.parser inspect io ipaddress itertools json
     keyword linecache locale logging math mmap numbers operator os os.path pathlib pickle platform
     pprint queue random re reprlib resource sched secrets select selectors shlex signal site socket
@@ -52,20 +68,56 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
         importlib.import_module("numpy.random")  # numpy loads it lazily
+    prepare_for_programs()
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
     os.environ.clear()
     gc.collect()
+    _filling.extend(bytes(size) for size in range(16, 480, 16) for _ in range((32 << 10) // size))
     gc.freeze()  # otherwise a collection in a child would write to every page and so copy it
 
 
-def open_standard_streams() -> None:
-    """Bind sys.stdin and sys.stdout to descriptors 0 and 1. Call this before confining the process.
+def prepare_for_programs() -> None:
+    """Open the standard streams and replace functions that need a system call that is refused.
 
-    Also caches `os.fstat` for both, for programs that use `os.fstat(0)` to size their input:
-    glibc's `fstat` uses a syscall that also takes paths, which the filter refuses.
+    Done once, before the first fork.
+    """
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout  # type: ignore[misc]
+
+    def stack_size(size: int = 0) -> int:
+        return _set_stack_size(min(size or _STACK_BYTES, _largest_stack[0]))
+
+    threading.stack_size = _thread.stack_size = stack_size
+    set_limit, open_file = resource.setrlimit, builtins.open
+    resource.setrlimit = lambda kind, limits: (  # the main thread's stack is already large
+        None if kind == resource.RLIMIT_STACK else set_limit(kind, limits)
+    )
+
+    def open_stream(file: Any, *arguments: Any, **options: Any) -> Any:
+        number = _STREAMS.get(file, file) if isinstance(file, str) else file
+        return open_file(number, *arguments, **options)
+
+    builtins.open = io.open = open_stream
+
+
+def limit_stacks(memory_bytes: int) -> None:
+    """Clamp the stacks of threads to a quarter of the memory.
+
+    Programs ask for far more than they touch, and address space is what the memory limit counts.
+    """
+    _largest_stack[0] = max(memory_bytes // 4, _STACK_BYTES)
+    _set_stack_size(_STACK_BYTES)
+
+
+def remember_sizes() -> None:
+    """Let programs call `os.fstat(0)` and `os.fstat(1)`, e.g. to size their input.
+
+    glibc's `fstat` uses a system call that also takes paths, which the filter refuses. Call this
+    before confining the process.
     """
     stats = {0: os.fstat(0), 1: os.fstat(1)}
 
@@ -75,5 +127,3 @@ def open_standard_streams() -> None:
         return stats[fd]
 
     os.fstat = fstat
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Runs a bounded number of programs concurrently on a fork server. Thread-safe; survives the
-server's death.
+"""Runs a bounded number of programs concurrently on a fork server.
+
+Thread-safe; survives the server's death.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from . import server
@@ -25,9 +27,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2
-CPU_LIMIT_TOLERANCE = (
-    0.5  # the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
-)
+# the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
+CPU_LIMIT_TOLERANCE = 0.5
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
 
@@ -85,6 +86,9 @@ class RunResult:
 class Pool:
     """Runs model-written programs in confined processes.
 
+    Fewer than `workers` run at a time if their memory limits together would exceed half of the
+    memory of the machine, divided by the ranks on it.
+
     Args:
         workers: number of programs run concurrently; None: available cores divided by the ranks on
             this machine.
@@ -106,6 +110,7 @@ class Pool:
             raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
         self.workers = workers or _default_workers()
         self.preload, self.require = tuple(preload), tuple(require)
+        self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
         self._lock = threading.Lock()
         self._server: Server | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -220,6 +225,13 @@ class Pool:
     def _ask(
         self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
     ) -> dict[str, Any]:
+        processes = 2 if kind == "check" else 1
+        with self._memory.reserved(processes * (memory_mb << 20)):
+            return self._try(kind, files, cpu_seconds, memory_mb)
+
+    def _try(
+        self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
+    ) -> dict[str, Any]:
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
         problem = ""
         for attempt in range(ATTEMPTS):
@@ -238,6 +250,38 @@ class Pool:
             else:
                 return ends
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
+
+
+class _MemoryBudget:
+    """Bounds the sum of the memory limits of all running programs; at least one may run."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._reserved = total, 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def reserved(self, amount: int) -> Iterator[None]:
+        """Wait until `amount` bytes are free, and reserve them."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._reserved or self._reserved + amount <= self._total
+            )
+            self._reserved += amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reserved -= amount
+                self._changed.notify_all()
+
+
+def _memory_bytes() -> int:
+    """Memory of this machine or container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
+        with contextlib.suppress(OSError, ValueError):  # not in a cgroup, or "max"
+            sizes.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(sizes)
 
 
 def _was_read(file: int) -> bool:
@@ -289,8 +333,11 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     return "ended"
 
 
+def _ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _default_workers() -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, cores // _ranks())

@@ -262,8 +262,10 @@ class SolverClient:
         return self._objects[number]
 
     def _class(self, description: Json) -> Any:
-        """The local class for a description: a known number, or [number, name, nearest builtin
-        class, descriptions of the bases, special methods].
+        """The local class for a description.
+
+        A description is a known number, or [number, name, nearest builtin class, descriptions of
+        the bases, special methods].
         """
         if type(description) is int:
             return self._classes[description]

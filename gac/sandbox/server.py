@@ -37,6 +37,12 @@ import json
 main(json.loads(sys.argv[2]))
 """
 _PACKAGE = Path(__file__).parent
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the same set order in every run
+    "OMP_NUM_THREADS": "1",  # no threads in preloaded packages
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # otherwise every thread reserves 64 MiB of address space
+}
 LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
 """Valid names for `require`; limits and seccomp are always required."""
 
@@ -86,8 +92,7 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=[theirs.fileno(), user],
-                # the same set order in every run; no threads in preloaded packages
-                env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,  # only the trainer should receive Ctrl-C
             )
@@ -111,14 +116,14 @@ class Server:
         self._control.settimeout(None)
         if not greeting:
             self._process.kill()
-        found: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
-        if "refused" not in found:
-            active = {"limits": "limits", **found["layers"]}
-            return Layers(active, found["missing"])
+        report: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
+        if "refused" not in report:
+            active = {"limits": "limits", **report["layers"]}
+            return Layers(active, report["missing"])
         self._process.wait()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "no error output")
-        raise SandboxError(found["refused"] or last)
+        raise SandboxError(report["refused"] or last)
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
         """Send a request and return its result (see `zygote`), or None if the server died."""
@@ -129,9 +134,7 @@ class Server:
                 limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
                 message = json.dumps({**request, **limits}).encode()
                 socket.send_fds(self._control, [message], [writer, *files])
-            except (
-                OSError
-            ):  # the server is gone, or another thread noticed first and closed the socket
+            except OSError:  # the server is gone; another thread may have closed the socket
                 return None
             finally:
                 os.close(writer)
@@ -152,9 +155,8 @@ class Server:
     def stop(self) -> None:
         """Stop the server and all its programs."""
         with contextlib.suppress(OSError):
-            self._control.shutdown(
-                socket.SHUT_RDWR
-            )  # works even if a forked child holds the socket open
+            # works even if a forked child holds the socket open
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(STOP_SECONDS)
@@ -195,8 +197,9 @@ def _search_path(preload: Sequence[str]) -> list[str]:
 
 
 def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
-    """bwrap arguments to try, best first: as root with the right to change uid inside, then as any
-    user.
+    """bwrap arguments to try, best first.
+
+    First as root with the right to change uid inside, then as any user.
     """
     shared = [
         "--unshare-ipc",
@@ -215,6 +218,8 @@ def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
     needed += [str(_PACKAGE), *_search_path(preload)]
     for path in dict.fromkeys(entry for entry in needed if entry):
         shared += ["--ro-bind-try", path, path]
-    as_root = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    as_root = ["--cap-drop", "ALL"]
+    for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
+        as_root += ["--cap-add", capability]
     attempts = [["--unshare-user", *shared]]
     return [[*as_root, *shared], *attempts] if os.getuid() == 0 else attempts

@@ -5,6 +5,7 @@ It never sees the tests, and its answers are untrusted: each is a plain value or
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import io
@@ -27,9 +28,7 @@ _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
 def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
-    """Run the program of `spec` (see `assemble`), then answer requests until the judge closes the
-    channel.
-    """
+    """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
     module = _module("program")
     objects = _Objects(module, channel)
     try:
@@ -57,9 +56,12 @@ def run_script(spec: Mapping[str, str]) -> int:
         status = 0 if code is None else (code & 255 if isinstance(code, int) else 1)
     except BaseException:
         status = 1
-    try:
-        threading._shutdown()  # type: ignore[attr-defined] # joins threads, as Python does on exit
-        sys.stdout.flush()
+    try:  # as Python does on exit
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.__stdout__):
+            if stream is not None:
+                stream.flush()
     except BaseException:
         status = status or 1
     return status

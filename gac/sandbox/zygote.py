@@ -24,10 +24,10 @@ from typing import Any
 
 from . import confine, event_loop, judge, modules, probe, solver, wire
 
-COUNT_EVERY = 1.0  # seconds between counts of the uid's threads
-SOLVER_ENDED = (
-    3  # exit status of a judge whose solver closed the channel; such a solver exits by itself
-)
+COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
+SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
+# exit status of a judge whose solver closed the channel; such a solver exits by itself
+SOLVER_ENDED = 3
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Job:
         return [pid for name, pid in pids.items() if pid and name not in self.ends]
 
     def overdue(self, now: float) -> bool:
-        """Whether its time is up; otherwise extends the deadline by the time it waited for a core."""
+        """Whether its time is up; if not, extends the deadline by the time it waited for a core."""
         if self.deadline > now:
             return False
         waited = sum(map(_seconds_without_core, self.running()))
@@ -70,9 +70,18 @@ class Job:
         for pid in self.running():
             os.kill(pid, signal.SIGKILL)
 
+    def kill_if_crowded(self) -> None:
+        """Kill it if it has more threads than the limit, which a shared uid does not enforce."""
+        if any(confine.threads_of(pid) > confine.THREADS for pid in self.running()):
+            self.kill()
+
 
 class Zygote:
-    """Forks children for requests on `control` until the socket closes or the trainer dies."""
+    """Forks children for requests on `control` until the socket closes or the trainer dies.
+
+    Children run under a uid of their own each, if root may be used to change it; otherwise under
+    the server's, where limits on threads cannot be exact.
+    """
 
     def __init__(self, control: socket.socket, user: int | None) -> None:
         self.control, self.user = control, user
@@ -82,7 +91,9 @@ class Zygote:
         self.missing: dict[str, str] = {}
         self.rules: int | None = None
         self.filter = b""
-        self.tasks = (0.0, 0)
+        self.uids: range | None = None
+        self.uid_of: dict[int, int] = {}
+        self.counted = 0.0, 0
         self.jobs: dict[int, Job] = {}
 
     # -- confinement -------------------------------------------------------------------------------
@@ -93,7 +104,7 @@ class Zygote:
         self.layers["seccomp"] = "seccomp"
         self._try("landlock", self._prepare_landlock)
         self._try("uid", self._prepare_uid)
-        confine.drop_capabilities()
+        confine.set_capabilities(0 if self.uids is None else confine.CAN_SWITCH)
         confine.no_new_privileges()
 
     def _try(self, layer: str, take: Callable[[], str]) -> None:
@@ -109,16 +120,19 @@ class Zygote:
     def _prepare_uid(self) -> str:
         if os.getuid() != 0:
             return f"uid {os.getuid()}"
-        uid = confine.unused_uid(int.from_bytes(os.urandom(2), "big"))
-        confine.switch_to_uid(uid)
-        return f"uid {uid}"
+        best, other = confine.unused_uids(int.from_bytes(os.urandom(2), "big"))
+        try:
+            confine.switch_to_uid(best[0], confine.CAN_SWITCH)
+            self.uids = best
+        except OSError:  # not in the user namespace of this container
+            confine.switch_to_uid(other[0], confine.CAN_SWITCH)
+            self.uids = other
+        return f"uids {self.uids[0]} to {self.uids[-1]}"
 
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
         """Confine this child process: it can only compute and use the descriptors `kept`."""
         confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
-        confine.set_limits(
-            cpu_seconds, self.base_bytes + memory_bytes, self.tasks[1] + confine.THREADS
-        )
+        confine.set_limits(cpu_seconds, self.base_bytes + memory_bytes, self._max_tasks())
         confine.no_new_privileges()
         if self.rules is not None:
             confine.apply_landlock(self.rules)
@@ -129,21 +143,45 @@ class Zygote:
 
     def fork(self, body: Callable[[], int]) -> int:
         """Fork a child that runs `body` and exits with its return value; returns the pid."""
-        if self.tasks[0] < time.monotonic():
-            self.tasks = time.monotonic() + COUNT_EVERY, confine.tasks_of(os.getuid())
+        uid = self._next_uid()
         parent = os.getpid()
         pid = os.fork()
         if pid:
+            self.uid_of[pid] = uid
             return pid
         status = 1
         try:
             random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            with contextlib.suppress(
+                OSError
+            ):  # if memory runs out, programs should be killed first
+                Path("/proc/self/oom_score_adj").write_text("1000")
+            if self.uids is not None:
+                confine.switch_to_uid(uid)
             confine.exit_with_parent(parent)
             status = body()
         finally:
             os._exit(status)
+
+    def _next_uid(self) -> int:
+        """A uid for the next child: its own, or the server's if that cannot be changed."""
+        if self.uids is not None:
+            used = set(self.uid_of.values())
+            return next(uid for uid in self.uids[1:] if uid not in used)
+        if self.counted[0] < time.monotonic():
+            for job in self.jobs.values():
+                job.kill_if_crowded()
+            others = confine.tasks_of(os.getuid()) - sum(map(confine.threads_of, self.uid_of))
+            self.counted = time.monotonic() + COUNT_EVERY, others
+        return os.getuid()
+
+    def _max_tasks(self) -> int:
+        """RLIMIT_NPROC of a child, which counts all threads of its uid."""
+        if self.uids is not None:
+            return confine.THREADS
+        return self.counted[1] + SPARE_TASKS + (len(self.uid_of) + 1) * confine.THREADS
 
     def start(self, request: dict[str, Any], files: list[int]) -> Job:
         """Fork the processes for a request; `files` are its descriptors, the reply pipe first."""
@@ -155,7 +193,8 @@ class Zygote:
 
             def script() -> int:
                 self._redirect(stdin, stdout)
-                modules.open_standard_streams()
+                modules.remember_sizes()
+                modules.limit_stacks(memory)
                 self.confine([program], cpu, memory)
                 return solver.run_script(_read_json(program))
 
@@ -166,6 +205,7 @@ class Zygote:
 
         def answer() -> int:
             self._redirect(self.null, self.null)
+            modules.limit_stacks(memory)
             self.confine([program, to_solver[0], to_judge[1]], cpu, memory)
             channel = wire.Channel(to_solver[0], to_judge[1])
             solver.answer_questions(_read_json(program), channel)
@@ -175,8 +215,8 @@ class Zygote:
             self._redirect(self.null, self.null)
             self.confine([tests, verdict, to_judge[0], to_solver[1]], cpu, memory)
             channel = wire.Channel(to_judge[0], to_solver[1])
-            found = judge.judge(_read_json(tests), channel)
-            os.write(verdict, json.dumps(found).encode())
+            result = judge.judge(_read_json(tests), channel)
+            os.write(verdict, json.dumps(result).encode())
             return SOLVER_ENDED if channel.ended else 0
 
         try:
@@ -250,7 +290,7 @@ class Zygote:
                 continue
             if pid == job.main and job.helper and "helper" not in job.ends:
                 if not job.stalled and os.waitstatus_to_exitcode(status) == SOLVER_ENDED:
-                    continue  # the solver's exit, which gives the reason, is still to come; its pipe closes first
+                    continue  # the solver's exit, which gives the reason, follows
                 self._end_helper(job, job.helper)
             if len(job.ends) == 1 + (job.helper is not None):
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
@@ -265,6 +305,7 @@ class Zygote:
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
         job = self.jobs.pop(pid, None)
+        self.uid_of.pop(pid, None)
         if job is not None:
             name = "main" if pid == job.main else "helper"
             job.ends[name] = [status, usage.ru_utime + usage.ru_stime]
@@ -310,21 +351,18 @@ def _address_space() -> int:
 
 
 def main(options: dict[str, Any]) -> None:
-    """Load modules, drop privileges, verify the confinement, report on the control socket, then
-    serve.
-    """
+    """Load modules, drop privileges, verify the confinement, report it, then serve."""
     control = socket.socket(fileno=options["control"])
     try:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
-        with contextlib.suppress(
-            OSError
-        ):  # if memory runs out, the kernel should kill programs first
+        with contextlib.suppress(OSError):  # if memory runs out, programs should die first
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
         probe.verify_confinement(zygote.fork, zygote.confine)
+        zygote.uid_of.clear()
     except (OSError, ImportError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         return
