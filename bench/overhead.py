@@ -36,7 +36,9 @@ from gac.data.rows import Row
 from gac.demo.task import write_task
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
+from gac.training.forward import Forward
 from gac.training.metrics import observe
+from gac.training.probes.sampled_kl import SampledKL
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
@@ -121,9 +123,9 @@ class Parts:
         self.seconds: Counter[str] = Counter()
         self.enabled = False
         self.losses: list[Callable[..., Any]] = []  # forward calls of the current step's losses
-        gradients = trainer.gradients
         for owner, names, part in (
-            (gradients, ("reference_logprobs", "_sampled_reference"), "reference forward"),
+            (Forward, ("reference_logprobs",), "reference forward"),
+            (SampledKL, ("__init__",), "reference forward"),
             (type(trainer.method), ("mix", "report"), "controller"),
             (collectives, ("total",), "communication"),
             (TokenMoments, ("all_reduce",), "communication"),

@@ -24,7 +24,7 @@ from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
-from gac.training.gradient_parts import GradientParts
+from gac.training.probes.parts import GradientParts
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec, Signals
 

@@ -71,7 +71,7 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     """
     settings = {"temperature": 0.7, "micro": micro, "pad_token": 0, "averages": False}
     gradients = Gradients(Accelerator(cpu=True), model, model, loss, **settings)
-    old = [x - 0.1 * torch.arange(len(x)) for x in gradients.row_logprobs(rows)]
+    old = [x - 0.1 * torch.arange(len(x)) for x in gradients.forward.row_logprobs(rows)]
     rewards = Rewards.of([r.advantage for r in rows])
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
@@ -230,7 +230,7 @@ def test_packed_run_matches_padded_run(task, tmp_path, method):
     changes = {"method": method, "steps": 2, "eval": {}, "demo_batch": 6}
     train(tiny_config(task, tmp_path / "padded", **changes))
     packed = Trainer(tiny_config(task, tmp_path / "packed", **changes, micro_tokens=80))
-    assert packed.gradients.micro.packed
+    assert packed.gradients.forward.micro.packed
     packed.run()
     rows = list(zip(metrics(tmp_path / "padded"), metrics(tmp_path / "packed"), strict=True))
     assert len(rows) == 2

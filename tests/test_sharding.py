@@ -15,7 +15,7 @@ from gac.parallel import setup
 from gac.parallel.setup import ParallelConfig, make_accelerator
 from gac.rollouts import engines
 from gac.rollouts.generation import generate
-from gac.training import gradients
+from gac.training import forward, gradients
 from gac.training.trainer import Trainer, train
 
 from . import ranks
@@ -82,7 +82,7 @@ def losses(run_config, reshard):
     engines.generate = fixed_responses
     trainer = Trainer(run_config)
     if not reshard:
-        setup.reshard = gradients.reshard = lambda model: None
+        setup.reshard = gradients.reshard = forward.reshard = lambda model: None
     rows = trainer.feed.demo_rows(0)
     demo_losses = []
     for _ in range(3):
@@ -90,7 +90,7 @@ def losses(run_config, reshard):
         measured = trainer.gradients(step)
         demo_losses.append(measured.losses.demo)
         # without resharding, this would leave the root unit gathered
-        trainer.gradients.row_logprobs(rows)
+        trainer.gradients.forward.row_logprobs(rows)
         trainer._apply(step, measured)
         trainer.step += 1
     return demo_losses

@@ -43,7 +43,7 @@ def measure(config, mu):
 
 def unit_sketches(config, mu):
     """Unit sketches of both terms, sorted because the order of the rows depends on the ranks."""
-    sketches = measure(config, mu)[2].sketches
+    sketches = measure(config, mu)[2].evidence.sketches
     return [sorted(term.tolist()) for term in sketches]
 
 
@@ -74,7 +74,7 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts,
         truth[key] = truth.get(key, 0) + torch.autograd.grad(loss, weight)[0]
     sketch = HeadSketch(SIZE, step.sketch_seed)
     left, right = sketch.vocabulary(weight.shape[0]), sketch.hidden(weight.shape[1])
-    for side, demo in zip(measured.sketches, (True, False), strict=True):
+    for side, demo in zip(measured.evidence.sketches, (True, False), strict=True):
         gradients = [g for key, g in truth.items() if key[0] == demo]
         rows = [(left.double() @ g @ right.double().T).flatten() for g in gradients]
         expected = torch.stack(rows)
@@ -100,7 +100,7 @@ def test_sketch_leaves_gradients_unchanged_and_reseeds_each_step(task, tmp_path,
     grads = [p.grad.clone() for p in trainer.model.parameters()]
     trainer.optimizer.zero_grad()
     plain = trainer.gradients(dataclasses.replace(step, needs=step.needs._replace(sketch=0)))
-    assert plain.sketches is None and plain.losses == measured.losses
+    assert plain.evidence.sketches is None and plain.losses == measured.losses
     for p, grad in zip(trainer.model.parameters(), grads, strict=True):
         assert torch.equal(p.grad, grad)
     trainer.step = 2

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from gac.config import dump
-from gac.control.evidence import Evidence, Reading
+from gac.control.evidence import Reading
 from gac.control.signals import GradientSignals, ProxySignals, SketchSignals
 from gac.evaluation.cells import markdown_table
 from gac.methods.base import Mix
@@ -74,15 +74,13 @@ class MeasuredGradients:
 
     def measure(self, step: Step) -> dict[str, Any]:
         """Readings of every source for `step`, by source name."""
-        measured = self._run(step, parts=PARTS, sketch=SIZES[0])
-        moments, sketches = measured.moments, measured.sketches
-        evidence = Evidence(step.number, moments, measured.gram, PARTS, sketches=sketches)
+        evidence = self._run(step, parts=PARTS, sketch=SIZES[0]).evidence
         readings = {
             TRUTH: GradientSignals().read(evidence, {})[0],
             "proxy": ProxySignals().read(evidence, {})[0],
             "sketch": SketchSignals(SIZES[0]).read(evidence, {})[0],
         }
-        larger = Evidence(step.number, sketches=self._run(step, sketch=SIZES[1]).sketches)
+        larger = self._run(step, sketch=SIZES[1]).evidence
         readings[f"sketch-{SIZES[1]}"] = SketchSignals(SIZES[1]).read(larger, {})[0]
         return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
 

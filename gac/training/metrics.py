@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
 from gac.methods import Observation
 from gac.methods.base import demo_losses
 
-from .step import Measurements, Step, Update
+from .step import Measured, Step, Update
 
 
 def observe(
-    step: Step, measured: Measurements, update: Update, losses_after: TermPair | None = None
+    step: Step, measured: Measured, update: Update, losses_after: TermPair | None = None
 ) -> tuple[dict[str, Any], Observation]:
     """The metrics row of a step, and the observation for the method's choice of the next weights.
 
@@ -50,24 +49,9 @@ def observe(
     return row, Observation(
         step.number + 1,
         reward_variance=rewards.variance,
-        evidence=evidence(step, measured),
+        evidence=measured.evidence,
         losses_before=losses,
         losses_after=losses_after,
         demo_losses=demo_losses(moments),
         **{key: row[key] for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss")},
-    )
-
-
-def evidence(step: Step, measured: Measurements) -> Evidence | None:
-    """Input of the signal source; None in a step without signals."""
-    if not step.needs.signals:
-        return None
-    count = 0 if measured.gram is None else len(measured.gram) // 2
-    return Evidence(
-        step.number,
-        measured.moments,
-        measured.gram,
-        count,
-        measured.bias_gram,
-        measured.sketches,
     )

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gac.control.evidence import Sketches
+from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row
 from gac.methods.base import Mix, StepNeeds
 from gac_kernels import TokenMoments
 
-from .gradient_parts import GradientParts
+from .probes.parts import GradientParts
 
 
 class Rewards(NamedTuple):
@@ -87,25 +87,21 @@ _TUPLES: dict[str, Any] = {"mix": Mix, "counts": Counts, "rewards": Rewards, "ne
 
 
 @dataclass(frozen=True)
-class Measurements:
+class Measured:
     """Results of a step's forward and backward passes; the same on all ranks, except `parts`."""
 
     losses: TermPair
     """The two loss terms, reduced over all ranks."""
     moments: TokenMoments
     """Statistics of the step's tokens."""
+    kl: float | None = None
+    """Mean k3 KL to the reference over a subset of the rollouts; None: `moments.kl`, over all."""
     parts: GradientParts | None = None
     """The separate gradients, still to be combined."""
     gram: Tensor | None = None
     """float64 [2 n, 2 n] inner products of the `parts`."""
-    bias_gram: Tensor | None = None
-    """[4, 4] inner products: SFT, RL, and both without phi and clipping."""
-    sketches: Sketches | None = None
-    """Sketches of each unit's gradient with respect to the head's weight."""
-    kl: float | None = None
-    """Mean k3 KL to the reference over a subset of the rollouts; None: use `moments.kl`, over all
-    of them.
-    """
+    evidence: Evidence | None = None
+    """Input of the signal source, if `StepNeeds.signals` is set."""
 
     @property
     def non_finite(self) -> bool:

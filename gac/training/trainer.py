@@ -43,7 +43,7 @@ from .metrics import observe
 from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
-from .step import Measurements, Rewards, Step, Update
+from .step import Measured, Rewards, Step, Update
 
 logger = logging.getLogger(__name__)
 
@@ -309,14 +309,14 @@ class Trainer:
         self.heartbeat.activity = f"step {self.step}, rollouts"
         policy = contextlib.nullcontext(self.model)
         with (
-            self.gradients.reference_model() if initial else policy as model,
+            self.gradients.forward.reference_model() if initial else policy as model,
             setup.gathered(model, self.config.parallel),
         ):
             unwrapped = self.policy if model is self.model else model
             rollouts = self.sampler(unwrapped, examples, self.step)
         rollouts.rows = self.feed.balance(rollouts.rows)
         if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
-            rollouts.old_logps = self.gradients.row_logprobs(rollouts.rows)
+            rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
         return rollouts
 
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
@@ -348,7 +348,7 @@ class Trainer:
         """This rank's RNG seed for the step."""
         return _derive_seed(self.config.seed, self.step, self.accelerator.process_index)
 
-    def _apply(self, step: Step, measured: Measurements) -> Update:
+    def _apply(self, step: Step, measured: Measured) -> Update:
         """Update the weights and the method state, or skip the step and leave both unchanged."""
         state, weights, mix = self.state, None, step.mix
         if measured.parts and measured.gram is not None:
@@ -377,7 +377,7 @@ class Trainer:
             self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
         return Update(mix, norm, lr, fault)
 
-    def _observe(self, step: Step, measured: Measurements, update: Update) -> dict[str, Any]:
+    def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
         """The metrics row of the step; also chooses the mix of the next step."""
         needs_losses = step.needs.losses_after and update.applied
         losses_after = self.gradients.losses(step) if needs_losses else None

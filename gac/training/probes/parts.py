@@ -1,4 +1,4 @@
-"""Several separate gradients of one model: their inner products and weighted sums.
+"""Separate gradients of the parts of each loss term: their inner products and weighted sums.
 
 A two-objective solver needs only three scalars, so sharded gradients cost one small all-reduce.
 Each gradient takes an additional buffer of the size of the (sharded) parameters.
@@ -7,17 +7,19 @@ Each gradient takes an additional buffer of the size of the (sharded) parameters
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gac.control.solvers import Weights
+from gac.data.rows import Row
 from gac.methods.base import Mix
 from gac.parallel.collectives import all_reduce_sum, world_size
 
 logger = logging.getLogger(__name__)
+Accumulate = Callable[[list[Row], Mix], None]  # adds the gradient of rows to `.grad`
 Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
 
 
@@ -26,12 +28,27 @@ class GradientParts:
 
     Args:
         parameters: (name, parameter) of every trainable parameter, in the same order on all ranks.
+        count: number of parts of each of the two terms.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], count: int = 1) -> None:
+        self.parameters, self.count = list(parameters), count
         self.parts: list[Gradient] = []
         self.averages: dict[str, Tensor] = {}
+
+    def measure(self, rows: Sequence[Row], live: Sequence[Row], accumulate: Accumulate) -> None:
+        """Compute the gradient of each of the `count` parts of each term, demonstrations first.
+
+        rows: the rows of the step, in equal parts. live: those that may have a gradient.
+        """
+        live_rows, count = set(live), self.count
+        for demo in (True, False):
+            term = [row for row in rows if row.is_demo == demo]
+            for i in range(count):
+                part = term[len(term) * i // count : len(term) * (i + 1) // count]
+                # each part is a mean over its own rows, hence the scale `count`
+                accumulate([r for r in part if r in live_rows], Mix(float(demo), float(count)))
+                self.take()
 
     def take(self) -> None:
         """Store the accumulated gradient as the next part and reset `.grad` to None."""
@@ -54,24 +71,10 @@ class GradientParts:
             total[torch.tensor(index)[:, None], torch.tensor(index)] += square
         return all_reduce_sum(total).cpu()
 
-    def bias_gram(self, count: int) -> Tensor:
-        """Gram matrix [4, 4] of the gradients of the two terms and the last two parts.
-
-        The gradient of a term is the mean of its `count` parts. Removes the last two parts: they
-        are only measured, not applied.
-        """
-        weights = torch.zeros(4, len(self.parts), dtype=torch.float64)
-        weights[0, :count] = weights[1, count : 2 * count] = 1 / count
-        weights[2, -2] = weights[3, -1] = 1
-        gram = weights @ self.gram() @ weights.T
-        self.parts = self.parts[:-2]
-        return gram
-
-    def combine(self, weights: Sequence[float] | None) -> None:
-        """Set the gradient to sum_i weights[i] part_i; with None, to None."""
-        if weights is not None:
-            for column, (_, p) in zip(zip(*self.parts, strict=True), self.parameters, strict=True):
-                p.grad = _weighted(column, weights, reuse=not self.averages)
+    def combine(self, weights: Sequence[float]) -> None:
+        """Set the gradient to sum_i weights[i] part_i."""
+        for column, (_, p) in zip(zip(*self.parts, strict=True), self.parameters, strict=True):
+            p.grad = _weighted(column, weights, reuse=not self.averages)
         self.parts = []
 
     def combine_pair(self, weights: Weights | None, mix: Mix) -> Mix:
@@ -79,28 +82,13 @@ class GradientParts:
 
         Returns the mix applied; if `weights` is None, warns, leaves no gradient and returns `mix`.
         """
-        n = len(self.parts) // 2
         if weights is None:
-            logger.warning(
-                "skipping the update: the inner products of the gradients are not finite"
-            )
-            self.combine(None)
+            message = "skipping the update: the inner products of the gradients are not finite"
+            logger.warning(message)
+            self.parts = []
             return mix
-        self.combine([weights[0] / n] * n + [weights[1] / n] * n)
+        self.combine([weight / self.count for weight in weights for _ in range(self.count)])
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
-
-    def average(self, tracked: dict[str, Tensor], rate: float) -> None:
-        """Replace the parts with their moving averages y <- y + rate (g - y), kept in `averages`.
-
-        tracked: the previous averages, keyed by "part.parameter name"; not modified, because the
-            step may still be skipped.
-        """
-        for i, part in enumerate(self.parts):
-            for j, (name, _) in enumerate(self.parameters):
-                mean = tracked[f"{i}.{name}"] * (1 - rate)
-                if (new := part[j]) is not None:
-                    mean.add_(new, alpha=rate)
-                part[j] = self.averages[f"{i}.{name}"] = mean
 
 
 def local(tensor: Any) -> Tensor:

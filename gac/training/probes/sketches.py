@@ -1,4 +1,4 @@
-"""Sums the sketches of the head's gradient per unit, over micro-batches and ranks."""
+"""Sketches of the gradient of the LM head, summed per unit over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,33 +8,29 @@ import torch
 from torch import Tensor
 
 from gac.control.evidence import Sketches
-from gac.data.rows import Row
+from gac.data.rows import Batch, Row
 from gac.parallel import collectives
-from gac_kernels import HeadSketch
+from gac_kernels import LossOutput
 
 
 class UnitSketches:
-    """Collects the loss's sketches of each row; the rows of a unit may be on several ranks.
+    """Collects the loss's sketches [k, k] of each row; a unit's rows may be on several ranks."""
 
-    size: 0 disables sketches. seed: the same on all ranks.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.sketch = HeadSketch(size, seed) if size else None
+    def __init__(self, size: int) -> None:
+        self.width = size**2
         self.rows: list[Row] = []
         self.sketches: list[Tensor] = []  # per micro-batch, [rows, k k]
 
-    def add(self, rows: Sequence[Row], sketches: Tensor | None) -> None:
-        """Add the sketches [B, k, k] of a micro-batch; a no-op without sketches or rows."""
-        if rows and sketches is not None:
+    def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
+        """Add a micro-batch."""
+        if rows and out.sketch is not None:
             self.rows += rows
-            self.sketches.append(sketches.detach().flatten(1))  # on the device until the end
+            self.sketches.append(out.sketch.detach().flatten(1))  # on the device until the end
 
     def gathered(self) -> Sketches:
         """The sketches of all ranks' units; the same on every rank."""
-        assert self.sketch is not None
-        width = self.sketch.size**2
-        sketches = torch.cat([torch.empty(0, width), *(x.cpu() for x in self.sketches)]).double()
+        empty = torch.empty(0, self.width)
+        sketches = torch.cat([empty, *(x.cpu() for x in self.sketches)]).double()
         local_sums = []  # of the demonstrations, then of the rollouts
         for demo in (True, False):
             chosen = [i for i, row in enumerate(self.rows) if row.is_demo == demo]
