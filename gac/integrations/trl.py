@@ -26,6 +26,17 @@ from gac_kernels import LossOutput, LossSpec
 
 from .demonstrations import demo_norm, row_of, tokenized
 from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
+from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer
+from .trl_head import FusedHead, apply_fused_head
+
+__all__ = [
+    "FusedGRPOMixin",
+    "FusedGRPOTrainer",
+    "FusedHead",
+    "GACMixin",
+    "GACTrainer",
+    "apply_fused_head",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,190 @@
+"""The fused head for TRL: log-probs, entropies and further outputs from `gac_kernels`.
+
+TRL's trainers take these values from one function, `trl.trainer.utils._ChunkedLogProbFunction`,
+which is looked up in every forward pass. `apply_fused_head` replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gac_kernels import linear_token_logprobs
+
+HOOK = "_ChunkedLogProbFunction"
+SUPPORTED = "1.10 and later"
+
+
+class HeadInputs(NamedTuple):
+    """What TRL passes to its head: N rows of hidden states, and how the logits are formed."""
+
+    hidden: Tensor
+    """[N, H], in the dtype of the computation."""
+    weight: Tensor
+    """[V, H], same dtype."""
+    bias: Tensor | None
+    """[V], same dtype, or None."""
+    targets: Tensor
+    """int64 [N]."""
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+class HeadOutputs(NamedTuple):
+    """Per-token values in TRL's order; None if not requested."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+
+
+Override = Callable[[HeadInputs], HeadOutputs]
+_override: ContextVar[Override | None] = ContextVar("gac_trl_head", default=None)
+
+
+@contextlib.contextmanager
+def head_override(function: Override) -> Iterator[None]:
+    """Within the context, compute the head's outputs with `function` instead."""
+    token = _override.set(function)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Use our head within the context, whether or not `apply_fused_head` was called."""
+    utils = _trl_utils()
+    before = getattr(utils, HOOK)
+    setattr(utils, HOOK, FusedLogProbs)
+    try:
+        yield
+    finally:
+        setattr(utils, HOOK, before)
+
+
+def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
+    extra = tuple(name for name in outputs if name not in ("log_probs", "entropy"))
+    log_probs, entropy, *rest = linear_token_logprobs(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        bias=inputs.bias,
+        temperature=inputs.temperature,
+        softcap=inputs.softcap,
+        logit_scale=inputs.logit_scale,
+        **({"outputs": extra} if extra else {}),
+    )
+    return HeadOutputs(log_probs, entropy if "entropy" in outputs else None)._replace(
+        **dict(zip(extra, rest, strict=True))
+    )
+
+
+class FusedLogProbs:
+    """Stands in for TRL's autograd function, of which only `apply` is used."""
+
+    @staticmethod
+    def apply(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+        """Take the arguments of any supported TRL version; return its tuple of outputs.
+
+        TRL 1.10 passes (targets, temperature, chunk size, softcap, logit scale), 1.13 adds the bias
+        in front, 1.15 the requested outputs at the end.
+        """
+        outputs: tuple[str, ...] | None = None
+        if isinstance(rest[-1], (tuple, list)):
+            *rest, outputs = rest
+        bias = rest[0] if len(rest) == 6 else None
+        targets, temperature, _, softcap, logit_scale = rest[-5:]
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        inputs = HeadInputs(
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            targets,
+            temperature,
+            softcap,
+            logit_scale,
+        )
+        override = _override.get()
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = override(inputs) if override else _log_probs(inputs, outputs or ("entropy",))
+        return values if outputs is not None else values[:2]
+
+
+class FusedHead:
+    """Handle of an installed fused head; `undo`, or the end of a `with` block, removes it."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def undo(self) -> None:
+        """Give TRL its own head back; a second call is a no-op."""
+        import trl.trainer.utils
+
+        if getattr(trl.trainer.utils, HOOK) is FusedLogProbs:
+            setattr(trl.trainer.utils, HOOK, self._original)
+
+    def __enter__(self) -> FusedHead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+_original: Any = None
+
+
+def apply_fused_head() -> FusedHead:
+    """Compute the log-probs, entropies and further outputs of every TRL trainer with our kernels.
+
+    Applies to all models that TRL's trainers (SFT, DPO, KTO, RLOO, GRPO and others) have given a
+    fused head or will give one, in this process. A second call is a no-op.
+
+    Returns:
+        A handle with `undo`, which is also a context manager.
+
+    Raises:
+        ImportError: the installed TRL has no such hook; the message names the supported versions.
+    """
+    global _original
+    utils = _trl_utils()
+    current = getattr(utils, HOOK)
+    if current is not FusedLogProbs:
+        _original = current
+        setattr(utils, HOOK, FusedLogProbs)
+    return FusedHead(_original)
+
+
+def _trl_utils() -> Any:
+    try:
+        import trl.trainer.utils as utils
+    except ModuleNotFoundError as error:
+        raise ImportError("apply_fused_head needs TRL: pip install 'gac-kernels[trl]'") from error
+    if not hasattr(utils, HOOK):
+        try:
+            installed = version("trl")
+        except PackageNotFoundError:
+            installed = "unknown"
+        raise ImportError(
+            f"trl=={installed} has no fused LM head to replace: use TRL {SUPPORTED}, "
+            "e.g. pip install 'trl>=1.16'"
+        )
+    return utils

@@ -1,0 +1,256 @@
+"""The fused head and the fused GRPO loss against TRL's own: values, gradients and metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", minversion="1.16")
+
+from datasets import Dataset  # noqa: E402 - after the skip
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402 - after the skip
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
+from trl.trainer import utils  # noqa: E402 - after the skip
+
+from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
+from gac.integrations.trl_head import HOOK, FusedLogProbs  # noqa: E402 - after the skip
+from tests.integrations import tiny  # noqa: E402 - after the skip
+
+ROWS, PROMPT, LENGTH = 6, 5, 7
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
+    folder = tmp_path_factory.mktemp("trl")
+    tiny.write_model(folder / "model")
+    config = GRPOConfig(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=ROWS,
+        num_generations=2,
+        max_completion_length=LENGTH,
+        temperature=0.7,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        beta=0.1,
+    )
+    model = folder / "model"
+    return GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(model),
+        lambda completions, **_: [0.0] * len(completions),
+        config,
+        Dataset.from_list([{"prompt": "1+1="}] * ROWS),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+def make_inputs(trainer: GRPOTrainer, off_policy: bool) -> dict[str, Any]:
+    """Rollouts with padding, an empty completion and a masked tool token."""
+    draw = torch.Generator().manual_seed(0)
+    vocab = trainer.model.config.vocab_size
+    lengths = torch.tensor([LENGTH, 3, 0, 5, 1, 6])
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    tool_mask = mask.clone()
+    tool_mask[0, 2] = 0
+    inputs = {
+        "prompt_ids": torch.randint(1, vocab, (ROWS, PROMPT), generator=draw),
+        "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
+        "completion_ids": torch.randint(1, vocab, (ROWS, LENGTH), generator=draw),
+        "completion_mask": mask,
+        "tool_mask": tool_mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0]),
+        "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": 0.5 + torch.rand(ROWS, LENGTH, generator=draw),
+    }
+    with torch.no_grad():
+        logps = score(trainer, inputs)
+    noise = torch.randn(2, ROWS, LENGTH, generator=draw)
+    inputs["ref_per_token_logps"] = logps + 0.3 * noise[0]
+    if off_policy:
+        inputs["old_per_token_logps"] = logps + 0.4 * noise[1]
+    return inputs
+
+
+def score(trainer: GRPOTrainer, inputs: dict[str, Any]) -> torch.Tensor:
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, LENGTH)[0]
+
+
+def step(trainer: GRPOTrainer, kind: type, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Loss, metrics and gradients of one micro-batch computed by the class `kind`."""
+    trainer.__class__ = kind
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    loss = trainer._compute_loss(trainer.model, dict(inputs))
+    loss.backward()
+    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    gradients = {
+        n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
+    }
+    return {"loss": loss.item(), "metrics": metrics, "gradients": gradients}
+
+
+def check_equal(trainer: GRPOTrainer, inputs: dict[str, Any], rtol: float = 1e-4) -> None:
+    with torch.no_grad():
+        expected_names = set(dict(trainer.model.named_parameters()))
+    expected = step(trainer, GRPOTrainer, inputs)
+    actual = step(trainer, FusedGRPOTrainer, inputs)
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    assert actual["metrics"].keys() == expected["metrics"].keys()
+    for name, values in expected["metrics"].items():
+        assert actual["metrics"][name] == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True), (
+            name
+        )
+    assert actual["gradients"].keys() == expected["gradients"].keys() <= expected_names
+    for name, gradient in expected["gradients"].items():
+        error = (actual["gradients"][name] - gradient).norm()
+        assert error <= rtol * gradient.norm() + 1e-7, name
+
+
+@pytest.fixture
+def options(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set trainer attributes, and configuration fields after `args.`, for one test."""
+
+    def set_options(**changes: Any) -> None:
+        for name, value in changes.items():
+            in_args = name.startswith("args_")
+            owner = trainer.args if in_args else trainer
+            monkeypatch.setattr(owner, name.removeprefix("args_"), value, raising=False)
+
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 3, raising=False)
+    yield set_options
+    trainer.__class__ = GRPOTrainer
+
+
+@pytest.fixture
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, option: str) -> None:
+        raise AssertionError(f"fell back because of {option}")
+
+    monkeypatch.setattr(FusedGRPOTrainer, "_report", fail)
+
+
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_types(trainer, options, no_fallback, loss_type, level, off_policy):
+    if loss_type == "vespo" and off_policy:
+        pytest.skip("falls back: its weights depend on the current log-probs")
+    high = 5.0 if loss_type == "cispo" else 0.28
+    options(
+        loss_type=loss_type, importance_sampling_level=level, epsilon_low=0.2, epsilon_high=high
+    )
+    check_equal(trainer, make_inputs(trainer, off_policy))
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("delta", [None, 1.5])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_options_of_the_clipped_losses(
+    trainer, options, no_fallback, loss_type, delta, bias_correction
+):
+    options(loss_type=loss_type, args_delta=delta, args_use_bias_correction_kl=bias_correction)
+    check_equal(trainer, make_inputs(trainer, off_policy=True))
+
+
+def test_vllm_importance_weights(trainer, options, no_fallback):
+    options(use_vllm=True, vllm_importance_sampling_correction=True)
+    check_equal(trainer, make_inputs(trainer, off_policy=True))
+
+
+def test_entropy_bonus(trainer, options, no_fallback):
+    options(loss_type="dapo", _entropy_bonus_enabled=True, entropy_coef=0.05)
+    check_equal(trainer, make_inputs(trainer, off_policy=True))
+
+
+def test_token_advantages(trainer, options, no_fallback):
+    inputs = make_inputs(trainer, off_policy=True)
+    inputs["advantages"] = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1))
+    check_equal(trainer, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_entropy_quantile": 0.5},
+        {"off_policy_mask_threshold": 0.5},
+        {"args_delta": 1.1, "epsilon_high": 0.28},
+        {"loss_type": "vespo"},
+    ],
+    ids=lambda changes: next(iter(changes)).removeprefix("args_"),
+)
+def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog, changes):
+    options(_reported=(), **changes)
+    inputs = make_inputs(trainer, off_policy=True)
+    check_equal(trainer, inputs)
+    step(trainer, FusedGRPOTrainer, inputs)
+    option = next(iter(changes)).removeprefix("args_")
+    assert len([r for r in caplog.records if option in r.getMessage()]) == 1
+
+
+def test_fused_head_is_installed_once_and_removed():
+    own = getattr(utils, HOOK)
+    with apply_fused_head() as first:
+        second = apply_fused_head()
+        assert getattr(utils, HOOK) is FusedLogProbs
+        second.undo()
+        assert getattr(utils, HOOK) is own
+        first.undo()
+    assert getattr(utils, HOOK) is own
+
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_head_outputs_equal_those_of_trl(softcap, bias):
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw, requires_grad=True) for n in (9, 33))
+    offset = torch.randn(33, generator=draw, requires_grad=True) if bias else None
+    targets = torch.randint(0, 33, (9,), generator=draw)
+    leaves = [x for x in (hidden, weight, offset) if x is not None]
+    results = []
+    for function in (getattr(utils, HOOK), FusedLogProbs):
+        out = function.apply(hidden, weight, offset, targets, 0.7, 32768, softcap, 1.3, OUTPUTS)
+        upstream = torch.linspace(-1, 1, 9)
+        gradients = torch.autograd.grad((out[0] + 0.3 * out[1]) @ upstream, leaves)
+        results.append((out, gradients))
+    (expected, expected_gradients), (actual, gradients) = results
+    for name, a, b in zip(OUTPUTS, actual, expected, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(gradients, expected_gradients)
+    assert (
+        FusedLogProbs.apply(hidden, weight, offset, targets, 1.0, 1, None, 1.0, ("log_probs",))[1:]
+        == (None,) * 4
+    )
+
+
+def test_a_trl_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(utils, HOOK)
+    with pytest.raises(ImportError, match=r"trl==.*1\.10"):
+        apply_fused_head()
+
+
+def test_twenty_steps_of_training_agree(tmp_path: Path):
+    """The loss curves of TRL's trainer and ours, with the same seed."""
+    from tests.integrations import trl_task
+
+    model = tmp_path / "model"
+    tiny.write_model(model)
+    curves = []
+    for kind in (GRPOTrainer, FusedGRPOTrainer):
+        run, _ = trl_task.make_trainer(
+            model, tmp_path / kind.__name__, kind, max_steps=20, logging_steps=1
+        )
+        run.train()
+        curves.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+    assert len(curves[0]) == 20
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
