@@ -73,6 +73,7 @@ class _Judge:
         self._setup, *self._codes = map(_compile, ["setup", *names], trees)
         self._used, self._bound, self._constants = _words(trees)
         self._used_in_setup, _, _ = _words(trees[:1])
+        self._called = _names_called(trees)
         reference = _parse(spec["reference"])
         self._defined = names_defined(reference) & self._used
         self._entries = self._defined - names_defined(trees[0])
@@ -88,7 +89,8 @@ class _Judge:
         sys.modules["__tests__"] = module
         namespace = module.__dict__
         namespace |= {"__builtins__": builtins, "isinstance": is_instance}
-        loaded = self._used & set(sys.modules)
+        # a name that the tests call is not a module's
+        loaded = (self._used - self._called) & set(sys.modules)
         namespace |= {name: sys.modules[name] for name in loaded if _is_stdlib(name)}
         for statement in self._imports:  # the reference's; the solver does not choose what they are
             with contextlib.suppress(Exception):
@@ -254,6 +256,11 @@ def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str]]:
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             bound.add(node.name)
     return read, bound, constants
+
+
+def _names_called(trees: list[ast.Module]) -> set[str]:
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
 def names_defined(tree: ast.Module) -> set[str]:

@@ -86,6 +86,7 @@ def prepare_for_programs() -> None:
     """
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    sys.stdin.mode, sys.stdout.mode = "r", "w"  # type: ignore[misc]
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout  # type: ignore[misc]
 
     def stack_size(size: int = 0) -> int:

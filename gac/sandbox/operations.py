@@ -66,7 +66,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__iter__": iter,
     "__next__": lambda iterator: list(itertools.islice(iterator, 1)),  # empty when exhausted
     "__reversed__": reversed,
-    "__call__": lambda function, *arguments, **keywords: function(*arguments, **keywords),
+    "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
     "__str__": str,
     "__repr__": repr,
     "__format__": format,
@@ -78,9 +78,12 @@ SPECIAL: dict[str, Callable[..., Any]] = {
 }
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **SPECIAL,
-    "get": getattr,
+    "get": lambda value, name: _live(getattr(value, name)),
     "set": setattr,
     "delete": delattr,
+    "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
+        *arguments, **keywords
+    ),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "state": lambda value: _state(value),
@@ -100,6 +103,17 @@ def is_builtin_class(kind: type) -> bool:
 def nearest_builtin(kind: type) -> type:
     """The first builtin class in the MRO of `kind`."""
     return next(base for base in type.mro(kind) if is_builtin_class(base))
+
+
+class Live:
+    """Marks a list, dict or set that the judge may change."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _live(value: Any) -> Any:
+    return Live(value) if type(value) in (list, dict, set) else value
 
 
 def _state(value: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class _RemoteBase:
 class RemoteClass(_RemoteBase, type):
     """Metaclass of the local classes: a class of the program in the solver."""
 
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
         return _ask("__call__", cls, *arguments, **keywords)
 
     def __iter__(cls) -> Any:
@@ -122,12 +122,12 @@ def is_instance(value: object, kinds: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def _ask(operation: str, target: Any, *arguments: Any, **keywords: Any) -> Any:
+def _ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
     return target._remote_[0].ask(operation, target, *arguments, **keywords)
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         return _ask(name, self, *arguments, **keywords)
 
     return method
@@ -168,6 +168,34 @@ _VALUES: dict[str, type] = {
 }
 
 
+class _Live(_RemoteBase):
+    """Base of copies of the lists, dicts and sets that are attributes of the program's objects.
+
+    A change is made in the solver first and then to the copy.
+    """
+
+
+def _changing(kind: type, name: str) -> Callable[..., Any]:
+    change_copy = getattr(kind, name)
+
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        _ask("change", self, name, *arguments, **keywords)
+        return change_copy(self, *arguments, **keywords)
+
+    return method
+
+
+_CHANGES = {
+    list: "append extend insert pop remove clear sort reverse __setitem__ __delitem__ __iadd__",
+    dict: "update pop popitem clear setdefault __setitem__ __delitem__ __ior__",
+    set: "add discard remove pop clear update __ior__ __iand__ __isub__ __ixor__",
+}
+_LIVE: dict[type, type] = {
+    kind: type(kind.__name__, (_Live, kind), {n: _changing(kind, n) for n in names.split()})
+    for kind, names in _CHANGES.items()
+}
+
+
 class SolverClient:
     """Client for the solver at the other end of the channel."""
 
@@ -185,7 +213,7 @@ class SolverClient:
         self.unsendable = ""
         """Error text for a value that a test could not send, or ""."""
 
-    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         self.requests += 1
         try:
@@ -248,6 +276,10 @@ class SolverClient:
     def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
         if tag == "class":
             return self._class(content)
+        if tag == "live" and items and type(items[0]) in _LIVE:
+            live = _LIVE[type(items[0])](items[0])
+            object.__setattr__(live, "_remote_", (self, content))
+            return live
         number, description, *text = content
         if type(number) is not int:
             raise TypeError("an object needs a number")
@@ -282,7 +314,7 @@ class SolverClient:
             members["_defines_eq_"] = "__eq__" in methods
             members["_container_"] = _CONTAINERS.get(kind)
             members["_remote_"] = self, number
-            members["__module__"] = "program"
+            members |= {"__module__": "program", "__doc__": vars(Remote)["__doc__"]}
             try:
                 local = RemoteClass(name, parents, members)
             except TypeError:  # bases that cannot be combined here

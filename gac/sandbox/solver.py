@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .operations import OPERATIONS, SPECIAL, is_builtin_class, nearest_builtin
+from .operations import OPERATIONS, SPECIAL, Live, is_builtin_class, nearest_builtin
 from .remote import find_import
 from .wire import Channel, ChannelClosed, Json, Node, WireError, decode, encode, plain_base
 
@@ -164,6 +164,8 @@ class _Objects:
             return "class", self._describe(value), None
         if issubclass(kind, BaseException):
             return "error", [self._number(value), self._describe(kind), _text(value)], value.args
+        if kind is Live:
+            return "live", self._number(value.value), [value.value]
         content = [self._number(value), self._describe(kind)]
         if issubclass(kind, _IMMUTABLE):
             return "value", content, [plain_base(value)]
