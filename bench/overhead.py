@@ -34,7 +34,7 @@ import gac.models.causal_lm
 from gac.config import load
 from gac.data.rows import Row
 from gac.demo.task import write_task
-from gac.methods.base import StepNeeds
+from gac.methods.base import StepNeeds, next_mix
 from gac.parallel import collectives
 from gac.training.forward import Forward
 from gac.training.metrics import observe
@@ -177,7 +177,8 @@ def with_gac(trainer: Trainer, rows: list[Row]) -> None:
     """One step, as in the trainer."""
     step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
-    trainer._observe(step, measured, trainer._apply(step, measured))
+    _, observation = trainer._observe(step, measured, trainer._apply(step, measured))
+    trainer.state, trainer.mix = next_mix(trainer.method, trainer.state, observation)
 
 
 def without_gac(trainer: Trainer, rows: list[Row], mu: float) -> None:

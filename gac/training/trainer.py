@@ -16,33 +16,23 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from gac.config import dump, save
 from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row, count
 from gac.errors import RunError, UserError
-from gac.evaluation.during import Evaluator
-from gac.faults import checkpoint, preflight
-from gac.faults.guard import Guard
-from gac.faults.heartbeat import Heartbeat
-from gac.faults.stopping import StopRequest
+from gac.faults import checkpoint
 from gac.methods import Mix, Observation
-from gac.methods.base import StepNeeds, next_mix
-from gac.models.causal_lm import load_tokenizer, stop_tokens
+from gac.methods.base import next_mix
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
-from gac.rewards import Tally, build_rewards, closing_reward
-from gac.rollouts.engines import make_engine
-from gac.rollouts.generation import RolloutConfig
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
+from gac.rewards import closing_reward
+from gac.rollouts.sampling import Rollouts, SamplingStats
 from gac.training.export import export_checkpoint
-from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig, upgrade_config
+from gac.training.run_config import TrainConfig
 from gac.training.skipped import SkippedStep
 
 from .metrics import observe
-from .optim import clip_gradient, learning_rate, make_optimizer, set_learning_rate
-from .policy import load_policy, load_reference, loss_of, make_gradients
-from .record import Record
+from .optim import clip_gradient, learning_rate, set_learning_rate
+from .run import Run
 from .step import Measured, Rewards, Step, Update
 
 logger = logging.getLogger(__name__)
@@ -71,125 +61,8 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
         setup.leave()
 
 
-class Trainer:
-    """One run. State between steps: step, method state, last observation, data positions."""
-
-    def __init__(self, config: TrainConfig, resume: bool = True) -> None:
-        self.config, self.method = config, config.method
-        self.out = Path(config.out)
-        self.accelerator = setup.make_accelerator(
-            config.parallel, config.mixed_precision, config.trackers, config.out
-        )
-        self.heartbeat = Heartbeat()
-        path = self._open_folder(resume)
-        self.tokenizer = load_tokenizer(config.model)
-        # fail early on invalid stop strings
-        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.feed = Feed(config, self.tokenizer, rank, ranks)
-        self.plan = self.method.sampling(config.rollouts.completions)
-        longest = self.feed.check_budgets(config)
-        self.kl_in_loss = loss_of(config).spec.kl_coef != 0
-        needs = StepNeeds.union(map(self._needs, range(config.steps)))
-        # without rollouts, no server is contacted
-        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
-        engine = make_engine(
-            rollout_config,
-            self.tokenizer,
-            served=config.model.path,
-            longest=longest,
-            folder=self.out,
-        )
-        self.model = load_policy(config, self.accelerator)
-        self.policy = self.accelerator.unwrap_model(self.model)
-        self.reference = load_reference(config, self.accelerator, needs.kl)
-        self.optimizer = make_optimizer(self.model, config.optim)
-        self.gradients = make_gradients(
-            config, self.accelerator, self.tokenizer, self.model, self.reference, needs
-        )
-        eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
-        self.sampler = Sampler(
-            config.rollouts, engine, self.tokenizer, reward, self.plan, self.method.credit
-        )
-        self.rollouts: Rollouts | None = None
-        self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
-        self.step = 0
-        self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
-        self.ended = False  # the method has ended the run
-        self.guard, self.stop = Guard(config.guards), StopRequest()
-        self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
-        self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
-        self._start_from(path)
-
-    # ---- set-up
-
-    def _open_folder(self, resume: bool) -> Path | None:
-        """Find the checkpoint to resume from; fail early if the run cannot start."""
-        preflight.check_folder(self.out)
-        self.checkpoints = self.out / "checkpoints"
-        self.record = Record(self.out, self.accelerator)
-        path = checkpoint.newest(self.checkpoints)
-        if path and not resume:
-            raise ValueError(
-                f"out={str(self.out)!r} already holds a run: resume it, or choose another directory"
-            )
-        if path:
-            progress = checkpoint.read_progress(path)
-            progress = {**progress, "config": upgrade_config(progress["config"])}
-            preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
-        return path
-
-    def _start_from(self, path: Path | None) -> None:
-        """Resume from the checkpoint at `path`, or start a fresh run, and open the logs."""
-        if path:
-            self._restore(path)
-        config = self.config
-        remaining = -(-(self.feed.steps - self.step) // config.checkpoint_every)
-        preflight.check_space(self.out, self.model, min(remaining, config.keep_checkpoints + 1))
-        if self.accelerator.is_main_process:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            save(config, self.out / "config.yaml")
-        self.record.truncate(self.step if path else None)
-        if config.trackers:
-            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
-
-    def _restore(self, path: Path) -> None:
-        progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
-        self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
-        if "mix" in progress:
-            self.mix = Mix(*progress["mix"])
-        else:  # earlier versions saved the observation and chose the mix in the next step
-            last = Observation.restore(progress["last"])
-            self.state, self.mix = next_mix(self.method, self.state, last)
-        self.ended = progress["ended"]
-        self.guard.load_state_dict(progress["guard"])
-        self.feed.load_state_dict(progress)
-        logger.info("resumed from %s", path)
-
-    def _save(self) -> None:
-        progress = {
-            "method": self.state,
-            "mix": list(self.mix),
-            "ended": self.ended,
-            **self.feed.state_dict(),
-            "guard": self.guard.state_dict(),
-            "best": self.best,
-            "config": dump(self.config),
-            "ranks": self.accelerator.num_processes,
-            "format": preflight.FORMAT,
-        }
-        checkpoint.save(
-            self.checkpoints,
-            self.step,
-            self.model,
-            self.optimizer,
-            progress,
-            self.gradients.tracked,
-        )
-        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
-
-    # ---- the loop
+class Trainer(Run):
+    """The training loop of a run."""
 
     def run(self) -> Path:
         """Train to the last step, evaluate, export. Returns the run directory."""
@@ -224,31 +97,50 @@ class Trainer:
         return self.out
 
     def _loop(self, bar: tqdm) -> None:
-        config = self.config
         if self.step == 0:
-            self._evaluate()  # evaluate the initial model
+            self._evaluate()  # the initial model
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
             self.step += 1
             seconds = time.perf_counter() - started
-            sampling_share = row["sampling_seconds"] / seconds
-            self.record.step({**row, "sampling_share": sampling_share, "seconds": seconds})
+            row |= {"sampling_share": row["sampling_seconds"] / seconds, "seconds": seconds}
+            self.record.step(row)
             _update_bar(bar, row)
             if self.guard.exhausted:
                 self._abort()
-            last = self._done()
-            boundary = self.step % config.rollouts.reuse == 0 or last
-            accuracy = self._evaluate() if last or self._due(config.eval.every) else None
-            better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
-            stopping = boundary and self._any_rank(self.stop.requested)
-            due = (better and self.method.keeps_best) or self._due(config.checkpoint_every)
-            if last or stopping or due:
-                if better:
-                    self.best = {"step": self.step, "accuracy": accuracy}
-                self._save()
-            if stopping and not last:
-                raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
+            self._checkpoint()
+
+    def _train_step(self) -> dict[str, Any]:
+        """One iteration of the paper's Algorithm 1; the method chose mu_t after step t - 1.
+
+        Returns the step's row of `metrics.jsonl`.
+        """
+        rows = self._sample()  # B_r, with rewards and advantages, and B_s
+        step = self._assemble(rows, self.mix)
+        measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
+        update = self._apply(step, measured)  # theta_t
+        row, observation = self._observe(step, measured, update)
+        self.ended = self.mix.final
+        self.state, self.mix = next_mix(self.method, self.state, observation)  # mu_t+1
+        return row
+
+    # ---- between steps
+
+    def _checkpoint(self) -> None:
+        """Evaluate and save if due; after a stop request, save and raise KeyboardInterrupt."""
+        last = self._done()
+        accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
+        better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
+        boundary = self.step % self.config.rollouts.reuse == 0 or last
+        stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
+        due = (better and self.method.keeps_best) or self._due(self.config.checkpoint_every)
+        if last or stopping or due:
+            if better:
+                self.best = {"step": self.step, "accuracy": accuracy}
+            self.save()
+        if stopping and not last:
+            raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
 
     def _done(self) -> bool:
         return self.step >= self.feed.steps or self.ended
@@ -260,7 +152,7 @@ class Trainer:
 
     def _abort(self) -> None:
         """Save a checkpoint and abort, after too many consecutive skipped steps."""
-        self._save()
+        self.save()
         raise RunError(
             f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
             f"skipped, the last because {self.guard.fault}; the weights from before them are saved "
@@ -278,25 +170,22 @@ class Trainer:
         boundary = every > 0 and self.step % reuse == 0
         return boundary and self.step // every > (self.step - reuse) // every
 
-    def _any_rank(self, condition: bool) -> bool:
-        """Whether `condition` holds on any rank."""
-        return bool(collectives.largest([float(condition)])[0])
+    def _evaluate(self) -> float | None:
+        """Run and log an evaluation; returns its accuracy, or None without evaluation data."""
+        if not self.evaluator:
+            return None
+        self.heartbeat.activity = f"step {self.step}, evaluation"
+        with setup.gathered(self.model, self.config.parallel):
+            results = self.evaluator(self.policy)
+        self.record.evaluation({"step": self.step, **results})
+        return results.get("accuracy")
 
-    # ---- one optimizer step
-
-    def _train_step(self) -> dict[str, Any]:
-        """One iteration of the paper's Algorithm 1; the method chooses mu_t."""
-        rows = self._sample()  # B_r and B_s of the paper
-        step = self._assemble(rows, self.mix)
-        measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
-        update = self._apply(step, measured)  # theta_t
-        self.ended = self.mix.final
-        return self._observe(step, measured, update)  # mu_t+1
+    # ---- one step
 
     def _sample(self) -> list[Row]:
         """This rank's rollouts and demonstrations."""
         setup.seed(self._seed)
-        self.rollouts = self._roll_out() if self._needs(self.step).rollouts else None
+        self.rollouts = self._roll_out() if self.needs(self.step).rollouts else None
         sampled = self.rollouts.rows if self.rollouts else []
         return sampled + self.feed.demo_rows(self.step)
 
@@ -315,7 +204,7 @@ class Trainer:
             unwrapped = self.policy if model is self.model else model
             rollouts = self.sampler(unwrapped, examples, self.step)
         rollouts.rows = self.feed.balance(rollouts.rows)
-        if (reuse > 1 or self._needs(self.step).losses_after) and not initial:
+        if (reuse > 1 or self.needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
         return rollouts
 
@@ -331,17 +220,11 @@ class Trainer:
             mix,
             Counts(*sums[:split]),
             Rewards(*sums[split:]),
-            self._needs(self.step),
+            self.needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
             self._seed + 1,
             _derive_seed(self.config.seed, self.step, "sketch"),
         )
-
-    def _needs(self, step: int) -> StepNeeds:
-        """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
-        needs, every = self.method.needs(step), self.config.monitor_kl_every
-        monitored = needs.rollouts and every > 0 and step % every == 0
-        return needs._replace(kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts))
 
     @property
     def _seed(self) -> int:
@@ -355,46 +238,42 @@ class Trainer:
             if not measured.non_finite:
                 state, weights = self.method.solve(state, measured.gram, mix)
             mix = measured.parts.combine_pair(weights, mix)
-        lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         setup.reshard(self.model)  # gathered parameters are different objects, without gradients
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         with_gradient = [p for p in trained if p.grad is not None]
+        norm = math.nan if measured.non_finite else 0.0
         if with_gradient:
             norm = setup.to_float(clip_gradient(with_gradient, self.config.optim.clip))
-        else:
-            norm = math.nan if measured.non_finite else 0.0
+        lr = learning_rate(self.config.optim, step.number, self.feed.steps)
+        set_learning_rate(self.optimizer, lr)
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
-        set_learning_rate(self.optimizer, lr)
         if fault is None:
             self.state = state
             if with_gradient:
                 self.optimizer.step()
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
-        self.optimizer.zero_grad(set_to_none=True)
-        if fault:
+        else:
             solved = None if weights is None else TermPair(*weights)
             self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
+        self.optimizer.zero_grad(set_to_none=True)
         return Update(mix, norm, lr, fault)
 
-    def _observe(self, step: Step, measured: Measured, update: Update) -> dict[str, Any]:
-        """The metrics row of the step; also chooses the mix of the next step."""
+    def _observe(
+        self, step: Step, measured: Measured, update: Update
+    ) -> tuple[dict[str, Any], Observation]:
+        """The metrics row of the step, and what the method observes of it."""
         needs_losses = step.needs.losses_after and update.applied
         losses_after = self.gradients.losses(step) if needs_losses else None
         row, observation = observe(step, measured, update, losses_after)
+        fresh = self.rollouts if step.number % self.config.rollouts.reuse == 0 else None
         row |= {
-            **self._sampling_metrics(step.number),
+            **(fresh.stats if fresh else SamplingStats()).columns(),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
         }
-        self.state, self.mix = next_mix(self.method, self.state, observation)
-        return row
-
-    def _sampling_metrics(self, step: int) -> dict[str, Any]:
-        """Sampling metrics over all ranks; zero in a step without sampling."""
-        fresh = self.rollouts is not None and step % self.config.rollouts.reuse == 0
-        return (self.rollouts.stats if self.rollouts and fresh else SamplingStats()).columns()
+        return row, observation
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
         """Log a skipped step and save it for `gac replay`, up to `guards.keep` of them."""
@@ -407,18 +286,6 @@ class Trainer:
             advice = f"gac replay {path}"
         if self.accelerator.is_main_process:
             logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, advice)
-
-    # ---- evaluation
-
-    def _evaluate(self) -> float | None:
-        """Run and log an evaluation; returns its accuracy, or None without evaluation data."""
-        if not self.evaluator:
-            return None
-        self.heartbeat.activity = f"step {self.step}, evaluation"
-        with setup.gathered(self.model, self.config.parallel):
-            results = self.evaluator(self.policy)
-        self.record.evaluation({"step": self.step, **results})
-        return results.get("accuracy")
 
 
 def _derive_seed(*key: int | str) -> int:

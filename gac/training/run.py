@@ -1,0 +1,157 @@
+"""A training run: its parts, built from the configuration, and its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from gac.config import dump, save
+from gac.evaluation.during import Evaluator
+from gac.faults import checkpoint, preflight
+from gac.faults.guard import Guard
+from gac.faults.heartbeat import Heartbeat
+from gac.faults.stopping import StopRequest
+from gac.methods import Mix, Observation
+from gac.methods.base import StepNeeds, next_mix
+from gac.models.causal_lm import load_tokenizer, stop_tokens
+from gac.parallel import setup
+from gac.rewards import Tally, build_rewards
+from gac.rollouts.engines import make_engine
+from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.sampling import Rollouts, Sampler
+from gac.training.feed import Feed
+from gac.training.run_config import TrainConfig, upgrade_config
+
+from .optim import make_optimizer
+from .policy import load_policy, load_reference, loss_of, make_gradients
+from .record import Record
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """The parts of a run, restored from its last checkpoint if there is one.
+
+    State between steps: the step, the method's state, the mix of the next step, the data positions.
+    """
+
+    def __init__(self, config: TrainConfig, resume: bool = True) -> None:
+        self.config, self.method = config, config.method
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        self.accelerator = setup.make_accelerator(
+            config.parallel, config.mixed_precision, config.trackers, config.out
+        )
+        self.heartbeat = Heartbeat()
+        self.record = Record(self.out, self.accelerator)
+        path = self._find_checkpoint(resume)
+        self.tokenizer = load_tokenizer(config.model)
+        # fail early on invalid stop strings
+        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.feed = Feed(config, self.tokenizer, rank, ranks)
+        self.plan = self.method.sampling(config.rollouts.completions)
+        longest = self.feed.check_budgets(config)
+        self.kl_in_loss = loss_of(config).spec.kl_coef != 0
+        needs = StepNeeds.union(map(self.needs, range(config.steps)))
+        # without rollouts, no server is contacted
+        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
+        engine = make_engine(
+            rollout_config,
+            self.tokenizer,
+            served=config.model.path,
+            longest=longest,
+            folder=self.out,
+        )
+        self.model = load_policy(config, self.accelerator)
+        self.policy = self.accelerator.unwrap_model(self.model)
+        self.reference = load_reference(config, self.accelerator, needs.kl)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.gradients = make_gradients(
+            config, self.accelerator, self.tokenizer, self.model, self.reference, needs
+        )
+        eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
+        self.sampler = Sampler(
+            config.rollouts, engine, self.tokenizer, reward, self.plan, self.method.credit
+        )
+        self.rollouts: Rollouts | None = None
+        self.tally = Tally(reward)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
+        self.step = 0
+        self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
+        self.ended = False  # the method has ended the run
+        self.guard, self.stop = Guard(config.guards), StopRequest()
+        self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
+        self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
+        self._open(path)
+
+    def needs(self, step: int) -> StepNeeds:
+        """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
+        needs, every = self.method.needs(step), self.config.monitor_kl_every
+        monitored = needs.rollouts and every > 0 and step % every == 0
+        return needs._replace(kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts))
+
+    def _find_checkpoint(self, resume: bool) -> Path | None:
+        """Find the checkpoint to resume from; fail early if the run cannot start."""
+        preflight.check_folder(self.out)
+        path = checkpoint.newest(self.checkpoints)
+        if path and not resume:
+            raise ValueError(
+                f"out={str(self.out)!r} already holds a run: resume it, or choose another directory"
+            )
+        if path:
+            progress = checkpoint.read_progress(path)
+            progress = {**progress, "config": upgrade_config(progress["config"])}
+            preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
+        return path
+
+    def _open(self, path: Path | None) -> None:
+        """Resume from the checkpoint at `path`, or start a fresh run, and open the logs."""
+        if path:
+            self._restore(path)
+        config = self.config
+        remaining = -(-(self.feed.steps - self.step) // config.checkpoint_every)
+        preflight.check_space(self.out, self.model, min(remaining, config.keep_checkpoints + 1))
+        if self.accelerator.is_main_process:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(config, self.out / "config.yaml")
+        self.record.truncate(self.step if path else None)
+        if config.trackers:
+            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
+
+    def _restore(self, path: Path) -> None:
+        progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
+        self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
+        if "mix" in progress:
+            self.mix = Mix(*progress["mix"])
+        else:  # earlier versions saved the observation and chose the mix in the next step
+            last = Observation.restore(progress["last"])
+            self.state, self.mix = next_mix(self.method, self.state, last)
+        self.ended = progress["ended"]
+        self.guard.load_state_dict(progress["guard"])
+        self.feed.load_state_dict(progress)
+        logger.info("resumed from %s", path)
+
+    def save(self) -> None:
+        """Write a checkpoint, and delete the oldest beyond `keep_checkpoints`."""
+        progress = {
+            "method": self.state,
+            "mix": list(self.mix),
+            "ended": self.ended,
+            **self.feed.state_dict(),
+            "guard": self.guard.state_dict(),
+            "best": self.best,
+            "config": dump(self.config),
+            "ranks": self.accelerator.num_processes,
+            "format": preflight.FORMAT,
+        }
+        checkpoint.save(
+            self.checkpoints,
+            self.step,
+            self.model,
+            self.optimizer,
+            progress,
+            self.gradients.tracked,
+        )
+        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
