@@ -1,12 +1,17 @@
-"""Builds the native extension and ships its sources; everything else is in pyproject.toml.
+"""Builds the native library and ships its sources; everything else is in pyproject.toml.
 
-GAC_EXT=auto (default) builds it if torch and a compiler are found and prints a message if not; 1
-makes a failed build an error; 0 skips it. Without it, the other backends are used.
+GAC_EXT=auto (default) builds it if a C++ compiler is found and prints a message if that fails; 1
+makes a failed build an error; 0 skips it. Without it, the other backends are used. The library
+needs neither torch nor Python (see csrc/cpu/native.h), so one binary works with every version.
 """
 
+import hashlib
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,22 +23,31 @@ MODE = os.environ.get("GAC_EXT", "auto")
 if MODE not in ("auto", "0", "1"):
     raise SystemExit(f"GAC_EXT={MODE!r}: use auto, 0 or 1")
 
-SOURCES = ["csrc/ops.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("backend", "batch", "dispatch"))]
-ROWS = {
-    "default": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    # gcc 12 warns about its own header
-    "avx512": ["-mavx512f", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
+X86 = platform.machine() in ("x86_64", "AMD64")
+# The row kernels are compiled once per instruction set.
+SOURCES = {
+    "backend": [],
+    "batch": [],
+    "dispatch": [],
+    "rows_default": [],
 }
-# No -ffast-math: at link time it would enable flush-to-zero for the whole process.
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"]
+if X86:
+    SOURCES |= {
+        "rows_avx2": ["-mavx2", "-mfma", "-mf16c"],
+        # gcc 12 warns about its own header
+        "rows_avx512": ["-mavx512f", "-mfma", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
+    }
+# No -ffast-math: at link time it would enable flush-to-zero for the whole process. No -fopenmp at
+# link time: the library uses the OpenMP runtime that torch has loaded.
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-fPIC", "-fopenmp"]
+INTERFACE = hashlib.sha256(Path("csrc/cpu/native.h").read_bytes()).hexdigest()
 
 
 class BuildNative(build_ext):
-    """Builds one shared library of operators; row kernels are compiled once per instruction set."""
+    """Builds the shared library; an object is compiled only if its source or a header changed."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"  # torch loads it, Python never imports it
+        return fullname.replace(".", "/") + ".so"  # loaded with ctypes, never imported
 
     def run(self) -> None:
         try:
@@ -42,22 +56,36 @@ class BuildNative(build_ext):
             if MODE == "1":
                 raise
             print(
-                f"gac: the native CPU kernels were not built ({error}); "
+                f"gac-kernels: the native CPU kernels were not built ({error}); "
                 "set GAC_EXT=1 to make this an error"
             )
 
     def build_extension(self, ext: Extension) -> None:
-        from torch.utils import cpp_extension
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        if shutil.which(compiler[0]) is None:
+            raise RuntimeError(f"there is no C++ compiler {compiler[0]!r}")
+        # not build_temp, which is a new folder in every editable install
+        objects = Path("build") / f"native-{platform.machine()}"
+        objects.mkdir(parents=True, exist_ok=True)
+        headers = max(path.stat().st_mtime for path in Path("csrc").rglob("*.h"))
 
-        x86 = platform.machine() in ("x86_64", "AMD64")
-        ext.include_dirs += cpp_extension.include_paths()
-        ext.library_dirs += cpp_extension.library_paths()
-        for name, flags in ROWS.items():
-            if x86 or not flags:
-                ext.extra_objects += self.compiler.compile(
-                    [f"csrc/cpu/rows_{name}.cpp"], self.build_temp, extra_postargs=FLAGS + flags
+        def compile_source(name: str) -> str:
+            source, output = Path(f"csrc/cpu/{name}.cpp"), objects / f"{name}.o"
+            newest = max(headers, source.stat().st_mtime, Path("setup.py").stat().st_mtime)
+            if not output.exists() or output.stat().st_mtime <= newest:
+                flags = [*FLAGS, *SOURCES[name], f'-DGAC_INTERFACE="{INTERFACE}"']
+                subprocess.run(
+                    [*compiler, *flags, "-c", str(source), "-o", str(output)], check=True
                 )
-        super().build_extension(ext)
+            return str(output)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = list(pool.map(compile_source, SOURCES))
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        new = library.with_suffix(".new")
+        subprocess.run([*compiler, "-shared", *compiled, "-o", str(new)], check=True)
+        new.replace(library)  # a running process keeps the library that it has loaded
 
 
 class BuildPython(build_py):
@@ -79,16 +107,7 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2] if native else "any"
 
 
-NATIVE = Extension(
-    "gac_kernels._native",
-    SOURCES,
-    depends=[str(path) for path in Path("csrc").rglob("*.[ch]*")],
-    libraries=["c10", "torch_cpu"],
-    extra_compile_args=[*FLAGS, "-fopenmp"],
-    extra_link_args=["-fopenmp"],
-    language="c++",
-    optional=MODE != "1",
-)
+NATIVE = Extension("gac_kernels._native", [f"csrc/cpu/{name}.cpp" for name in SOURCES])
 setup(
     ext_modules=[] if MODE == "0" else [NATIVE],
     cmdclass={"build_ext": BuildNative, "build_py": BuildPython, "bdist_wheel": Wheel},

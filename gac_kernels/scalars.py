@@ -21,7 +21,7 @@ _ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 
 
 class TokenScalars(NamedTuple):
-    """Scalars of the per-token formulas, in the argument order of `gac_native::row_loss`."""
+    """Scalars of the per-token formulas, in the order of `RowArguments` in backends/cpu.py."""
 
     ratio_low: float
     ratio_high: float
@@ -35,7 +35,7 @@ class TokenScalars(NamedTuple):
 
 
 class PlanScalars(NamedTuple):
-    """Scalars that determine the token weights, in the argument order of `gac_native::plan`."""
+    """Scalars that determine the token weights, in the order of `PlanArguments` in backends/cpu.py."""
 
     shaped: bool
     rollout_reduction: int

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from gac_kernels import token_logprobs
+from gac_kernels import LossSpec, backends, token_logprobs
 from gac_kernels.backends import cpu
+from gac_kernels.inputs import BatchInputs
 
-from .native_cases import CPU, batch
+from .native_cases import CPU
 
 PROGRAM = """
 import torch
@@ -84,58 +86,51 @@ def test_unavailable_says_why() -> None:
         token_logprobs(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1).long(), backend="native")
 
 
-def operator_samples() -> dict[str, tuple]:
-    data = batch(33, rows=2, length=3)
-    logits, targets = data["logits"], data["targets"].flatten()
-    demo, ones = torch.tensor([False] * 3 + [True] * 3), torch.ones(6)
-    old, out = -ones, torch.empty_like(logits)
-    numbers = (0.8, 1.2, math.inf, 0.1, 2, 0.01, 2, 0.1, 1.0)
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_tensors_are_rejected() -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="hold no data"):
+        cpu.row_stats(torch.zeros(1, 3, 4), torch.zeros(3).long(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"), (([0, 2, 1], "decreases"), ([0, 2, 4], "must .* end at N"))
+)
+def test_invalid_offsets_are_not_followed(ends: list[int], message: str) -> None:
     is_demo = torch.tensor([False, True])
-    plan_inputs = (targets.view(2, 3), torch.ones(2), is_demo, 0.5)
-    weights = (False, 0, 1, 1.0)
-    tokens = torch.ops.gac_native.plan(*plan_inputs, None, None, None, *weights, None, None)
-    live, demo_tokens, advantages, _, _, weight, _, _, offsets, lengths = tokens
-    token_inputs = (live, demo_tokens, advantages, weight, offsets, lengths)
-    reduce_inputs = (*token_inputs, is_demo, 0.5, True, *[old] * 5)
-    row_inputs = (logits, targets, demo, ones, old, old, ones, *numbers)
-    on_policy = (logits.bfloat16(), targets, demo, ones, None, None, ones, *numbers)
-    sketch = (torch.ones(logits.shape[-1]), torch.zeros(len(ones), 8))
-    return {
-        "plan": (*plan_inputs, old.view(2, 3), old.view(2, 3), None, *weights, 2.0, 3.0),
-        "plan without options": (*plan_inputs, None, None, None, *weights, None, None),
-        "reduce": (*reduce_inputs, True),
-        "reduce without moments": (*reduce_inputs, False),
-        "row_stats": (logits, targets, 0.7),
-        "row_grads": (logits, targets, ones, ones, 0.7, out),
-        "row_loss": (*row_inputs, out, None, None),
-        "row_loss with a sketch": (*row_inputs, out, *sketch),
-        "row_loss without options": (*on_policy, None, None, None),
-    }
+    inputs = BatchInputs(torch.zeros(3).long(), torch.zeros(2), is_demo)
+    with pytest.raises(RuntimeError, match=message):
+        cpu.plan(inputs._replace(cu_seqlens=torch.tensor(ends)), LossSpec())
 
 
-@pytest.mark.parametrize("name", operator_samples())
-def test_operators_pass_opcheck(name: str) -> None:
-    operator = getattr(torch.ops.gac_native, name.split()[0]).default
-    torch.library.opcheck(operator, operator_samples()[name])
-
-
-def test_operators_reject_invalid_inputs() -> None:
-    row_stats = torch.ops.gac_native.row_stats
-    with pytest.raises(ValueError, match="logits has strides .*must be contiguous"):
-        row_stats(torch.zeros(1, 4, 3).transpose(1, 2), torch.zeros(3).long(), 1.0)
-    with pytest.raises(ValueError, match=r"targets has shape \[2\]: expected \[3\]"):
-        row_stats(torch.zeros(1, 3, 4), torch.zeros(2).long(), 1.0)
-    with pytest.raises(TypeError, match="targets has dtype Int: expected Long"):
-        row_stats(torch.zeros(1, 3, 4), torch.zeros(3).int(), 1.0)
-    is_demo, rest = torch.tensor([False, True]), (False, 0, 1, 1.0, None, None)
-    for ends, message in (([0, 2, 1], "decreases .*2"), ([0, 2, 4], "must .* end at N = 3")):
-        with pytest.raises(ValueError, match=message):
-            inputs = torch.zeros(3).long(), torch.zeros(2), is_demo, 0.5, None, None
-            torch.ops.gac_native.plan(*inputs, torch.tensor(ends), *rest)
+def test_columns_of_another_layout_are_converted() -> None:
+    logits, targets = torch.randn(1, 6, 9), torch.arange(6)
+    expected = cpu.row_stats(logits, targets, 1.0)
+    strided = torch.stack([targets, targets], 1).int()[:, 0]
+    assert all(map(torch.equal, cpu.row_stats(logits, strided, 1.0), expected))
 
 
 def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
+    reason = cpu.library_error.__wrapped__
+    built = cpu.LIBRARY
     monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "_native.so")
-    assert re.search("not built.* GAC_EXT=1", cpu._load.__wrapped__())
+    assert re.search("not built.* GAC_EXT=1", reason())
     cpu.LIBRARY.write_bytes(b"not a library")
-    assert re.search("failed to load.* rebuild", cpu._load.__wrapped__())
+    assert re.search("failed to load.* rebuild", reason())
+    other = tmp_path / "cpu" / "native.h"
+    other.parent.mkdir()
+    other.write_text("// other sources")
+    monkeypatch.setattr(cpu, "LIBRARY", built)
+    monkeypatch.setattr(cpu.build_cuda, "SOURCES", tmp_path)
+    assert re.search("failed to load.* rebuild.*other sources", reason())
+
+
+def test_fallback_is_reported_once(monkeypatch) -> None:
+    backends._warn_of_fallback.cache_clear()
+    monkeypatch.setattr(cpu, "library_error", lambda: "the extension is not built")
+    with pytest.warns(RuntimeWarning, match="native.*not built.*reference"):
+        assert backends.choose("auto", CPU, torch.float32) is backends.load("reference", CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends.choose("auto", CPU, torch.float32)
+    assert backends.choose("auto", CPU, torch.float64) is backends.load("reference", CPU)

@@ -1,8 +1,8 @@
 // Selects the row kernels that this process uses.
 #include <cstdlib>
-#include <stdexcept>
-#include <string>
+#include <cstring>
 
+#include "native.h"
 #include "rows.h"
 
 namespace gac {
@@ -16,23 +16,30 @@ bool runs_avx2() {
 bool runs_avx512() { return runs_avx2() && __builtin_cpu_supports("avx512f"); }
 #endif
 
-const RowKernels& select() {
-  const char* requested = std::getenv("GAC_CPU_CAPABILITY");
-  const std::string name = requested ? requested : "";
+const RowKernels* select() {
+  const char* const name = std::getenv("GAC_CPU_CAPABILITY");
+  const auto allowed = [&](const char* isa) {
+    return !name || !*name || std::strcmp(name, isa) == 0;
+  };
 #if defined(__x86_64__)
-  if ((name.empty() || name == "avx512") && runs_avx512()) return avx512::kernels;
-  if ((name.empty() || name == "avx2") && runs_avx2()) return avx2::kernels;
+  if (allowed("avx512") && runs_avx512()) return &avx512::kernels;
+  if (allowed("avx2") && runs_avx2()) return &avx2::kernels;
 #endif
-  if (name.empty() || name == "default") return baseline::kernels;
-  throw std::invalid_argument("GAC_CPU_CAPABILITY=" + name +
-                              ": use default, or avx2 or avx512 if the processor supports it");
+  return allowed("default") ? &baseline::kernels : nullptr;
 }
 
 }  // namespace
 
-const RowKernels& row_kernels() {
-  static const RowKernels& selected = select();
+const RowKernels* row_kernels() {
+  static const RowKernels* const selected = select();
   return selected;
 }
 
 }  // namespace gac
+
+const char* gac_cpu_capability() {
+  const gac::RowKernels* const kernels = gac::row_kernels();
+  return kernels ? kernels->name : nullptr;
+}
+
+const char* gac_interface() { return GAC_INTERFACE; }

@@ -23,6 +23,9 @@ struct RowGradient {
 
 struct RowKernels {
   const char* name;
+  // Reads or writes one element of a row.
+  float (*get)(Dtype, const void* row, int64_t i);
+  void (*set)(Dtype, void* row, int64_t i, float value);
   // Number of scratch floats per thread for rows of `width` logits.
   int64_t (*scratch)(int64_t width);
   // Reads the row from memory once. With `scratch`, it stores what `gradient` needs: the powers
@@ -52,7 +55,7 @@ extern const RowKernels kernels;
 }
 
 // The kernels for the widest supported instruction set, or for the one named by GAC_CPU_CAPABILITY
-// (default, avx2, avx512). Throws std::invalid_argument if it is unknown or not supported here.
-const RowKernels& row_kernels();
+// (default, avx2, avx512); null if that is unknown or not supported here.
+const RowKernels* row_kernels();
 
 }  // namespace gac

@@ -192,6 +192,18 @@ auto with_dtype(Dtype dtype, F f) {
   }
 }
 
+float get(Dtype dtype, const void* row, int64_t i) {
+  return with_dtype(dtype, [=](auto in) {
+    return load_partial(static_cast<const decltype(in)*>(row) + i, 1)[0];
+  });
+}
+
+void set(Dtype dtype, void* row, int64_t i, float value) {
+  with_dtype(dtype, [=](auto out) {
+    store_partial(static_cast<decltype(out)*>(row) + i, splat(value), 1);
+  });
+}
+
 RowSums dispatch_sums(Dtype dtype, const void* row, int64_t width, float exp2_scale, float* scratch,
                  float* powers) {
   return with_dtype(dtype, [=](auto in) {
@@ -237,7 +249,9 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
 
 }  // namespace
 
-extern const RowKernels kernels{GAC_ISA_NAME, scratch_size, dispatch_sums, dispatch_gradient,
+extern const RowKernels kernels{GAC_ISA_NAME,  get,
+                                set,           scratch_size,
+                                dispatch_sums, dispatch_gradient,
                                 signed_buckets};
 
 }  // namespace gac::GAC_ISA

@@ -29,7 +29,9 @@ reproducible.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from types import ModuleType
 
 import torch
@@ -45,6 +47,11 @@ def load(name: str, device: torch.device) -> ModuleType:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
     if name == "native":
         name = "cuda" if device.type == "cuda" else "cpu"
+    return _import(name)
+
+
+@functools.cache
+def _import(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __name__)
 
 
@@ -65,6 +72,15 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
             raise RuntimeError(f"backend={name!r} cannot run here: {reason}")
         return load(name, device)
     for candidate in _PREFERRED.get(device.type, ("reference",)):
-        if unavailable(candidate, device, dtype) is None:
-            return load(candidate, device)
+        module = load(candidate, device)
+        reason = module.unavailable(device, dtype)
+        if reason is None:
+            return module
+        if dtype != torch.float64:  # only the reference computes in float64
+            _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
     raise AssertionError("the reference backend runs everywhere")
+
+
+@functools.cache  # once per reason
+def _warn_of_fallback(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -5,17 +5,25 @@ parallel and each one is summed in a fixed order, so results do not depend on th
 Up to rounding, they do depend on the instruction set, which is selected when the kernels are first
 used: the widest of AVX-512, AVX2 and the baseline that the processor supports, or the one named by
 the environment variable GAC_CPU_CAPABILITY.
+
+The library has a plain C interface, `csrc/cpu/native.h`, loaded with ctypes: one binary works with
+every version of torch and Python. The operators of torch.compile are in `gac_kernels/ops.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import build_cuda
 from ..contract import LossSpec, TokenMoments
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, plan_scalars, token_scalars
@@ -23,6 +31,70 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
+FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
+
+
+def _fields(layout: str) -> Iterator[tuple[str, Any]]:
+    """Fields of a structure, from "kind: names" lines."""
+    kinds = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "real": ctypes.c_double}
+    for line in layout.strip().splitlines():
+        kind, names = line.split(":")
+        yield from ((name, kinds[kind.strip()]) for name in names.split())
+
+
+class RowArguments(ctypes.Structure):
+    """`gac::RowArguments` of csrc/cpu/native.h."""
+
+    _fields_ = tuple(
+        _fields("""
+            pointer: logits
+            int: dtype batch_stride row_stride
+            pointer: out
+            int: out_dtype out_batch_stride out_row_stride
+            int: rows vocab per_batch threads
+            real: temperature
+            pointer: targets logps entropy lse d_logps d_entropy
+            pointer: demo advantages old ref scale loss kl clipped signs buckets
+            int: size
+            real: ratio_low ratio_high dual_clip kl_coef
+            int: kl_estimator
+            real: entropy_coef
+            int: demo_weight
+            real: demo_shape
+        """)
+    )
+
+
+class PlanArguments(ctypes.Structure):
+    """`gac::PlanArguments` of csrc/cpu/native.h."""
+
+    _fields_ = tuple(
+        _fields("""
+            pointer: targets advantages is_demo old ref cu_seqlens
+            pointer: live demo advantage old_logps ref_logps weight scale sequence offsets lengths
+            int: tokens sequences per_sequence
+            real: mu
+            int: shaped rollout_reduction demo_reduction
+            real: max_tokens
+            pointer: rollout_norm demo_norm
+        """)
+    )
+
+
+class ReduceArguments(ctypes.Structure):
+    """`gac::ReduceArguments` of csrc/cpu/native.h."""
+
+    _fields_ = tuple(
+        _fields("""
+            pointer: live demo advantages weight offsets lengths is_demo
+            pointer: logps entropy loss kl clipped
+            pointer: mixed_loss rollout_loss demo_loss mean_kl clip_fraction
+            pointer: rollouts demo_nll totals
+            int: tokens sequences
+            real: mu
+            int: has_ref
+        """)
+    )
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -30,55 +102,135 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it runs on CPUs and CUDA GPUs, not on {device.type}"
     if dtype not in DTYPES:
         return f"it computes in float32 and does not support {dtype}; use backend='reference'"
-    return _load()
+    return library_error()
 
 
 def capability() -> str:
     """The instruction set in use: "default", "avx2" or "avx512"."""
-    if reason := _load():
-        raise RuntimeError(f"the native kernels are not available: {reason}")
-    return torch.ops.gac_native.cpu_capability()
+    return library().gac_cpu_capability().decode()
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load the library.
+
+    Raises:
+        OSError: it is missing, was built from other sources, or does not load.
+        ValueError: GAC_CPU_CAPABILITY names an unknown or unsupported instruction set.
+    """
+    if not LIBRARY.exists():
+        raise OSError("the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler")
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+        functions = [getattr(loaded, name) for name in FUNCTIONS]
+        for name in ("gac_interface", "gac_cpu_capability"):
+            getattr(loaded, name).restype = ctypes.c_char_p
+        header = (build_cuda.SOURCES / "cpu" / "native.h").read_bytes()
+        if loaded.gac_interface().decode() != hashlib.sha256(header).hexdigest():
+            raise OSError("it was built from other sources")
+    except (OSError, AttributeError) as error:
+        raise OSError(
+            f"{LIBRARY.name} failed to load; rebuild it with GAC_EXT=1 ({error})"
+        ) from error
+    for function in functions:
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    if loaded.gac_cpu_capability() is None:
+        raise ValueError(
+            f"GAC_CPU_CAPABILITY={os.environ['GAC_CPU_CAPABILITY']}: use default, or avx2 or "
+            "avx512 if the processor supports it"
+        )
+    return loaded
+
+
+@functools.cache
+def library_error() -> str | None:
+    """Why the library cannot be used, or None."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, *norms = inputs
-    columns = torch.ops.gac_native.plan(
+    targets, is_demo = _column(inputs.targets, torch.int64), _column(inputs.is_demo, torch.bool)
+    columns = (
         targets,
-        advantages,
+        _column(inputs.advantages, torch.float32),
         is_demo,
-        float(mu),
-        old_logps,
-        ref_logps,
-        cu_seqlens,
-        *plan_scalars(spec),
-        *(None if norm is None else float(norm) for norm in norms),
+        _column(inputs.old_logps, torch.float32),
+        _column(inputs.ref_logps, torch.float32),
+        _column(inputs.cu_seqlens, torch.int64),
     )
-    live, demo, advantages, old, ref, weight, scale, sequence, offsets, lengths = columns
-    old, ref = None if old_logps is None else old, None if ref_logps is None else ref
-    per_token = targets.reshape(-1), live, demo, advantages, old, ref, weight, scale, sequence
-    return Tokens(*per_token, offsets, lengths, is_demo, mu)
+    n, sequences, flat = targets.numel(), is_demo.numel(), targets.reshape(-1)
+    floats, flags = flat.new_empty(n, dtype=torch.float32), flat.new_empty(n, dtype=torch.bool)
+    results = (
+        flags,
+        torch.empty_like(flags),
+        floats,
+        None if columns[3] is None else torch.empty_like(floats),
+        None if columns[4] is None else torch.empty_like(floats),
+        torch.empty_like(floats),
+        torch.empty_like(floats),
+        torch.empty_like(flat),
+        flat.new_empty(sequences + 1),
+        flat.new_empty(sequences),
+    )
+    norms = [
+        None if norm is None else ctypes.c_double(float(norm))
+        for norm in (inputs.rollout_norm, inputs.demo_norm)
+    ]
+    arguments = PlanArguments(
+        *_pointers(columns),
+        *_pointers(results),
+        n,
+        sequences,
+        inputs.advantages.shape == is_demo.shape,
+        inputs.mu,
+        *plan_scalars(spec),
+        *(None if norm is None else ctypes.addressof(norm) for norm in norms),
+    )
+    _call(library().gac_plan, arguments)
+    return Tokens(flat, *results, is_demo, inputs.mu)
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    results = torch.ops.gac_native.reduce(
-        tokens.live,
-        tokens.demo,
-        tokens.advantages,
-        tokens.weight,
-        tokens.offsets,
-        tokens.lengths,
-        tokens.is_demo,
-        float(tokens.mu),
+    terms = TokenTerms(*[_column(term, torch.float32) for term in terms])
+    is_demo = _column(tokens.is_demo, torch.bool)
+    sequences, scalar = is_demo.numel(), terms.loss.new_empty(())
+    scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
+    statistics, sums = None, tuple[Tensor, ...]()
+    if moments:
+        totals = scalar.new_empty(6, dtype=torch.float64)
+        sums = totals.new_empty(7), totals.new_empty(sequences), totals
+        statistics = TokenMoments(*sums)
+    arguments = ReduceArguments(
+        tokens.live.data_ptr(),
+        tokens.demo.data_ptr(),
+        tokens.advantages.data_ptr(),
+        tokens.weight.data_ptr(),
+        tokens.offsets.data_ptr(),
+        tokens.lengths.data_ptr(),
+        is_demo.data_ptr(),
+        *_pointers(terms),
+        *_pointers(scalars),
+        *(_pointers(sums) if moments else (None, None, None)),
+        tokens.live.numel(),
+        sequences,
+        tokens.mu,
         tokens.ref is not None,
-        *terms,
-        moments,
     )
-    statistics = TokenMoments(*results[5:]) if moments else None
-    return Summary._make((*results[:5], statistics))
+    _call(library().gac_reduce, arguments)
+    return Summary._make((*scalars, statistics))
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.gac_native.row_stats(logits, targets, temperature)
+    logps = targets.new_empty(targets.numel(), dtype=torch.float32)
+    results = logps, torch.empty_like(logps), torch.empty_like(logps)
+    columns = _column(targets, torch.int64), *results
+    arguments = RowArguments(*_rows(logits, None, temperature), *_pointers(columns))
+    _call(library().gac_row_stats, arguments)
+    return results
 
 
 def row_grads(
@@ -93,7 +245,10 @@ def row_grads(
 ) -> None:
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
     # to float32
-    torch.ops.gac_native.row_grads(logits, targets, d_logps, d_entropy, temperature, out)
+    upstream = _column(d_logps, torch.float32), _column(d_entropy, torch.float32)
+    columns = _column(targets, torch.int64), None, None, None, *upstream
+    arguments = RowArguments(*_rows(logits, out, temperature), *_pointers(columns))
+    _call(library().gac_row_grads, arguments)
 
 
 def row_loss(
@@ -103,12 +258,23 @@ def row_loss(
     out: Tensor | None,
     sketch: RowSketch | None = None,
 ) -> TokenTerms:
-    columns = tokens.targets, tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale
+    logps, entropy, loss, kl, clipped = [torch.empty_like(tokens.scale) for _ in range(5)]
     signs, buckets = (None, None) if sketch is None else sketch
-    terms = torch.ops.gac_native.row_loss(
-        logits, *columns, *token_scalars(spec), out, signs, buckets
+    columns = (
+        *(tokens.targets, logps, entropy, None, None, None),
+        *(tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale),
+        *(loss, kl, clipped),
+        *(signs, buckets),
     )
-    return TokenTerms(*terms)
+    *options, _ = token_scalars(spec)
+    arguments = RowArguments(
+        *_rows(logits, out, spec.temperature),
+        *_pointers(columns),
+        0 if buckets is None else buckets.shape[1],
+        *options,
+    )
+    _call(library().gac_row_loss, arguments)
+    return TokenTerms(logps, entropy, loss, kl, clipped)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -116,56 +282,27 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
-@functools.cache
-def _load() -> str | None:
-    """Load the library and register its fake kernels. Return why that failed, or None."""
-    if not LIBRARY.exists():
-        return "the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler"
-    try:
-        torch.ops.load_library(LIBRARY)
-    except OSError as error:
-        return f"{LIBRARY.name} failed to load; rebuild it for this torch version ({error})"
-    _register_fakes()
-    return None
+def _column(x: Any, dtype: torch.dtype) -> Any:
+    """`x` as a contiguous tensor of `dtype`; None stays None."""
+    if x is None or (x.dtype is dtype and x.is_contiguous()):
+        return x
+    return x.detach().to(dtype).contiguous()
 
 
-def _register_fakes() -> None:
-    @torch.library.register_fake("gac_native::plan")
-    def _(targets: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        is_demo, _, old, ref = others[1:5]
+def _pointers(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
 
-        def new(count: int, dtype: torch.dtype) -> Tensor:
-            return targets.new_empty(count, dtype=dtype)
 
-        n, sequences = targets.numel(), is_demo.numel()
-        floats = (n, 0 if old is None else n, 0 if ref is None else n, n, n)
-        return (
-            *(new(n, torch.bool) for _ in range(2)),
-            *(new(count, torch.float32) for count in floats),
-            *(new(count, torch.int64) for count in (n, sequences + 1, sequences)),
-        )
+def _rows(logits: Tensor, out: Tensor | None, temperature: float) -> tuple[Any, ...]:
+    """The first fields of RowArguments: the rows of logits and out, [B, T, V]."""
+    batch, length, width = logits.shape
+    rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
+    out_rows: tuple[int | None, ...] = (None, 0, 0, 0)
+    if out is not None:
+        out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
+    return *rows, *out_rows, batch * length, width, length, torch.get_num_threads(), temperature
 
-    @torch.library.register_fake("gac_native::reduce")
-    def _(live: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        sequences = others[5].numel() if others[-1] else 0  # [5] is `is_demo`, [-1] `moments`
-        fixed = (7, sequences, 6) if others[-1] else (0, 0, 0)
-        return (
-            *(live.new_empty((), dtype=torch.float32) for _ in range(5)),
-            *(live.new_empty(count, dtype=torch.float64) for count in fixed),
-        )
 
-    def columns(logits: Tensor, count: int) -> tuple[Tensor, ...]:
-        shape = logits.shape[0] * logits.shape[1]
-        return tuple(logits.new_empty(shape, dtype=torch.float32) for _ in range(count))
-
-    @torch.library.register_fake("gac_native::row_stats")
-    def _(logits: Tensor, *_: object) -> tuple[Tensor, ...]:
-        return columns(logits, 3)
-
-    @torch.library.register_fake("gac_native::row_grads")
-    def _(logits: Tensor, *_: object) -> None:
-        return None
-
-    @torch.library.register_fake("gac_native::row_loss")
-    def _(logits: Tensor, *_: object) -> tuple[Tensor, ...]:
-        return columns(logits, 5)
+def _call(function: Any, arguments: ctypes.Structure) -> None:
+    if error := function(ctypes.addressof(arguments)):
+        raise RuntimeError(f"the native CPU kernels failed: {error.decode()}")
