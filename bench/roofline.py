@@ -14,8 +14,10 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gac.evaluation.cells import markdown_table
+
 from .batches import HEADS, Head
-from .table import NOT_MEASURED, find, markdown, newest
+from .table import NOT_MEASURED, find, newest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "roofline.md"
@@ -153,7 +155,7 @@ def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "head | kernel | bytes per logit | FLOPs | instructions | ms, memory | ms, issue"
         " | bound | ms at 4.3 TB/s | fraction of the bound reached"
     )
-    return markdown(head, body)
+    return markdown_table(head.split(" | "), body)
 
 
 def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -189,7 +191,8 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         " | bound of the row kernel | ms, dW traffic | time / GEMMs | at 4.3 TB/s, 790 TFLOP/s"
         " | fraction of the bound reached"
     )
-    return markdown(head, [row if row[8] != "0.00" else [*row[:8], "", *row[9:]] for row in body])
+    rows = [row if row[8] != "0.00" else [*row[:8], "", *row[9:]] for row in body]
+    return markdown_table(head.split(" | "), rows)
 
 
 def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:

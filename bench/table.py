@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gac.evaluation.cells import markdown_table
+
 from .batches import HEADS
 from .record import RESULTS
 
@@ -62,12 +64,6 @@ def ratio(row: Row | None, other: Row | None) -> str:
     return f"{other['ms'] / row['ms']:.2f}x"
 
 
-def markdown(head: str, body: list[list[str]]) -> str:
-    """A Markdown table; the column names in `head` are separated by " | "."""
-    lines = [f"| {head} |", "|" + "---|" * len(head.split(" | "))]
-    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body])
-
-
 def providers(rows: list[Row], **fields: Any) -> list[str]:
     """Provider names in file order, without duplicates."""
     names = [r["provider"] for r in rows if all(r.get(k) == v for k, v in fields.items())]
@@ -104,7 +100,7 @@ def cpu_table(document: dict[str, Any] | None) -> str:
         first = next(row for row in rows if row["work"] == work)
         shape = f"{title}, {first['tokens']} tokens, {first['shape']}"
         head = f"{shape} | ms | time / ours | speedup over eager | extra MiB"
-        parts.append(markdown(head, body))
+        parts.append(markdown_table(head.split(" | "), body))
     return "\n\n".join(parts)
 
 
@@ -137,7 +133,7 @@ def gpu_linear(rows: list[Row]) -> str:
         "head | tokens | ms | TFLOP/s | time / GEMMs | half without gradient / all"
         " | best per-token peer / ours | best scalar peer / ours | extra MiB"
     )
-    return markdown(head, body)
+    return markdown_table(head.split(" | "), body)
 
 
 def best_peer(rows: list[Row], ours: Row | None, common: Row, scalar: bool) -> str:
@@ -151,8 +147,10 @@ def best_peer(rows: list[Row], ours: Row | None, common: Row, scalar: bool) -> s
     ]
     if ours is None or not peers:
         return NOT_MEASURED
-    best = min(peers, key=lambda row: row["ms"])
-    return f"{best['ms'] / ours['ms']:.2f}x ({best['provider']})"
+    # relative to ours in the same rounds, if it was timed together with the peer
+    ratios = {row["provider"]: row["ms"] / (row.get("ours_ms") or ours["ms"]) for row in peers}
+    best = min(ratios, key=lambda name: ratios[name])
+    return f"{ratios[best]:.2f}x ({best})"
 
 
 def gpu_logits(rows: list[Row]) -> str:
@@ -172,7 +170,7 @@ def gpu_logits(rows: list[Row]) -> str:
         share = number(row, "fraction_of_copy", "{:.0%}")
         body.append([name, number(row, "ms"), number(row, "gbs", "{:.0f}"), share])
     head = "given logits, Qwen2.5-7B, 8192 tokens | ms | GB/s | of copy bandwidth"
-    return markdown(head, body)
+    return markdown_table(head.split(" | "), body)
 
 
 def gpu_table(document: dict[str, Any] | None) -> str:

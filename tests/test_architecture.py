@@ -30,8 +30,8 @@ PACKAGES = (
     "train_config",
     "integrations",
     "report",
-    "demo",
     "study",
+    "demo",
     "cli",
 )
 EXTERNAL = {  # third-party imports allowed in the kernels, which must work with any trainer

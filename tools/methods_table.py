@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.evaluation.cells import markdown_table
 from gac.methods.listing import families, needs, summary
 
 DOCS = Path("docs")
@@ -56,7 +56,7 @@ def page(study: dict[str, Any] | None) -> str:
             (f"`{m.name}`", summary(m), m.source, ", ".join(needs(m())), m.cost) for m in members
         ]
         head = ("name", "what it does", "source", "needs", "extra")
-        parts.append(f"## {family.capitalize()}\n\n{_markdown(head, rows)}\n")
+        parts.append(f"## {family.capitalize()}\n\n{markdown_table(head, rows)}\n")
     if study:
         parts.append(_study(study))
     return "\n".join(parts)
@@ -74,13 +74,7 @@ def _study(study: dict[str, Any]) -> str:
         seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
         rows.append((f"`{row['name']}`", data, *cells, seconds))
     head = ("method", "demonstrations", "all", "+", "-", "training time (s)")
-    return f"## On the demo task\n\n{text}\n\n{_markdown(head, rows)}\n"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return f"## On the demo task\n\n{text}\n\n{markdown_table(head, rows)}\n"
 
 
 if __name__ == "__main__":

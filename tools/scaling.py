@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gac.evaluation.cells import markdown_table
+
 MASTER, COMPUTE = 4, 2  # bytes of a float32 shard and of a bfloat16 operand
 
 
@@ -121,7 +123,7 @@ def controller_bytes(demonstrations: int) -> int:
 def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node: int = 8) -> str:
     """Gigabytes per rank as a Markdown table; beyond 64 ranks, replicas of 64 (HSDP)."""
     head = ["model", "GPUs", "mesh", "states", "backward", "rollouts", "sent per step"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, shape in MODELS.items():
         for count in ranks:
             shards = min(count, 8 * node)
@@ -134,7 +136,7 @@ def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node
             )
             mesh = f"{replicas} x {shards}"
             lines.append([name, f"{count}", mesh, *(f"{n / 1e9:.3g}" for n in numbers)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ It may import `errors`.
 """
 
 from .build import choose, load
-from .dump import dump, save
+from .dump import dump, save, save_text
 from .help import Key, describe, field_docs, keys
 from .types import Choice, ConfigError
-from .yaml_text import YamlError, parse_yaml, to_yaml
+from .yaml_text import YamlError, parse_yaml, read_yaml, to_yaml
 
 __all__ = [
     "Choice",
@@ -21,6 +21,8 @@ __all__ = [
     "keys",
     "load",
     "parse_yaml",
+    "read_yaml",
     "save",
+    "save_text",
     "to_yaml",
 ]

@@ -22,7 +22,7 @@ from .types import (
     type_name,
     unknown_name_message,
 )
-from .yaml_text import YamlError, parse_yaml
+from .yaml_text import read_yaml
 
 T = TypeVar("T")
 NULL_TEXTS = ("null", "none", "~", "")
@@ -37,7 +37,7 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
     if isinstance(source, Mapping):
         data, origin = dict(source), ""
     else:
-        data, origin = _read(Path(source)), f"{source}: "
+        data, origin = read_yaml(Path(source)), f"{source}: "
     for override in overrides:
         data = _with_override(data, override)
     try:
@@ -67,20 +67,6 @@ def choose(table: Mapping[str, type], data: Any, where: str = "method", default:
     if name not in table:
         raise ConfigError(unknown_name_message(join(where, "name"), name, table, "name"))
     return _build(table[name], fields, where)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, got {short_repr(data)}")
-    return data
 
 
 def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:

@@ -20,9 +20,14 @@ def dump(obj: Any) -> dict[str, Any]:
 
 def save(obj: Any, path: Path) -> None:
     """Write `dump(obj)` to `path` as YAML, atomically."""
+    save_text(path, to_yaml(dump(obj)))
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a text file atomically: readers see the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_yaml(dump(obj)), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

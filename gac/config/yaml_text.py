@@ -1,9 +1,12 @@
 """Reads and writes YAML 1.2: 1e-4 is a number, `off` is text, and a duplicate key is an error."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from gac.errors import ConfigError
 
 YamlError = yaml.YAMLError
 
@@ -55,6 +58,22 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 def parse_yaml(text: str) -> Any:
     """Parse one YAML document. Raises YamlError, which gives the line and column."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain types only
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines; {} if it is empty.
+
+    Raises ConfigError if it cannot be read or contains anything else.
+    """
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict | None):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {data!r:.60}")
+    return data or {}
 
 
 def to_yaml(data: Any, inline: bool = False) -> str:

@@ -1,6 +1,6 @@
 """`gac demo`: a tiny task on which mixing SFT and RL matters.
 
-It may import `report`, `training` and earlier packages.
+It may import `study` and earlier packages.
 """
 
 METHODS = ("sft", "grpo", "constant", "gac", "gac-gated")

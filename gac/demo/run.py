@@ -6,22 +6,18 @@ interrupted ones resume from their checkpoint.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gac.config import load, save
+from gac.config import load
 from gac.config.types import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
-from gac.faults.checkpoint import list_complete, read_progress
 from gac.methods import METHODS as TABLE
 from gac.report import results_table, write_report
+from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
 
 from . import METHODS
@@ -50,9 +46,9 @@ def run_demo(
     if not (task / "init" / "config.json").exists():
         write_task(task, seed=0)
     base = make_base(out, base_steps)
-    runs = {f"{m}-{s}": method_config(out, base, m, s, steps) for m in methods for s in seeds}
-    run_all(runs, out, jobs)
-    folders = [Path(c.out) for c in runs.values()]
+    runs = [method_config(out, base, name, seed, steps) for name in methods for seed in seeds]
+    _train(runs, jobs)
+    folders = [Path(config.out) for config in runs]
     page = write_report(folders, out)
     print(f"\n{results_table(folders)}\n")
     print(f"Total time: {time.perf_counter() - started:.0f} s.")
@@ -60,6 +56,12 @@ def run_demo(
     print("Next: gac demo --methods gac constant --seeds 3, or train your own model:")
     print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
     return 0
+
+
+def _train(runs: Sequence[TrainConfig], jobs: int = 1) -> None:
+    failed = run_all(runs, jobs, report=True)
+    if failed:
+        raise RunError("; ".join(f"{out}: {reason}" for out, reason in failed.items()))
 
 
 def make_base(
@@ -79,7 +81,7 @@ def make_base(
     for seed in seeds:
         run = out / f"{data}-{seed}"
         config = base_config(out, run, seed, steps, data)
-        run_all({run.name: config}, out, jobs=1)
+        _train([config])
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
         accuracy = {op: last[f"accuracy/{op}"] for op in "+-"}
         shown = ", ".join(f"{op} {value:.3f}" for op, value in accuracy.items())
@@ -161,52 +163,3 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "export": False,
         },
     )
-
-
-def run_all(runs: dict[str, TrainConfig], out: Path, jobs: int) -> None:
-    """Run each configuration in its own process, `jobs` at a time; finished runs are skipped."""
-    pending = {name: c for name, c in runs.items() if not _finished(c)}
-    running: dict[str, subprocess.Popen] = {}
-    threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    try:
-        while pending or running:
-            while pending and len(running) < jobs:
-                name = next(iter(pending))
-                config = pending.pop(name)
-                path = out / f"{name}.yaml"
-                save(config, path)
-                print(f"training {name} ({config.steps} steps) ...", flush=True)
-                # progress bars of several runs would overwrite each other
-                log = None if jobs == 1 else (out / f"{name}.log").open("w")
-                command = [sys.executable, "-m", "gac.cli", "train", str(path)]
-                running[name] = subprocess.Popen(
-                    command, env=environment, preexec_fn=exit_with_parent, stderr=log
-                )
-            for name, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[name]
-                    if process.returncode:
-                        raise RunError(f"{name} failed (exit {process.returncode}); see {out}")
-            time.sleep(0.05)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-
-
-# loaded at import: after a fork, a lock held by another thread would never be released
-_libc = ctypes.CDLL(None)
-
-
-def exit_with_parent() -> None:
-    """Make Linux terminate this process when its parent exits, so that no process is orphaned."""
-    if sys.platform == "linux":
-        _libc.prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
-
-
-def _finished(config: TrainConfig) -> bool:
-    done = list_complete(Path(config.out) / "checkpoints")
-    exported = not config.export or (Path(config.out) / "model" / "config.json").exists()
-    return bool(done) and read_progress(done[-1])["step"] >= config.steps and exported

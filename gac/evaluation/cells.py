@@ -16,15 +16,20 @@ def percent_interval(ends: Sequence[float] | None, sign: str = "") -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Align rows of cells in columns: the first left-aligned, the others right-aligned."""
+    """Align rows of cells in columns: the first left-aligned, the others right-aligned.
+
+    A rule separates the first row, the header.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
+    head, *body = (
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     )
+    return "\n".join([head, "-" * max(map(len, [head, *body])), *body])
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; cells may contain "|"."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from gac.config import save_text
+
 from .evaluations import Evaluation, evaluations_table, find_evaluations
 from .groups import group_runs
 from .reading import find_runs, read_run
@@ -34,7 +36,6 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
     run_folders, evaluations = _find(runs)
     page = out / "report.html"
-    partial = page.with_suffix(".partial")
     if run_folders:
         loaded = [read_run(path) for path in run_folders]
         groups = group_runs(loaded)
@@ -42,8 +43,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         text = render(groups, context_of(loaded), plots, evaluations)
     else:
         text = render_evaluations(evaluations)
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(page)
+    save_text(page, text)
+    return page
 
 
 def results_table(runs: Sequence[Path]) -> str:

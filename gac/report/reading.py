@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gac.config import ConfigError, YamlError, parse_yaml
+from gac.config import read_yaml
 
 Columns = Mapping[str, np.ndarray]
 """Field -> float64 [rows]; nan where a row lacks it. Always has "step", strictly increasing."""
@@ -79,7 +79,9 @@ def read_run(path: Path) -> Run:
     """Read config.yaml, metrics.jsonl and eval.jsonl; missing files count as empty."""
     metrics, torn_metrics = read_columns(path / "metrics.jsonl")
     evals, torn_evals = read_columns(path / "eval.jsonl")
-    return Run(path, _read_config(path / "config.yaml"), metrics, evals, torn_metrics + torn_evals)
+    file = path / "config.yaml"
+    config = read_yaml(file) if file.is_file() else {}
+    return Run(path, config, metrics, evals, torn_metrics + torn_evals)
 
 
 def read_columns(path: Path) -> tuple[dict[str, np.ndarray], int]:
@@ -136,13 +138,3 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = parse_yaml(path.read_text(encoding="utf-8"))
-    except YamlError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    return config if isinstance(config, dict) else {}

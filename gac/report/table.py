@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gac.evaluation.cells import align_columns
+
 from .groups import Group, group_runs
 from .reading import Columns, Run, shared_setting
 from .statistics import final_and_best, kl_area, large_mu_events, mean_sd, total, variance
@@ -171,9 +173,4 @@ def _aligned(table: Table, groups: Sequence[Group]) -> str:
     for group, row in zip(groups, table.cells, strict=True):
         numbers = [write_cell(c, column) for c, column in zip(row, table.columns, strict=True)]
         lines.append([group.label, str(len(group.runs)), progress(group), *numbers])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    ]
-    return "\n".join([aligned[0], "-" * max(map(len, aligned)), *aligned[1:]])
+    return align_columns(lines)

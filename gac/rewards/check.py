@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, load
-from ..config.yaml_text import YamlError, parse_yaml
+from ..config import ConfigError, load, read_yaml
 from ..data.examples import DataConfig, load_references
 from .base import as_outcome
 from .build import build_reward
@@ -63,7 +62,7 @@ def check(
         ConfigError: `config` has no data, or a key or value is invalid.
         DataError: a row is invalid; the message names the file, line and field.
     """
-    raw = config if isinstance(config, Mapping) else _read(config)
+    raw = config if isinstance(config, Mapping) else read_yaml(config)
     rows = 0
     failing: list[FailedRow] = []
     counts: dict[str, int] = {}
@@ -90,18 +89,6 @@ def check(
         for name, count in reward.counts().items():
             counts[name] = counts.get(name, 0) + count
     return CheckResult(rows, tuple(failing), counts)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path}: expected a mapping at the top level")
-    return raw
 
 
 def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

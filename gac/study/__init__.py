@@ -1,4 +1,4 @@
 """`gac study`: a resumable comparison of methods over seeds, with paired differences.
 
-It may import `demo` and earlier packages.
+It may import `report` and earlier packages.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gac.config import ConfigError, YamlError, load, parse_yaml
+from gac.config import ConfigError, load, read_yaml
 from gac.training.run_config import TrainConfig
 
 HELP = "NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the file's `methods:`"
@@ -50,14 +50,7 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
 
 def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a configuration file: its keys other than `methods`, and the aliases under `methods`."""
-    try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, got {data!r:.60}")
+    data = read_yaml(path)
     aliases = data.pop("methods", None) or {}
     if not isinstance(aliases, Mapping):
         raise ConfigError(f"{path}: methods: expected `label: method` lines, got {aliases!r:.60}")

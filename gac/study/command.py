@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     # seed by seed, so that an interrupted study has compared all methods on the first seeds
     configs = {(s, a): arm_config(data, arms[a], s, options.set) for s in seeds for a in arms}
     out = Path(next(iter(configs.values())).out).parent
-    failed = run_all(list(configs.values()), options.jobs, options.discard)
+    failed = run_all(list(configs.values()), options.jobs, discard=options.discard)
     results = {key: result(config) for key, config in configs.items()}
     final = {key: None if r is None else r["final"]["accuracy"] for key, r in results.items()}
     finals = {a: [final[s, a] for s in seeds] for a in arms}
@@ -112,17 +112,13 @@ def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
 
 def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
     """Write study.json, study.html and, if any run has finished, the report of the runs."""
+    from gac.config import save_text
     from gac.report import write_report
     from gac.study.page import render
 
-    out.mkdir(parents=True, exist_ok=True)
-    texts = {"study.json": json.dumps(study, indent=1) + "\n"}
     report = write_report(runs, out).name if runs else None
-    texts["study.html"] = render(study, report)
-    for name, text in texts.items():
-        partial = out / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(out / name)
+    save_text(out / "study.json", json.dumps(study, indent=1) + "\n")
+    save_text(out / "study.html", render(study, report))
 
 
 def table(study: dict[str, Any]) -> str:

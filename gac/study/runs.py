@@ -1,4 +1,4 @@
-"""Runs a study in worker processes: finished runs are kept, failed runs are reported."""
+"""Runs several training runs in parallel: finished ones are kept, failed ones are reported."""
 
 from __future__ import annotations
 
@@ -8,62 +8,72 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from gac.config import ConfigError, dump, load
-from gac.demo.run import exit_with_parent
+import torch
+
+from gac.config import ConfigError, dump, load, save_text
 from gac.faults.preflight import MAY_CHANGE_ON_RESUME
 from gac.training.run_config import TrainConfig, upgrade_config
 
-SPAWN = multiprocessing.get_context("spawn")
+STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
+# a fork server imports torch once for all runs; only Linux supports forks of such a process
+PROCESSES: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 
 
 def run_all(
     configs: Sequence[TrainConfig],
     jobs: int = 1,
+    *,
     discard: bool = False,
+    report: bool = False,
     log: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Train the unfinished runs in order, `jobs` at a time.
+    """Train the unfinished runs in order, `jobs` at a time, each in its own process.
 
     discard: delete the checkpoints of a run as soon as it is finished.
+    report: also write each run's own report.
     log: called with one line per finished or failed run.
 
     Returns folder -> reason for the failed runs, which are retried the next time. Raises
     ConfigError if a folder contains a finished run with another configuration.
     """
     pending = [config for config in configs if result(config) is None]
-    threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # workers inherit it
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    workers = [_Worker() for _ in range(min(jobs, len(pending)))]
+    started, total, done = time.perf_counter(), len(pending), 0
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # inherited by the processes
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)) // jobs or 1)
+    PROCESSES.set_forkserver_preload(["gac.training.trainer"])
+    running: dict[Any, tuple[BaseProcess, str]] = {}
     failed: dict[str, str] = {}
-    started, total = time.perf_counter(), len(pending)
     try:
-        idle, done = list(workers), 0
-        while pending or len(idle) < len(workers):
-            while pending and idle:
-                idle.pop().start(pending.pop(0), discard)
-            busy = {worker.pipe: worker for worker in workers if worker not in idle}
-            for pipe in wait(list(busy)):
-                worker = next(w for p, w in busy.items() if p is pipe)
-                config, fault = worker.finish()
+        while pending or running:
+            while pending and len(running) < jobs:
+                config = pending.pop(0)
+                arguments = (dump(config), threads, discard, report)
+                process = PROCESSES.Process(target=_train, args=arguments)
+                process.start()
+                running[process.sentinel] = process, config.out
+            for ended in wait(list(running)):
+                process, out = running.pop(ended)
+                process.join()
                 done += 1
+                if process.exitcode:
+                    failed[out] = _fault(Path(out) / "log.txt", process.exitcode)
                 spent = f"{done} of {total}, {time.perf_counter() - started:.0f} s"
-                log(f"{config.out}: {fault or 'done'} ({spent})")
-                if fault:
-                    failed[config.out] = fault
-                    worker.close()  # its process may be in a bad state
-                    new_worker = _Worker()
-                    workers[workers.index(worker)] = worker = new_worker
-                idle.append(worker)
+                log(f"{out}: {failed.get(out, 'done')} ({spent})")
     finally:
-        for worker in workers:
-            worker.close()
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            process.join(STOP_SECONDS)
+            process.kill()
     return failed
 
 
@@ -93,59 +103,19 @@ def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({k: v for k, v in plain.items() if k not in ignored}))
 
 
-class _Worker:
-    """A process that trains several runs in sequence, because starting a process takes seconds."""
-
-    def __init__(self) -> None:
-        self.pipe, child_pipe = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_serve, args=(child_pipe,))
-        self.process.start()
-        child_pipe.close()  # so that recv() raises EOFError when the process exits
-        self.config: TrainConfig | None = None
-
-    def start(self, config: TrainConfig, discard: bool) -> None:
-        self.config = config
-        self.pipe.send((dump(config), discard))
-
-    def finish(self) -> tuple[TrainConfig, str | None]:
-        """Return the run that has ended and, if it failed, the reason."""
-        assert self.config is not None  # only called while busy
-        try:
-            fault = self.pipe.recv()
-        except EOFError:
-            self.process.join()
-            fault = f"its process exited with code {self.process.exitcode}"
-        log = f"; see {Path(self.config.out) / 'log.txt'}" if fault else ""
-        return self.config, fault and f"failed: {fault}{log}"
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.terminate()
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+def _fault(log: Path, exit_code: int) -> str:
+    """Why a run failed: the last line of its log, unless its process was killed."""
+    lines = log.read_text(errors="replace").split("\n") if exit_code == 1 else []
+    reasons = [line for line in lines if line.strip()] or [f"its process exited with {exit_code}"]
+    return f"failed: {reasons[-1][:300]}; see {log}"
 
 
-def _serve(pipe: Connection) -> None:
-    """Worker loop: train each run received on the pipe, and send the reason if one fails."""
-    exit_with_parent()
+def _train(plain: Mapping[str, Any], threads: int, discard: bool, report: bool) -> None:
+    """Train one run in this process; its output goes to log.txt."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    while True:
-        try:
-            plain, discard = pipe.recv()
-        except EOFError:
-            return
-        try:
-            _train(load(TrainConfig, plain), discard)
-            pipe.send(None)
-        except BaseException as error:  # whatever the error, the other runs must continue
-            text = " ".join(str(error).split())
-            pipe.send(f"{type(error).__name__}: {text[:300]}")
-            raise  # for the traceback in the run's log
-
-
-def _train(config: TrainConfig, discard: bool) -> None:
+    torch.set_num_threads(threads)
+    config = load(TrainConfig, plain)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log.txt").open("a") as log:
@@ -153,13 +123,27 @@ def _train(config: TrainConfig, discard: bool) -> None:
             os.dup2(log.fileno(), stream)
     from gac.training.trainer import train
 
-    train(config)
-    partial = out / "result.partial"
-    partial.write_text(json.dumps({"config": _settings(dump(config)), **_summary(config)}) + "\n")
-    partial.replace(out / "result.json")
+    try:
+        train(config)
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))  # the log's last line
+    if report:
+        from gac.report import write_report
+
+        write_report([out], out)
+    text = json.dumps({"config": _settings(plain), **_summary(config)}) + "\n"
+    save_text(out / "result.json", text)
     if discard:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    sys.stdout.flush()
+
+
+def _exit_with_parent() -> None:
+    """Exit as soon as the parent process is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # only called in a child process
+    parent.join()
+    os._exit(1)
 
 
 def _summary(config: TrainConfig) -> dict[str, Any]:
