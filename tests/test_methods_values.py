@@ -22,6 +22,7 @@ from gac.control.solvers import cross_gram
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Observation
+from gac.methods.base import StepNeeds
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.probes.parts import GradientParts
@@ -213,7 +214,7 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
 
 def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient():
     shared, one_term_only = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
-    parts = GradientParts([("shared", shared), ("lone", one_term_only)])
+    parts = GradientParts([("shared", shared), ("lone", one_term_only)], StepNeeds(parts=1))
     (shared * torch.tensor([3.0, 0.0])).sum().backward()
     parts.take()
     (

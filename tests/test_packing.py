@@ -18,6 +18,7 @@ from gac.data.rows import Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import attach_head
+from gac.training.forward import Forward
 from gac.training.gradients import Gradients
 from gac.training.packing_check import supports_packing
 from gac.training.policy import _micro_batches
@@ -69,9 +70,9 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
 
     The model is its own reference: the KL is 0 unless a log-prob is read from the wrong place.
     """
-    settings = {"temperature": 0.7, "micro": micro, "pad_token": 0, "averages": False}
-    gradients = Gradients(Accelerator(cpu=True), model, model, loss, **settings)
-    old = [x - 0.1 * torch.arange(len(x)) for x in gradients.forward.row_logprobs(rows)]
+    forward = Forward(Accelerator(cpu=True), model, model, 0.7, micro, pad_token=0)
+    gradients = Gradients(forward, loss)
+    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(rows)]
     rewards = Rewards.of([r.advantage for r in rows])
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()

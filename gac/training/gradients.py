@@ -2,68 +2,81 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
-from gac.data.micro import MicroBatches
 from gac.data.rows import Batch, Row, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
+from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import scatter_logps
-from gac_kernels import DemoWeight, HeadSketch, LossOutput, LossSpec
+from gac_kernels import DemoWeight, HeadSketch, LossOutput, LossSpec, TokenMoments
 
 from .forward import Forward
-from .probes import Probe
-from .probes.averages import average_parts, zero_averages
-from .probes.bias import measure_bias, plain_spec
 from .probes.parts import GradientParts
 from .probes.sampled_kl import SampledKL
 from .probes.sketches import UnitSketches
-from .probes.totals import Totals
 from .step import Measured, Step
+
+
+class Totals:
+    """The losses and the token statistics of a step's micro-batches."""
+
+    def __init__(self) -> None:
+        self.terms: list[Tensor] = []  # [demo loss, rollout loss]
+        self.parts: list[TokenMoments] = []
+
+    def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
+        """Add a micro-batch."""
+        assert out.moments is not None
+        self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
+        self.parts.append(out.moments)
+
+    def losses(self) -> TermPair:
+        """The two loss terms, reduced over all ranks."""
+        terms = torch.stack(self.terms or [torch.zeros(2)]).double().sum(0)
+        return TermPair(*collectives.mean(terms.tolist()))
+
+    def moments(self, device: torch.device) -> TokenMoments:
+        """The statistics of all ranks; `device` is used if there are no rows."""
+        return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
+
+
+Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
 
 
 class Gradients:
     """Accumulates the gradient of a step's mixed loss into the model's parameters.
 
     Args:
-        model: the prepared policy. reference: the frozen initial policy; None = the policy
-            without its adapters.
-        loss: the method's loss. temperature: of the rollouts; demonstrations are scored at 1.
-        micro: how rows of one kind are grouped into micro-batches, packed or padded.
+        forward: the policy and the reference.
+        loss: the method's loss.
         kl_rows: number of this rank's rollouts used to estimate the KL when it is only monitored;
             None = all.
         averages: whether to maintain moving averages of the gradients, in `tracked`.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        reference: nn.Module | None,
-        loss: Loss,
-        *,
-        temperature: float,
-        micro: MicroBatches,
-        pad_token: int,
-        averages: bool,
-        kl_rows: int | None = None,
+        self, forward: Forward, loss: Loss, kl_rows: int | None = None, averages: bool = False
     ) -> None:
-        self.accelerator, self.model, self.loss = accelerator, model, loss
-        self.forward = Forward(accelerator, model, reference, temperature, micro, pad_token)
+        self.forward, self.loss = forward, loss
+        self.accelerator, self.model = forward.accelerator, forward.model
         self.kl_rows = None if loss.spec.kl_coef else kl_rows
-        self.tracked = zero_averages(self._trainable()) if averages else {}
+        self.tracked: dict[str, Tensor] = {}  # of one part per term, by part and parameter
+        if averages:
+            named = self._trainable()
+            zeros = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in named}
+            self.tracked = zeros
 
     def __call__(self, step: Step) -> Measured:
         """Forward all rows, and backward those that can have a nonzero gradient."""
@@ -71,20 +84,22 @@ class Gradients:
         needs, totals, sketches = step.needs, Totals(), UnitSketches(step.needs.sketch)
         kl = SampledKL(self.forward, step, self.kl_rows) if needs.kl and self.kl_rows else None
         probes: list[Probe] = [totals, sketches, *([] if kl is None else [kl])]
+        accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
         zero = [row for row in step.rows if not self._has_gradient(row, mu)]
         # rows without a gradient first: no forward may run between the last backward and the update
-        self._accumulate(step, zero, step.mix, probes, grad=False)
+        accumulate(zero, step.mix, grad=False)
         parts = gram = bias_gram = None
         if needs.parts:
-            parts, gram, bias_gram = self._separate(step, live, probes)
+            parts = GradientParts(self._trainable(), needs)
+            gram, bias_gram = parts.measure(step.rows, live, accumulate, self.tracked)
         else:
-            self._accumulate(step, live, step.mix, probes)
+            accumulate(live, step.mix)
         losses, moments, evidence = totals.losses(), totals.moments(self.accelerator.device), None
         if needs.signals:
-            unit_sketches = sketches.gathered() if needs.sketch else None
-            evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, unit_sketches)
+            gathered = sketches.gathered() if needs.sketch else None
+            evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
         mean_kl = None if kl is None else kl.mean()
         return Measured(losses, moments, mean_kl, parts, gram, evidence)
 
@@ -92,30 +107,35 @@ class Gradients:
         """The two loss terms of `step` under the current weights, without gradients."""
         # without a KL that is only monitored
         needs = step.needs._replace(kl=self.loss.spec.kl_coef != 0, sketch=0)
-        step, totals = dataclasses.replace(step, needs=needs), Totals()
-        self._accumulate(step, step.rows, step.mix, [totals], grad=False)
+        step, totals = replace(step, needs=needs), Totals()
+        self._accumulate(step, [totals], step.rows, step.mix, grad=False)
         return totals.losses()
 
     def _accumulate(
         self,
         step: Step,
+        probes: Sequence[Probe],
         rows: Sequence[Row],
         mix: Mix,
-        probes: Sequence[Probe] = (),
+        plain: bool = False,
         *,
         grad: bool = True,
-        spec: LossSpec | None = None,
     ) -> None:
         """One pass over `rows` in micro-batches: forward and, if `grad`, backward.
 
-        spec: replaces the loss's own.
+        plain: only add the gradient without phi and without clipping; nothing is measured.
         """
+        spec = self.loss.spec
+        if plain:
+            spec = replace(
+                spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
+            )
         schedule = self.forward.schedule(rows)
         for i, (demo, micro) in enumerate(schedule):
             batch = self.forward.collate(micro)
             # rows without a gradient are still sketched, with their own term at full weight
             mu = float(demo) if step.needs.sketch and not grad else mix.mu
-            request = self._request(step, batch, micro, demo, mu, spec or self.loss.spec)
+            request = self._request(step, batch, micro, demo, mu, spec)
             # the last backward reduces the gradients over ranks
             accumulating = grad and i < len(schedule) - 1
             sync = self.accelerator.no_sync(self.model) if accumulating else nullcontext()
@@ -123,27 +143,10 @@ class Gradients:
                 out = self.model(**batch.model_inputs, request=request)
                 if grad:
                     self.accelerator.backward(out.loss * mix.scale)
-            for probe in probes:
+            for probe in () if plain else probes:
                 probe.add(batch, micro, out)
         if not grad:  # only a backward reshards by itself
             reshard(self.model)
-
-    def _separate(
-        self, step: Step, live: Sequence[Row], probes: Sequence[Probe]
-    ) -> tuple[GradientParts, Tensor, Tensor | None]:
-        """The gradient of each part of each term, their Gram matrix, and that of the biases."""
-        needs, bias_gram = step.needs, None
-        parts = GradientParts(self._trainable(), needs.parts)
-        parts.measure(step.rows, live, partial(self._accumulate, step, probes=probes))
-        if needs.bias:
-            plain = partial(self._accumulate, step, spec=plain_spec(self.loss.spec))
-            bias_gram = measure_bias(parts, live, plain)
-        gram = parts.gram()
-        # a non-finite gradient would corrupt the moving averages permanently
-        if needs.average and gram.isfinite().all():
-            average_parts(parts, self.tracked, needs.average)
-            gram = parts.gram()
-        return parts, gram, bias_gram
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under their unwrapped names, without DDP's prefix."""
@@ -168,7 +171,7 @@ class Gradients:
         divisors = loss_divisors(step.counts, spec, self.loss.pooled)
         weight = rows[0].weight if rows else 1.0
         norms = TermPair(*(n / self.accelerator.num_processes / weight for n in divisors))
-        spec = dataclasses.replace(spec, temperature=1.0 if demo else self.forward.temperature)
+        spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_rows
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
         old = None

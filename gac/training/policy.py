@@ -20,6 +20,7 @@ from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
 from gac.training.run_config import TrainConfig
 
+from .forward import Forward
 from .gradients import Gradients
 from .packing_check import supports_packing
 
@@ -64,17 +65,16 @@ def make_gradients(
     """
     if needs.sketch:
         _check_sketch(config, accelerator.unwrap_model(model))
-    return Gradients(
+    forward = Forward(
         accelerator,
         model,
         reference,
-        loss_of(config),
-        temperature=config.rollouts.temperature,
-        micro=_micro_batches(config, model, reference),
-        pad_token=tokenizer.pad_token_id,
-        averages=needs.average > 0,
-        kl_rows=config.kl_rows and -(-config.kl_rows // accelerator.num_processes),
+        config.rollouts.temperature,
+        _micro_batches(config, model, reference),
+        tokenizer.pad_token_id,
     )
+    kl_rows = config.kl_rows and -(-config.kl_rows // accelerator.num_processes)
+    return Gradients(forward, loss_of(config), kl_rows, averages=needs.average > 0)
 
 
 def _check_sketch(config: TrainConfig, model: nn.Module) -> None:

@@ -15,40 +15,62 @@ from torch import Tensor, nn
 
 from gac.control.solvers import Weights
 from gac.data.rows import Row
-from gac.methods.base import Mix
+from gac.methods.base import Mix, StepNeeds
 from gac.parallel.collectives import all_reduce_sum, world_size
 
 logger = logging.getLogger(__name__)
-Accumulate = Callable[[list[Row], Mix], None]  # adds the gradient of rows to `.grad`
 Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
+# adds the gradient of rows, for a mix, to `.grad`; if the last argument is true, without phi and
+# without clipping
+Accumulate = Callable[[list[Row], Mix, bool], None]
 
 
 class GradientParts:
-    """Collects successive gradients of `parameters`.
+    """Separate gradients of `needs.parts` equal parts of the rows of each of the two terms.
 
     Args:
         parameters: (name, parameter) of every trainable parameter, in the same order on all ranks.
-        count: number of parts of each of the two terms.
+        needs: the number of parts, and what to measure of them.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], count: int = 1) -> None:
-        self.parameters, self.count = list(parameters), count
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], needs: StepNeeds) -> None:
+        self.parameters, self.needs = list(parameters), needs
         self.parts: list[Gradient] = []
         self.averages: dict[str, Tensor] = {}
 
-    def measure(self, rows: Sequence[Row], live: Sequence[Row], accumulate: Accumulate) -> None:
-        """Compute the gradient of each of the `count` parts of each term, demonstrations first.
+    def measure(
+        self,
+        rows: Sequence[Row],
+        live: Sequence[Row],
+        accumulate: Accumulate,
+        tracked: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients, demonstrations first, and their inner products.
 
-        rows: the rows of the step, in equal parts. live: those that may have a gradient.
+        Args:
+            rows: the rows of the step. live: those that may have a gradient.
+            accumulate: adds the gradient of rows to `.grad`.
+            tracked: see `average`.
+
+        Returns:
+            The Gram matrix of the parts and, with `needs.bias`, the one that `bias` returns.
         """
-        live_rows, count = set(live), self.count
+        live_rows, count = set(live), self.needs.parts
         for demo in (True, False):
             term = [row for row in rows if row.is_demo == demo]
             for i in range(count):
                 part = term[len(term) * i // count : len(term) * (i + 1) // count]
                 # each part is a mean over its own rows, hence the scale `count`
-                accumulate([r for r in part if r in live_rows], Mix(float(demo), float(count)))
+                mix = Mix(float(demo), float(count))
+                accumulate([row for row in part if row in live_rows], mix, False)
                 self.take()
+        bias_gram = self.bias(live, accumulate) if self.needs.bias else None
+        gram = self.gram()
+        # a non-finite gradient would corrupt the moving averages permanently
+        if self.needs.average and gram.isfinite().all():
+            self.average(tracked)
+            gram = self.gram()
+        return gram, bias_gram
 
     def take(self) -> None:
         """Store the accumulated gradient as the next part and reset `.grad` to None."""
@@ -71,6 +93,36 @@ class GradientParts:
             total[torch.tensor(index)[:, None], torch.tensor(index)] += square
         return all_reduce_sum(total).cpu()
 
+    def bias(self, live: Sequence[Row], accumulate: Accumulate) -> Tensor:
+        """Gram matrix [4, 4] of the gradients of the two terms, as applied and as plain ones.
+
+        The plain gradients, without phi and without clipping, are only measured.
+        """
+        count = self.needs.parts
+        for demo in (True, False):
+            accumulate([row for row in live if row.is_demo == demo], Mix(float(demo)), True)
+            self.take()
+        weights = torch.zeros(4, len(self.parts), dtype=torch.float64)
+        weights[0, :count] = weights[1, count : 2 * count] = 1 / count
+        weights[2, -2] = weights[3, -1] = 1
+        gram = weights @ self.gram() @ weights.T
+        del self.parts[-2:]
+        return gram
+
+    def average(self, tracked: dict[str, Tensor]) -> None:
+        """Replace the parts with their moving averages y <- y + rate (g - y), kept in `averages`.
+
+        tracked: the previous averages, by "part.parameter name"; not modified, because the step may
+            still be skipped.
+        """
+        rate = self.needs.average
+        for i, part in enumerate(self.parts):
+            for j, (name, _) in enumerate(self.parameters):
+                mean = tracked[f"{i}.{name}"] * (1 - rate)
+                if (new := part[j]) is not None:
+                    mean.add_(new, alpha=rate)
+                part[j] = self.averages[f"{i}.{name}"] = mean
+
     def combine(self, weights: Sequence[float]) -> None:
         """Set the gradient to sum_i weights[i] part_i."""
         for column, (_, p) in zip(zip(*self.parts, strict=True), self.parameters, strict=True):
@@ -87,7 +139,8 @@ class GradientParts:
             logger.warning(message)
             self.parts = []
             return mix
-        self.combine([weight / self.count for weight in weights for _ in range(self.count)])
+        count = self.needs.parts
+        self.combine([weight / count for weight in weights for _ in range(count)])
         return Mix.weights(*weights) if sum(weights) != 0 else Mix(mix.mu, 0.0)
 
 
@@ -111,12 +164,11 @@ def _weighted(
     column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
 ) -> Tensor | None:
     """Weighted sum of one parameter's gradients; reuse: write it into the first one's buffer."""
-    total: Tensor | None = None
-    for gradient, weight in zip(column, weights, strict=True):
-        if gradient is None or weight == 0:
-            continue
-        if total is None:
-            total = gradient.mul_(weight) if reuse else gradient * weight
-        else:
-            total.add_(gradient, alpha=weight)
+    terms = [(g, w) for g, w in zip(column, weights, strict=True) if g is not None and w != 0]
+    if not terms:
+        return None
+    (gradient, weight), *rest = terms
+    total = gradient.mul_(weight) if reuse else gradient * weight
+    for gradient, weight in rest:
+        total.add_(gradient, alpha=weight)
     return total
