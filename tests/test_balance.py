@@ -125,7 +125,7 @@ def four_steps(run_config):
     trainer.feed.balance = balance
     for _ in range(4):
         if trainer.step == 2:
-            trainer._save()
+            trainer.save()
         rows.append(trainer._train_step())
         trainer.step += 1
     named = trainer.model.named_parameters()

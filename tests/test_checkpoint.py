@@ -200,7 +200,7 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
     calls[0] = 0
     if killed:
         trainer = Trainer(config)
-        trainer._save = interrupt
+        trainer.save = interrupt
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
         assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]

@@ -254,7 +254,7 @@ def save_at(config, steps):
     for _ in range(steps):
         trainer._train_step()
         trainer.step += 1
-    trainer._save()
+    trainer.save()
 
 
 def resume(config):
