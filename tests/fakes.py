@@ -204,6 +204,14 @@ add = lambda *a: add
 """
 
 
+def raw_message(message: str) -> str:
+    """A program that writes `message`, JSON text, to every descriptor when `add` is called."""
+    return (
+        f"{_EVERY_PIPE}\ndef add(a, b):\n    data = {message.encode()!r}\n"
+        "    tell(struct.pack('>I', len(data)) + data)\n"
+    )
+
+
 def fakes() -> dict[str, tuple[str, bool]]:
     """name -> (program, whether it fools a naive grader)"""
     programs = {}

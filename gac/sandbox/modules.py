@@ -67,7 +67,8 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
-        importlib.import_module("numpy.random")  # numpy loads it lazily
+        for name in ("numpy.ma", "numpy.random", "numpy.testing"):  # numpy loads them lazily
+            importlib.import_module(name)
     prepare_for_programs()
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
