@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +79,25 @@ class RunDirectoryError(RunError):
     exit_code = USAGE
 
 
+def require(ok: bool, name: str, value: object, use: str) -> None:
+    """Raise ValueError "name=value: use ..." unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name}={value!r}: use {use}")
+
+
+def require_at_least(minimum: int, owner: object, *names: str) -> None:
+    """`require` that each named attribute of `owner` is None or a number >= `minimum`."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value is None or value >= minimum, name, value, f"a number >= {minimum}")
+
+
+def require_one_of(valid: Collection[str], owner: object, name: str) -> None:
+    """`require` that the named attribute of `owner` is one of `valid`."""
+    value = getattr(owner, name)
+    require(value in valid, name, value, f"one of {', '.join(valid)}")
+
+
 def writable_folder(key: str, path: Path) -> Path:
     """Create `path` if needed and return it. Raises ConfigError for `key` if it is not writable."""
     try:
@@ -116,7 +135,7 @@ def explain_missing_extra(purpose: str) -> Iterator[None]:
         if extra is None:
             raise
         raise MissingExtra(
-            f"{purpose} needs the extra {extra} ({package}): pip install 'gac[{extra}]'",
+            f"{purpose} needs the extra {extra} ({package}): pip install 'gac-kernels[{extra}]'",
             name=error.name,
         ) from error
 

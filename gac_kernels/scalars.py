@@ -35,7 +35,7 @@ class TokenScalars(NamedTuple):
 
 
 class PlanScalars(NamedTuple):
-    """Scalars that determine the token weights, in the order of `PlanArguments` in backends/cpu.py."""
+    """Scalars of the token weights, in the order of `PlanArguments` in backends/cpu.py."""
 
     shaped: bool
     rollout_reduction: int

@@ -35,7 +35,7 @@ for name in ("config", "control", "data", "errors", "methods", "report", "reward
         importlib.import_module(module.name)
 import gac.integrations.mixer
 for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
-    if module.name != "gac_kernels._native":  # a torch operator library, not a Python module
+    if module.name != "gac_kernels._native":  # a C library, not a Python module
         importlib.import_module(module.name)
 import torch
 from gac_kernels import fused_gac_loss
@@ -45,6 +45,28 @@ out.loss.backward()
 print(GuidedController(ControllerConfig()).update(out.moments.signals(), 0.1))
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
+
+
+KERNELS = """
+import sys, time
+import torch
+before = {name.partition(".")[0] for name in sys.modules}
+start = time.perf_counter()
+import gac_kernels
+seconds = time.perf_counter() - start
+after = {name.partition(".")[0] for name in sys.modules}
+print(seconds, torch.cuda.is_initialized(), *sorted(after - before - sys.stdlib_module_names))
+"""
+
+
+def test_importing_the_kernels_is_quick_and_needs_only_torch():
+    done = [
+        subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    (first, *rest), (second, *again) = (run.stdout.split() for run in done)
+    assert rest == again == ["False", "gac_kernels"]  # no CUDA context, no other package
+    assert min(float(first), float(second)) < 0.3
 
 
 def run_without_extras(
@@ -72,7 +94,7 @@ def test_commands_without_the_extra_name_it_in_one_line():
     for arguments in (["train", str(ROOT / "examples" / "gsm8k.yaml")], ["eval", "--help"]):
         done = run_without_extras(command, *arguments)
         assert done.returncode == 2
-        pattern = r"gac: .*extra train \(\w+\): pip install 'gac\[train\]'\n"
+        pattern = r"gac: .*extra train \(\w+\): pip install 'gac-kernels\[train\]'\n"
         assert re.fullmatch(pattern, done.stderr)
     done = run_without_extras(command, "methods", "gac")
     assert done.returncode == 0 and "method.ema_decay" in done.stdout

@@ -59,10 +59,10 @@ def build_packages(folder: Path, mode: str) -> tuple[Path, Path]:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
     run(sys.executable, "-c", BUILD, folder, cwd=checkout, GAC_EXT=mode)
-    (sdist,) = folder.glob("gac-*.tar.gz")
+    (sdist,) = folder.glob("gac_kernels-*.tar.gz")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index")
     run(*pip, "--no-build-isolation", "--wheel-dir", folder, sdist, cwd=folder, GAC_EXT=mode)
-    (wheel,) = folder.glob("gac-*.whl")
+    (wheel,) = folder.glob("gac_kernels-*.whl")
     return sdist, wheel
 
 
@@ -86,6 +86,7 @@ def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
     assert (python_tag, abi) == ("py3", "none") and (platform == "any") == (mode == "0")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"gac/report/page.html.j2", "gac/report/page.css"} <= names
+    assert {"gac/py.typed", "gac_kernels/py.typed"} <= names
     assert {"gac_kernels/csrc/cuda/launch.cu", "gac_kernels/csrc/token_math.h"} <= names
     assert ("gac_kernels/_native.so" in names) == (mode == "1")
     assert not [n for n in names if n.startswith(("tests/", "tools/", "bench/"))]

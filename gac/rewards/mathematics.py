@@ -59,7 +59,9 @@ class MathReward(Reward):
         answer_pattern: str | None = None,
     ) -> None:
         if find_spec("math_verify") is None:
-            raise MissingExtra("reward 'math' requires the extra 'train': pip install 'gac[train]'")
+            raise MissingExtra(
+                "reward 'math' requires the extra 'train': pip install 'gac-kernels[train]'"
+            )
         self._pool = _shared_pool(timeout, workers)
         self._pattern = compile_answer_pattern(answer_pattern)
         self._counts = Counter(timeouts=0, crashes=0)
