@@ -5,6 +5,8 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,9 @@ from .autograd import (
     loss_output,
 )
 from .backends import reference as reference_backend
-from .contract import LossOutput, LossSpec
+from .contract import MORE_OUTPUTS, LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import NeedsGrad
+from .linear import NeedsGrad, Scaling
 from .projection import GemmOptions
 from .sketch import HeadSketch
 
@@ -117,34 +119,69 @@ def _has_distinct_elements(x: Tensor) -> bool:
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    outputs: Sequence[str] = (),
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
     """Compute the log-probability of each target and the entropy of each distribution.
+
+    The distribution is the softmax of `logit_scale * logits / temperature`, or, with a softcap, of
+    `softcap * tanh(logit_scale * logits / softcap) / temperature`.
 
     Args:
         logits: [B, T, V] or [N, V]; float32, bfloat16 or float16, rows of any stride.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
-        temperature: the logits are divided by it before the softmax.
+        temperature: divides the scaled logits; > 0.
+        logit_scale: factor of the logits, as in Cohere and Granite; > 0.
+        softcap: bound of the scaled logits, as in Gemma 2; None: no bound. Infinite logits are not
+            capped: -inf still masks a vocabulary entry.
+        outputs: further outputs, computed in the same pass: "log_sum_sq_probs" (log of the sum of
+            squared probabilities), "mean_logits" (mean of the scaled logits) and "is_top1" (bool:
+            the target is the first of the largest logits).
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        (logps, entropy), both differentiable, float32 and shaped like `targets`; entropy in nats.
+        (logps, entropy, *outputs), shaped like `targets`: logps and entropy (in nats) are float32
+        and differentiable, the further outputs are not; they are 0 where the target is -100.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     checks.rows("logits", logits, targets)
-    checks.temperature(temperature)
+    scaling = _scaling(temperature, logit_scale, softcap)
+    checks.outputs(outputs)
     if torch.compiler.is_compiling():
-        options = GemmOptions(logits.dtype)
-        return ops.token_logprobs((logits, None, None), targets, temperature, backend, options)
+        options, operands = GemmOptions(logits.dtype), (logits, None, None)
+        flat = ops.token_logprobs(operands, targets, scaling, bool(outputs), backend, options)
+        return _named(flat, targets.shape, outputs)
     chosen = backends.choose(backend, logits.device, logits.dtype)
     checks.values(targets, logits.shape[-1])
     if chosen is reference_backend:
-        return reference.token_logprobs(logits, targets, temperature=temperature)
+        return reference.token_logprobs(logits, targets, **scaling._asdict(), outputs=outputs)
     rows = logits if logits.dim() == 3 else logits[None]
-    logps, entropy = TokenLogprobs.apply(rows, targets.reshape(-1), temperature, chosen)
-    return logps.view(targets.shape), entropy.view(targets.shape)
+    flat = TokenLogprobs.apply(rows, targets.reshape(-1), scaling, bool(outputs), chosen)
+    return _named(flat, targets.shape, outputs)
+
+
+def _scaling(temperature: float, logit_scale: float, softcap: float | None) -> Scaling:
+    """Check the three numbers and fold the logit scale into the other two."""
+    checks.positive("temperature", temperature)
+    checks.logit_scaling(logit_scale, softcap)
+    return Scaling(*reference.fold_scale(logit_scale, temperature, softcap))
+
+
+def _named(flat: Sequence[Tensor], shape: torch.Size, outputs: Sequence[str]) -> tuple[Tensor, ...]:
+    """Choose and shape the results of a log-prob function: logps, entropy and all MORE_OUTPUTS."""
+    logps, entropy, *extra = (x.view(shape) for x in flat)
+    named = dict(zip(MORE_OUTPUTS, extra, strict=False))
+    if "is_top1" in named:
+        named["is_top1"] = named["is_top1"] != 0
+    return logps, entropy, *(named[name] for name in outputs)
 
 
 def fused_linear_gac_loss(
@@ -221,40 +258,40 @@ def linear_token_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    outputs: Sequence[str] = (),
     backend: str = "auto",
     chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute `token_logprobs` of hidden @ weight.T + bias without materializing all logits.
 
     The backward pass recomputes the logits of the rows that receive a gradient: 8 N H V FLOPs in
     total.
+
+    Arguments and results not listed here, and errors, are as in `token_logprobs`.
 
     Args:
         hidden: [B, T, H] or [N, H]; float32, bfloat16 or float16, rows of any stride.
         weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
         bias: [V], or None.
-        temperature: the logits are divided by it before the softmax.
-        backend: "auto", "reference", "triton" or "native".
         chunk_bytes: as in `fused_linear_gac_loss`.
-
-    Returns:
-        (logps, entropy), both differentiable, float32 and shaped like `targets`; entropy in nats.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
-    checks.temperature(temperature)
+    scaling = _scaling(temperature, logit_scale, softcap)
+    checks.outputs(outputs)
     if torch.compiler.is_compiling():
-        return ops.token_logprobs((hidden, weight, bias), targets, temperature, backend, options)
+        operands = hidden, weight, bias
+        flat = ops.token_logprobs(operands, targets, scaling, bool(outputs), backend, options)
+        return _named(flat, targets.shape, outputs)
     chosen = backends.choose(backend, hidden.device, reference.compute_dtype(options.dtype))
     checks.values(targets, weight.shape[0])
     flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    logps, entropy = LinearLogprobs.apply(
-        flat_hidden, weight, bias, flat_targets, temperature, chosen, options
+    flat = LinearLogprobs.apply(
+        flat_hidden, weight, bias, flat_targets, scaling, bool(outputs), chosen, options
     )
-    return logps.view(targets.shape), entropy.view(targets.shape)
+    return _named(flat, targets.shape, outputs)
 
 
 def loss_from_logprobs(

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
-from .linear import NeedsGrad
+from .linear import NeedsGrad, Scaling
 from .projection import GemmOptions, Projection
 from .sketch import HeadSketch, per_sequence
 from .tokens import Tokens, TokenTerms, scale_for_float16
@@ -41,6 +41,7 @@ class LossTask(NamedTuple):
     backend: Any  # a module of `backends`, or an object with the same functions
     moments: bool
     sketch: HeadSketch | None = None
+    softcap: float | None = None
 
 
 class FusedLoss(Function):
@@ -54,7 +55,7 @@ class FusedLoss(Function):
         out: Tensor | None,  # buffer for the gradient; None if not needed
     ) -> tuple[Tensor | None, ...]:
         ctx.inv_scale, scaled = scale_for_float16(task.tokens, task.spec, logits.dtype)
-        terms = task.backend.row_loss(logits, scaled, task.spec, out)
+        terms = task.backend.row_loss(logits, scaled, task.spec, out, None, task.softcap)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # autograd must detect that saved logits have changed
@@ -72,25 +73,34 @@ class FusedLoss(Function):
 
 
 class TokenLogprobs(Function):
-    """logits [B, T, V], targets [N] -> logps [N], entropy [N]."""
+    """logits [B, T, V], targets [N] -> logps [N], entropy [N], and MORE_OUTPUTS if `more`."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, backend: ModuleType
-    ) -> tuple[Tensor, Tensor]:
-        logps, entropy, lse = backend.row_stats(logits, targets, temperature)
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        scaling: Scaling,
+        more: bool,
+        backend: ModuleType,
+    ) -> tuple[Tensor, ...]:
+        logps, entropy, lse, *extra = backend.row_stats(logits, targets, *scaling, more)
         ctx.save_for_backward(logits, targets, lse, entropy)
-        ctx.temperature, ctx.backend = temperature, backend
-        return logps, entropy
+        ctx.scaling, ctx.backend = scaling, backend
+        ctx.mark_non_differentiable(*extra)
+        return logps, entropy, *extra
 
     @staticmethod
-    def backward(ctx: Any, d_logps: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logps: Tensor, d_entropy: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         logits, targets, lse, entropy = ctx.saved_tensors
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         upstream = d_logps.contiguous(), d_entropy.contiguous()
-        ctx.backend.row_grads(logits, targets, lse, entropy, *upstream, ctx.temperature, out)
-        return out, None, None, None
+        settings = ctx.scaling.temperature, out, ctx.scaling.softcap
+        ctx.backend.row_grads(logits, targets, lse, entropy, *upstream, *settings)
+        return out, None, None, None, None
 
 
 class FusedLinearLoss(Function):
@@ -110,7 +120,8 @@ class FusedLinearLoss(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
             terms, sums, factors = linear.fused_loss(
-                hidden, projection, scaled, task.spec, task.backend, needs, task.sketch
+                *(hidden, projection, scaled, task.spec, task.backend, needs),
+                *(task.sketch, task.softcap),
             )
         sketch = None
         if factors is not None:
@@ -130,7 +141,7 @@ class FusedLinearLoss(Function):
 
 
 class LinearLogprobs(Function):
-    """hidden [N, H], weight [V, H], bias [V], targets [N] -> logps [N], entropy [N]."""
+    """hidden [N, H], weight [V, H], bias [V], targets [N] -> the outputs of `TokenLogprobs`."""
 
     @staticmethod
     def forward(
@@ -139,32 +150,34 @@ class LinearLogprobs(Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        scaling: Scaling,
+        more: bool,
         backend: ModuleType,
         options: GemmOptions,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            stats = linear.token_stats(hidden, projection, targets, temperature, backend)
-        logps, entropy, lse = stats
+            stats = linear.token_stats(hidden, projection, targets, scaling, backend, more)
+        logps, entropy, lse, *extra = stats.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.settings = temperature, backend, options
-        return logps, entropy
+        ctx.settings = scaling, backend, options
+        ctx.mark_non_differentiable(*extra)
+        return logps, entropy, *extra
 
     @staticmethod
-    def backward(ctx: Any, d_logps: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logps: Tensor, d_entropy: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        temperature, backend, options = ctx.settings
+        scaling, backend, options = ctx.settings
         needs = NeedsGrad(*ctx.needs_input_grad[:3])
         stats = torch.stack([lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)])
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            grads = linear.token_grads(
-                hidden, projection, targets, stats, temperature, backend, needs
-            )
+            grads = linear.token_grads(hidden, projection, targets, stats, scaling, backend, needs)
         dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
-        return (*_cast(grads, dtypes), None, None, None, None)
+        return (*_cast(grads, dtypes), *(None,) * 5)
 
 
 def _outputs(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, LossSpec
+from .contract import IGNORE, MORE_OUTPUTS, LossSpec
 from .inputs import BatchInputs
 from .sketch import HeadSketch
 
@@ -169,11 +170,24 @@ def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> N
         raise ValueError(f"{name}={value!r}: use a number in [{low}, {high}]")
 
 
-def temperature(value: float) -> None:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"temperature={value!r}: use a number")
+def positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: use a number")
     if not 0 < value < math.inf:
-        raise ValueError(f"temperature={value!r}: use a finite number > 0")
+        raise ValueError(f"{name}={value!r}: use a finite number > 0")
+
+
+def logit_scaling(logit_scale: float, softcap: float | None) -> None:
+    positive("logit_scale", logit_scale)
+    if softcap is not None:
+        positive("softcap", softcap)
+
+
+def outputs(names: Sequence[str]) -> None:
+    """Check the requested outputs of a log-probability function."""
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in MORE_OUTPUTS or isinstance(names, str):
+            raise ValueError(f"outputs={names!r}: use a tuple of {', '.join(MORE_OUTPUTS)}")
 
 
 def sketch(value: object) -> None:

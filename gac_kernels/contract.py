@@ -37,6 +37,8 @@ class DemoWeight(enum.Enum):
     """loss = -p / max(p, c), with a detached denominator: TRAPO, arXiv 2512.17636."""
 
 
+# What the log-probability functions compute on request, under TRL's names.
+MORE_OUTPUTS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 REDUCTIONS = ("sequence", "token", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 # The numeric fields of LossSpec, and whether each may be None.

@@ -28,6 +28,13 @@ from .tokens import Tokens, TokenTerms, has_zero_gradient
 NO_SPLIT_K = 1 << 24
 
 
+class Scaling(NamedTuple):
+    """How logits x become z = softcap tanh(x / softcap) / temperature."""
+
+    temperature: float
+    softcap: float | None = None  # None: z = x / temperature
+
+
 class NeedsGrad(NamedTuple):
     """Which of the three inputs need a gradient."""
 
@@ -166,6 +173,7 @@ def fused_loss(
     backend: ModuleType,
     needs: NeedsGrad,
     sketch: HeadSketch | None = None,
+    softcap: float | None = None,
 ) -> tuple[TokenTerms, InputGradients, SketchFactors | None]:
     """Compute the token terms [N], the gradients of sum(tokens.scale * loss) and sketch factors.
 
@@ -184,7 +192,7 @@ def fused_loss(
 
     def row_fn(index: Tensor, logits: Tensor, out: Tensor | None = None) -> None:
         sketch_rows = None if sketcher is None or out is None else sketcher.new_rows(len(index))
-        block = backend.row_loss(logits, tokens.select(index), spec, out, sketch_rows)
+        block = backend.row_loss(logits, tokens.select(index), spec, out, sketch_rows, softcap)
         terms.index_copy_(1, index, torch.stack(block))
         if sketcher is not None and sketch_rows is not None:
             sketcher.store(index, sketch_rows)
@@ -200,20 +208,24 @@ def fused_loss(
 
 
 def token_stats(
-    hidden: Tensor, head: Projection, targets: Tensor, temperature: float, backend: ModuleType
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logps, entropy and lse, [N] each: 2 N H V FLOPs."""
+    hidden: Tensor,
+    head: Projection,
+    targets: Tensor,
+    scaling: Scaling,
+    backend: ModuleType,
+    more: bool = False,
+) -> Tensor:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N], 2 N H V FLOPs."""
     live = targets != IGNORE
-    stats = hidden.new_zeros(3, len(hidden), dtype=head.accum_dtype)
+    stats = hidden.new_zeros(6 if more else 3, len(hidden), dtype=head.accum_dtype)
     order, _, live_rows = partition_tokens(live, torch.zeros_like(live))
 
     def row_fn(index: Tensor, logits: Tensor) -> None:
-        block = backend.row_stats(logits, targets[index], temperature)
+        block = backend.row_stats(logits, targets[index], *scaling, more)
         stats.index_copy_(1, index, torch.stack(block))
 
     forward_chunks(hidden, head, order[:live_rows], live, row_fn)
-    logps, entropy, lse = stats.unbind()
-    return logps, entropy, lse
+    return stats
 
 
 def token_grads(
@@ -221,7 +233,7 @@ def token_grads(
     head: Projection,
     targets: Tensor,
     stats: Tensor,  # [4, N]: lse, entropy, and the upstream gradients of logps and entropy
-    temperature: float,
+    scaling: Scaling,
     backend: ModuleType,
     needs: NeedsGrad,
 ) -> InputGradients:
@@ -236,7 +248,9 @@ def token_grads(
 
     def row_fn(index: Tensor, logits: Tensor, out: Tensor) -> None:
         columns = stats.index_select(1, index)
-        backend.row_grads(logits, targets[index], *columns, temperature, out)
+        backend.row_grads(
+            logits, targets[index], *columns, scaling.temperature, out, scaling.softcap
+        )
 
     forward_backward_chunks(hidden, order[:gradient_rows], live, row_fn, sums)
     return sums.finish()

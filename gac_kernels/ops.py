@@ -16,7 +16,7 @@ from . import backends, checks, linear
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
-from .linear import NeedsGrad
+from .linear import NeedsGrad, Scaling
 from .projection import GemmOptions, Projection
 from .reference import compute_dtype
 from .scalars import decode, encode
@@ -214,31 +214,28 @@ def fused_loss(
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, float temperature, "
-        "str backend, ScalarType dtype, int? chunk_bytes) -> (Tensor logps, Tensor entropy, "
-        "Tensor lse)"
+        "float? softcap, str backend, ScalarType dtype, int? chunk_bytes, bool more) -> Tensor"
     ),
 )
 def _logprobs(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    temperature, backend, *gemms = settings
-    options = GemmOptions(*gemms)
+) -> Tensor:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N]."""
+    temperature, softcap, backend, *gemms, more = settings
+    scaling, options = Scaling(temperature, softcap), GemmOptions(*gemms)
     _check_values(rows, weight, targets)
     chosen, flat = _choose_backend(rows, weight, backend, options.dtype), targets.reshape(-1)
     if weight is None:
-        return chosen.row_stats(_to_padded(rows), flat, temperature)
+        return torch.stack(chosen.row_stats(_to_padded(rows), flat, *scaling, more))
     hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
         projection = Projection(weight, bias, options)
-        stats = linear.token_stats(hidden, projection, flat, temperature, chosen)
-    logps, entropy, lse = (x.clone() for x in stats)
-    return logps, entropy, lse
+        return linear.token_stats(hidden, projection, flat, scaling, chosen, more)
 
 
 @_logprobs.register_fake
-def _(rows, weight, bias, targets, temperature, backend, dtype, chunk_bytes):
-    tokens, accum_dtype = targets.numel(), compute_dtype(dtype)
-    return tuple(rows.new_empty(tokens, dtype=accum_dtype) for _ in range(3))
+def _(rows, weight, bias, targets, temperature, softcap, backend, dtype, chunk_bytes, more):
+    return rows.new_empty(6 if more else 3, targets.numel(), dtype=compute_dtype(dtype))
 
 
 @torch.library.custom_op(
@@ -246,8 +243,8 @@ def _(rows, weight, bias, targets, temperature, backend, dtype, chunk_bytes):
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor stats, "
-        "float temperature, str backend, ScalarType dtype, int? chunk_bytes, bool[] needs) -> "
-        "(Tensor d_rows, Tensor d_weight, Tensor d_bias)"
+        "float temperature, float? softcap, str backend, ScalarType dtype, int? chunk_bytes, "
+        "bool[] needs) -> (Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _logprobs_backward(
@@ -258,18 +255,18 @@ def _logprobs_backward(
     stats: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    temperature, backend, *gemms, needs = settings
+    temperature, softcap, backend, *gemms, needs = settings
     options = GemmOptions(*gemms)
     chosen, flat = _choose_backend(rows, weight, backend, options.dtype), targets.reshape(-1)
     if weight is None:
         out = torch.empty_like(rows)
-        chosen.row_grads(_to_padded(rows), flat, *stats, temperature, _to_padded(out))
+        chosen.row_grads(_to_padded(rows), flat, *stats, temperature, _to_padded(out), softcap)
         return out, rows.new_empty(0), rows.new_empty(0)
     hidden = rows.reshape(-1, rows.shape[-1])
     with torch.autocast(rows.device.type, enabled=False):
-        projection = Projection(weight, bias, options)
+        projection, scaling = Projection(weight, bias, options), Scaling(temperature, softcap)
         sums = linear.token_grads(
-            hidden, projection, flat, stats, temperature, chosen, NeedsGrad(*needs)
+            hidden, projection, flat, stats, scaling, chosen, NeedsGrad(*needs)
         )
     d_rows, d_weight, d_bias = (
         rows.new_empty(0) if g is None or x is None else g.to(x.dtype).view(x.shape)
@@ -279,38 +276,43 @@ def _logprobs_backward(
 
 
 @_logprobs_backward.register_fake
-def _(rows, weight, bias, targets, stats, temperature, backend, dtype, chunk_bytes, needs):
+def _(rows, weight, bias, targets, stats, temperature, softcap, backend, dtype, chunk_bytes, needs):
     return tuple(
         x.new_empty(x.shape) if need and x is not None else rows.new_empty(0)
         for x, need in zip((rows, weight, bias), needs, strict=True)
     )
 
 
-def _setup_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, entropy, lse = output
-    ctx.save_for_backward(*inputs[:4], entropy, lse)
-    ctx.settings = inputs[4:]
+def _setup_logprobs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4], output)
+    ctx.settings = inputs[4:9]
     ctx.needs = list(ctx.needs_input_grad[:3])
-    ctx.mark_non_differentiable(lse)
 
 
-def _backward_logprobs(ctx: Any, d_logps: Tensor, d_entropy: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward_logprobs(ctx: Any, d_stats: Tensor) -> tuple[Any, ...]:
     refuse_double_backward(torch.is_grad_enabled())
-    *inputs, entropy, lse = ctx.saved_tensors
-    stats = torch.stack([lse, entropy, d_logps, d_entropy])
-    grads = torch.ops.gac_kernels.logprobs_backward(*inputs, stats, *ctx.settings, ctx.needs)
+    *inputs, stats = ctx.saved_tensors
+    # lse, entropy, and the upstream gradients of logps and entropy
+    columns = torch.stack([stats[2], stats[1], d_stats[0], d_stats[1]])
+    grads = torch.ops.gac_kernels.logprobs_backward(*inputs, columns, *ctx.settings, ctx.needs)
     needed = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
-    return (*needed, *(None,) * 5)
+    return (*needed, *(None,) * 7)
 
 
 _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 
 
 def token_logprobs(
-    operands: Operands, targets: Tensor, temperature: float, backend: str, options: GemmOptions
-) -> tuple[Tensor, Tensor]:
-    """Compute either form of the log-probabilities in compiled code."""
-    logps, entropy, _ = torch.ops.gac_kernels.logprobs(
-        *operands, targets, temperature, backend, *options[:2]
+    operands: Operands,
+    targets: Tensor,
+    scaling: Scaling,
+    more: bool,
+    backend: str,
+    options: GemmOptions,
+) -> tuple[Tensor, ...]:
+    """Compute either form of the log-probabilities, and MORE_OUTPUTS if `more`, [N] each."""
+    stats = torch.ops.gac_kernels.logprobs(
+        *operands, targets, *scaling, backend, *options[:2], more
     )
-    return logps.view(targets.shape), entropy.view(targets.shape)
+    logps, entropy, _, *extra = stats.unbind()
+    return logps, entropy, *(x.detach() for x in extra)

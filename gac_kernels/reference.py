@@ -7,12 +7,13 @@ computed in float32, float32 in float32, float64 in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, MAX_LOG_RATIO, DemoWeight, LossOutput, LossSpec
+from .contract import IGNORE, MAX_LOG_RATIO, MORE_OUTPUTS, DemoWeight, LossOutput, LossSpec
 from .inputs import BatchInputs
 from .sketch import HeadSketch, SketchFactors, per_sequence
 from .tokens import Tokens, TokenTerms, plan, reduce
@@ -28,24 +29,51 @@ def token_logprobs(
     targets: Tensor,  # int64 [...]; -100 = no loss
     *,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    outputs: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
     """See `gac_kernels.token_logprobs`; same arguments, no checks."""
     live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
     rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
     rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
-    logps, entropy, _ = row_statistics(rows, y, temperature)
+    temperature, softcap = fold_scale(logit_scale, temperature, softcap)
+    logps, entropy, _, *more = row_statistics(rows, y, temperature, softcap, bool(outputs))
     zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
-    logps, entropy = (zeros.index_copy(0, live, x).view(targets.shape) for x in (logps, entropy))
-    return logps, entropy
+
+    def spread(x: Tensor) -> Tensor:
+        return zeros.to(x.dtype).index_copy(0, live, x).view(targets.shape)
+
+    named = dict(zip(MORE_OUTPUTS, more, strict=False))
+    return spread(logps), spread(entropy), *(spread(named[name]) for name in outputs)
+
+
+def fold_scale(
+    logit_scale: float, temperature: float, softcap: float | None
+) -> tuple[float, float | None]:
+    """The temperature and softcap that give the same logits without `logit_scale`."""
+    return temperature / logit_scale, None if softcap is None else softcap / logit_scale
+
+
+def scale_logits(x: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """Compute softcap * tanh(x / softcap) / temperature; infinities are not capped."""
+    if softcap is not None:
+        x = torch.where(x.isinf(), x, softcap * torch.tanh(x / softcap))
+    return x / temperature
 
 
 def row_statistics(
     rows: Tensor,  # [M, V]
     targets: Tensor,  # int64 [M], valid token ids
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logps, entropy and logsumexp of rows / temperature, [M] each."""
-    z = rows / temperature
+    softcap: float | None = None,
+    more: bool = False,
+) -> tuple[Tensor, ...]:
+    """Compute logps, entropy and logsumexp of the scaled rows, and MORE_OUTPUTS if `more`.
+
+    Each is [M]; the last one, is_top1, is bool, the others float.
+    """
+    z = scale_logits(rows, temperature, softcap)
     lse = z.logsumexp(-1)
     # +inf logits are an error, not a token of probability 1
     lse = torch.where(lse == math.inf, math.nan, lse)
@@ -53,7 +81,12 @@ def row_statistics(
     # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
     finite = z.masked_fill(z == -math.inf, 0)
     entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
-    return logps, entropy, lse
+    if not more:
+        return logps, entropy, lse
+    with torch.no_grad():
+        is_top1 = z.argmax(-1) == targets  # the first of equal logits
+        extra = (2 * (z - lse[:, None])).logsumexp(-1), z.mean(-1), is_top1
+    return logps, entropy, lse, *extra
 
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
@@ -253,7 +286,7 @@ def linear_token_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    **keywords: Any,
+) -> tuple[Tensor, ...]:
     """See `gac_kernels.linear_token_logprobs`; materializes all [N, V] logits."""
-    return token_logprobs(linear_logits(hidden, weight, bias), targets, temperature=temperature)
+    return token_logprobs(linear_logits(hidden, weight, bias), targets, **keywords)

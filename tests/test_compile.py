@@ -151,7 +151,7 @@ def test_opcheck(form: str) -> None:
     )
     torch.library.opcheck(
         torch.ops.gac_kernels.logprobs.default,
-        (rows, *head, batch.targets, 0.7, "auto", torch.float32, None),
+        (rows, *head, batch.targets, 0.7, 2.0, "auto", torch.float32, None, True),
     )
 
 

@@ -61,29 +61,34 @@ struct Statistics {
 // The state of one thread: it reads a row, then optionally writes its gradient.
 class Worker {
  public:
-  Worker(const RowKernels& kernels, const Rows& logits, double temperature, const Rows* out)
+  Worker(const RowKernels& kernels, const Rows& logits, double temperature, double softcap,
+         const Rows* out)
       : kernels_(kernels), logits_(logits), out_(out), temperature_(temperature),
-        exp2_scale_(static_cast<float>(kLog2e / temperature)),
+        softcap_(softcap), exp2_scale_(static_cast<float>(kLog2e / temperature)),
         scale_error_(exp2_scale_ * temperature / kLog2e - 1) {
+    if (softcap_ != 0) capped_ = allocate(logits.width);
     if (!out) return;
     scratch_ = allocate(kernels_.scratch(logits.width));
     stream_ = out->data != logits.data && out->count * out->width * out->item > kStreamBytes;
   }
 
-  bool out_of_memory() const { return out_ && !scratch_; }
+  bool out_of_memory() const { return (out_ && !scratch_) || (softcap_ != 0 && !capped_); }
   const RowKernels& kernels() const { return kernels_; }
 
   // `disposable`: the gradient does not need the logits. In place, the row is then overwritten by
   // its powers.
-  Statistics read(int64_t i, int64_t target, bool disposable) const {
-    void* row = logits_[i];
+  Statistics read(int64_t i, int64_t target, bool disposable, bool more = false) const {
+    if (capped_)
+      kernels_.cap(logits_.dtype, logits_[i], logits_.width, static_cast<float>(softcap_),
+                   capped_.get());
+    const auto [dtype, row] = source(i);
     const bool replace = disposable && out_ && out_->dtype == Dtype::float32 &&
-                         logits_.dtype == Dtype::float32 && (*out_)[i] == row;
+                         dtype == Dtype::float32 && (*out_)[i] == row;
     float* powers = replace ? static_cast<float*>(row) : nullptr;
     const bool in_range = target >= 0 && target < logits_.width;  // never read out of bounds
-    const double x = in_range ? kernels_.get(logits_.dtype, row, target) : std::nan("");
+    const double x = in_range ? kernels_.get(dtype, row, target) : std::nan("");
     const RowSums s =
-        kernels_.sums(logits_.dtype, row, logits_.width, exp2_scale_, scratch_.get(), powers);
+        kernels_.sums(dtype, row, logits_.width, exp2_scale_, scratch_.get(), powers, more);
     const double log_sum = std::log(s.sum);
     const double entropy = log_sum - kLn2 * s.dot / s.sum;
     const double logp = (x - s.base) * exp2_scale_ * kLn2 - log_sum;
@@ -91,6 +96,18 @@ class Worker {
     // log(scale) = logp + entropy.
     return {s, log_sum, s.base / temperature_ + log_sum, entropy,
             logp * (1 - scale_error_) - scale_error_ * entropy, powers};
+  }
+
+  double mean_logit(const Statistics& s) const {
+    return s.sums.total / logits_.width / temperature_;
+  }
+
+  // Whether the target is the first largest logit of the row that was last passed to `read`.
+  bool is_top1(int64_t i, int64_t target, const Statistics& s) const {
+    const auto [dtype, row] = source(i);
+    return target >= 0 && target < logits_.width &&
+           kernels_.get(dtype, row, target) == s.sums.base &&
+           !kernels_.reaches(dtype, row, target, s.sums.base);
   }
 
   void write_zero(int64_t i) const {
@@ -105,26 +122,44 @@ class Worker {
     if (d_logp == 0 && d_entropy == 0) return write_zero(i);
     const double per_power = 1 / (temperature_ * s.sums.sum);
     const RowGradient g{(-d_logp - d_entropy * (s.entropy - s.log_sum)) * per_power,
-                        -d_entropy * kLn2 * per_power};
+                        -d_entropy * kLn2 * per_power, capped_ ? 1 / softcap_ : 0};
     char* to = (*out_)[i];
-    kernels_.gradient(logits_.dtype, logits_[i], out_->dtype, to, logits_.width, exp2_scale_,
-                      s.sums, g, scratch_.get(), s.powers, stream_);
+    const auto [dtype, row] = source(i);
+    kernels_.gradient(dtype, row, out_->dtype, to, logits_.width, exp2_scale_, s.sums, g,
+                      scratch_.get(), s.powers, stream_);
     if (target < 0 || target >= logits_.width) return;
     // 1 - p without cancellation; a target of probability 0 adds 0 log 0 = 0 to the entropy.
     const double p = std::exp(s.logp);
     const double entropy_part = p == 0 ? 0 : d_entropy * p * (s.logp + s.entropy);
+    const double d_z = -d_logp * std::expm1(s.logp) - entropy_part;
     kernels_.set(out_->dtype, to, target,
-                 static_cast<float>((-d_logp * std::expm1(s.logp) - entropy_part) / temperature_));
+                 static_cast<float>(d_z / temperature_ * cap_slope(target)));
   }
 
  private:
+  struct Source {
+    Dtype dtype;
+    void* row;
+  };
+  // The derivative of the softcap at an entry of the last row read.
+  double cap_slope(int64_t entry) const {
+    if (!capped_) return 1;
+    const double share = capped_.get()[entry] / softcap_;
+    return std::isinf(share) ? 0 : 1 - share * share;
+  }
+  // The logits of row i; if there is a softcap, the capped ones of the last row read.
+  Source source(int64_t i) const {
+    if (capped_) return {Dtype::float32, capped_.get()};
+    return {logits_.dtype, logits_[i]};
+  }
+
   const RowKernels& kernels_;
   const Rows& logits_;
   const Rows* out_;
-  double temperature_;
+  double temperature_, softcap_;
   float exp2_scale_;
   double scale_error_;
-  Scratch scratch_;
+  Scratch scratch_, capped_;
   bool stream_ = false;
 };
 
@@ -140,7 +175,7 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.vocab));
   std::atomic<bool> failed = false;
   parallel_for(a.rows, grain, a.threads, [&](int64_t begin, int64_t end) {
-    const Worker worker(*kernels, logits, a.temperature, a.out.data ? &out : nullptr);
+    const Worker worker(*kernels, logits, a.temperature, a.softcap, a.out.data ? &out : nullptr);
     if (worker.out_of_memory()) {
       failed = true;
       return;
@@ -163,15 +198,23 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
 const char* gac_row_stats(const gac::RowArguments* arguments) {
   using namespace gac;
   const RowArguments& a = *arguments;
+  const bool more = a.is_top1 != nullptr;
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
-        const Statistics s = worker.read(i, target, false);
+        const Statistics s = worker.read(i, target, false, more);
         a.logps[i] = static_cast<float>(s.logp);
         a.entropy[i] = static_cast<float>(s.entropy);
         a.lse[i] = static_cast<float>(s.lse);
+        if (!more) return;
+        a.log_sum_sq_probs[i] = static_cast<float>(std::log(s.sums.squares) - 2 * s.log_sum);
+        a.mean_logits[i] = static_cast<float>(worker.mean_logit(s));
+        a.is_top1[i] = worker.is_top1(i, target, s);
       },
-      [&](int64_t i) { a.logps[i] = a.entropy[i] = a.lse[i] = 0; });
+      [&](int64_t i) {
+        a.logps[i] = a.entropy[i] = a.lse[i] = 0;
+        if (more) a.log_sum_sq_probs[i] = a.mean_logits[i] = a.is_top1[i] = 0;
+      });
 }
 
 const char* gac_row_grads(const gac::RowArguments* arguments) {

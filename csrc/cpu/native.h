@@ -23,9 +23,10 @@ struct RowArguments {
   Matrix logits, out;
   int64_t rows, vocab, per_batch;  // N = B T, V and T
   int64_t threads;
-  double temperature;
+  double temperature, softcap;  // softcap 0: none
   const int64_t* targets;
   float *logps, *entropy, *lse;  // results
+  float *log_sum_sq_probs, *mean_logits, *is_top1;  // further results of `gac_row_stats`
   const float *d_logps, *d_entropy;
   const bool* demo;
   const float *advantages, *old, *ref, *scale;

@@ -13,12 +13,14 @@ struct RowSums {
   float base;  // the largest logit
   double sum;  // of 2^t_i
   double dot;  // of t_i 2^t_i
+  double squares = 0, total = 0;  // of 2^(2 t_i) and of x_i; only if `more`
 };
 
-// Gradient of one row: out_i = 2^t_i (constant + linear t_i).
+// Gradient of one row: out_i = 2^t_i (constant + linear t_i) (1 - (x_i inverse_cap)^2).
 struct RowGradient {
   double constant;
   double linear;
+  double inverse_cap;  // 1 / softcap for a row from `cap`; 0: the last factor is 1
 };
 
 struct RowKernels {
@@ -30,12 +32,16 @@ struct RowKernels {
   int64_t (*scratch)(int64_t width);
   // Reads the row from memory once. With `scratch`, it stores what `gradient` needs: the powers
   // 2^t_i, in `powers` if given, else in the scratch buffer. `powers` may be the row itself if that
-  // is float32.
+  // is float32. `more` is only valid without `scratch`.
   RowSums (*sums)(Dtype, const void* row, int64_t width, float exp2_scale, float* scratch,
-                  float* powers);
+                  float* powers, bool more);
+  // Whether one of the first `count` logits is at least `value`.
+  bool (*reaches)(Dtype, const void* row, int64_t count, float value);
+  // capped_i = softcap tanh(x_i / softcap); infinities are kept, because -inf is a masked entry.
+  void (*cap)(Dtype, const void* row, int64_t width, float softcap, float* capped);
   // Writes the gradient of the row that was last passed to `sums`. `out` may start at the address
   // of `row`; `stream` writes a float32 result with non-temporal stores. The logits are read only
-  // if `linear` != 0.
+  // if `linear` != 0 or `inverse_cap` != 0, which requires float32 logits.
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float exp2_scale,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);

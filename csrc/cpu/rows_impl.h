@@ -66,30 +66,33 @@ float max_logit(const In* row, int64_t count) {
 // d = x - base.
 struct Running {
   float base = -FLT_MAX;
-  Doubles sum = {}, dot = {};
+  Doubles sum = {}, dot = {}, squares = {}, total = {};
 
   void rescale(float to, float exp2_scale) {
     const double shift = double(base) - to, factor = std::exp(shift * exp2_scale * kLn2);
     dot = (dot + sum * shift) * factor;
     sum *= factor;
+    squares *= factor * factor;
     base = to;
   }
 };
 
 // Adds a run to `all`, whose base is already set, and prefetches a later run into the L1.
 // `powers` may be the row itself: a logit is read before its power is written.
-template <bool kKeep, class In>
+template <bool kKeep, bool kMore, class In>
 void accumulate(const In* row, int64_t count, float exp2_scale, float* powers, Running& all) {
   const Floats scales = splat(exp2_scale), base = splat(all.base), min_d = min_distance(exp2_scale);
-  Floats sum = {}, dot = {}, d[kUnroll];
+  Floats sum = {}, dot = {}, squares = {}, total = {}, d[kUnroll];
   Exponent t[kUnroll];
   const auto start = [&](int u, Floats x) __attribute__((always_inline)) {
+    if constexpr (kMore) total += x;
     d[u] = distance(x, base, min_d);
     t[u] = exponent(d[u], scales);
   };
   const auto add = [&](Floats power, Floats distance) __attribute__((always_inline)) {
     sum += power;
     dot += power * distance;
+    if constexpr (kMore) squares += power * power;
   };
   // Software pipelining: the next vectors start before this step's are summed, because out-of-order
   // execution does not reach that far ahead.
@@ -117,17 +120,25 @@ void accumulate(const In* row, int64_t count, float exp2_scale, float* powers, R
     step(i, true);
     i += kStep;
   }
+  const Floats full_total = total;
   for (; i < count; i += kLanes) {
-    start(0, load_partial(row + i, count - i));
+    const Floats x = load_partial(row + i, count - i);
+    start(0, x);
     const Floats power = exp2(t[0]);
     add(power, d[0]);
+    if constexpr (kMore)
+      for (int64_t j = 0; j < smaller(count - i, kLanes); ++j) all.total[j] += x[j];
     if constexpr (kKeep) store_partial(powers + i, power, smaller(count - i, kLanes));
   }
   all.sum += __builtin_convertvector(sum, Doubles);
   all.dot += __builtin_convertvector(dot, Doubles);
+  if constexpr (kMore) {
+    all.squares += __builtin_convertvector(squares, Doubles);
+    all.total += __builtin_convertvector(full_total, Doubles);
+  }
 }
 
-template <bool kKeep, class In>
+template <bool kKeep, bool kMore, class In>
 RowSums sums(const In* row, int64_t width, float exp2_scale, float* bases, float* powers) {
   Running all;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
@@ -136,19 +147,34 @@ RowSums sums(const In* row, int64_t width, float exp2_scale, float* bases, float
     if (top > all.base) all.rescale(top, exp2_scale);
     if constexpr (kKeep) bases[begin / kBlock] = all.base;
     for (int64_t i = begin; i < end; i += kRun)
-      accumulate<kKeep>(row + i, smaller(kRun, end - i), exp2_scale, powers + i, all);
+      accumulate<kKeep, kMore>(row + i, smaller(kRun, end - i), exp2_scale, powers + i, all);
   }
   RowSums result{all.base, add_lanes(all.sum), add_lanes(all.dot) * exp2_scale};
+  if constexpr (kMore) {
+    result.squares = add_lanes(all.squares);
+    result.total = add_lanes(all.total);
+  }
   // A nan logit makes both sums nan; a row of only -inf has no distribution either.
   if (result.sum != result.sum || result.sum == 0) result.sum = NAN;
   return result;
 }
 
-template <bool kEntropy, bool kStream, class In, class Out>
+template <class In>
+void cap(const In* row, int64_t width, float softcap, float* capped) {
+  const Floats limit = splat(softcap), infinity = splat(__builtin_inff());
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int64_t count = smaller(kLanes, width - i);
+    const Floats x = count == kLanes ? load(row + i) : load_partial(row + i, count);
+    const Floats bounded = limit * tanh(x / limit);
+    store_partial(capped + i, x == infinity || x == -infinity ? x : bounded, count);
+  }
+}
+
+template <bool kEntropy, bool kStream, bool kCap, class In, class Out>
 void gradient(const In* row, Out* out, int64_t width, float exp2_scale, const RowSums& sums,
               RowGradient g, const float* bases, const float* powers) {
   const Floats scales = splat(exp2_scale), base = splat(sums.base);
-  const Floats min_d = min_distance(exp2_scale);
+  const Floats min_d = min_distance(exp2_scale), inverse_cap = splat(g.inverse_cap);
   float block_base = sums.base;
   double factor = 1;  // rescales from the block's base to the row's base
   for (int64_t begin = 0; begin < width; begin += kBlock) {
@@ -160,6 +186,10 @@ void gradient(const In* row, Out* out, int64_t width, float exp2_scale, const Ro
     const auto value = [&](Floats x, Floats power) __attribute__((always_inline)) {
       Floats weight = constant;
       if constexpr (kEntropy) weight += linear * (distance(x, base, min_d) * scales);
+      if constexpr (kCap) {
+        const Floats share = x * inverse_cap;
+        weight *= power == 0 ? splat(0) : 1 - share * share;  // no 0 * inf at a masked entry
+      }
       return weight * power;
     };
     const auto full = [&](int64_t i) __attribute__((always_inline)) {
@@ -205,12 +235,25 @@ void set(Dtype dtype, void* row, int64_t i, float value) {
 }
 
 RowSums dispatch_sums(Dtype dtype, const void* row, int64_t width, float exp2_scale, float* scratch,
-                 float* powers) {
+                 float* powers, bool more) {
   return with_dtype(dtype, [=](auto in) {
     const auto* from = static_cast<const decltype(in)*>(row);
-    if (!scratch) return sums<false>(from, width, exp2_scale, nullptr, nullptr);
+    if (more) return sums<false, true>(from, width, exp2_scale, nullptr, nullptr);
+    if (!scratch) return sums<false, false>(from, width, exp2_scale, nullptr, nullptr);
     float* const stored = powers ? powers : scratch + bases_size(width);
-    return sums<true>(from, width, exp2_scale, scratch, stored);
+    return sums<true, false>(from, width, exp2_scale, scratch, stored);
+  });
+}
+
+bool reaches(Dtype dtype, const void* row, int64_t count, float value) {
+  return with_dtype(dtype, [=](auto in) {
+    return count > 0 && max_logit(static_cast<const decltype(in)*>(row), count) >= value;
+  });
+}
+
+void dispatch_cap(Dtype dtype, const void* row, int64_t width, float softcap, float* capped) {
+  with_dtype(dtype, [=](auto in) {
+    cap(static_cast<const decltype(in)*>(row), width, softcap, capped);
   });
 }
 
@@ -218,19 +261,25 @@ void dispatch_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* o
                        float exp2_scale, const RowSums& sums, RowGradient g, const float* scratch,
                        const float* powers, bool non_temporal) {
   if (!powers) powers = scratch + bases_size(width);
+  if (g.inverse_cap != 0)
+    return with_dtype(out_dtype, [&](auto result) {
+      const auto* from = static_cast<const float*>(row);
+      auto* to = static_cast<decltype(result)*>(out);
+      gradient<true, false, true>(from, to, width, exp2_scale, sums, g, scratch, powers);
+    });
   with_dtype(in_dtype, [&](auto in) {
     with_dtype(out_dtype, [&](auto result) {
       const auto* from = static_cast<const decltype(in)*>(row);
       auto* to = static_cast<decltype(result)*>(out);
       if constexpr (sizeof(result) == sizeof(float)) {
         if (non_temporal && g.linear == 0)
-          return gradient<false, true>(from, to, width, exp2_scale, sums, g, scratch, powers);
+          return gradient<false, true, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
         if (non_temporal)
-          return gradient<true, true>(from, to, width, exp2_scale, sums, g, scratch, powers);
+          return gradient<true, true, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
       }
       if (g.linear == 0)
-        return gradient<false, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
-      return gradient<true, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
+        return gradient<false, false, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
+      return gradient<true, false, false>(from, to, width, exp2_scale, sums, g, scratch, powers);
     });
   });
 }
@@ -249,9 +298,8 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
 
 }  // namespace
 
-extern const RowKernels kernels{GAC_ISA_NAME,  get,
-                                set,           scratch_size,
-                                dispatch_sums, dispatch_gradient,
-                                signed_buckets};
+extern const RowKernels kernels{GAC_ISA_NAME, get,          set,
+                                scratch_size, dispatch_sums, reaches,
+                                dispatch_cap, dispatch_gradient, signed_buckets};
 
 }  // namespace gac::GAC_ISA

@@ -208,5 +208,18 @@ inline Floats exp2(Exponent t) {
 
 #endif
 
+// Relative error below 3e-7: a polynomial (Cephes) near 0, where 1 - 2 / (e^2x + 1) cancels.
+inline Floats tanh(Floats x) {
+  const Floats magnitude = x < 0 ? -x : x, bounded = magnitude > 9.1f ? splat(9.1f) : magnitude;
+  const Floats growth = exp2(exponent(bounded, splat(2.885390081777926815f)));  // 2 log2(e)
+  const Floats far = 1 - 2 / (growth + 1), s = x * x;
+  Floats near = splat(-5.70498872745e-3f);
+  near = near * s + 2.06390887954e-2f;
+  near = near * s - 5.37397155531e-2f;
+  near = near * s + 1.33314422036e-1f;
+  near = near * s - 3.33332819422e-1f;
+  return magnitude < 0.625f ? near * s * x + x : x < 0 ? -far : far;
+}
+
 }  // namespace
 }  // namespace gac::GAC_ISA

@@ -52,8 +52,9 @@ class RowArguments(ctypes.Structure):
             pointer: out
             int: out_dtype out_batch_stride out_row_stride
             int: rows vocab per_batch threads
-            real: temperature
-            pointer: targets logps entropy lse d_logps d_entropy
+            real: temperature softcap
+            pointer: targets logps entropy lse log_sum_sq_probs mean_logits is_top1
+            pointer: d_logps d_entropy
             pointer: demo advantages old ref scale loss kl clipped signs buckets
             int: size
             real: ratio_low ratio_high dual_clip kl_coef
@@ -224,11 +225,17 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     return Summary._make((*scalars, statistics))
 
 
-def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    logps = targets.new_empty(targets.numel(), dtype=torch.float32)
-    results = logps, torch.empty_like(logps), torch.empty_like(logps)
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
+    more: bool = False,
+) -> tuple[Tensor, ...]:
+    count, kind = targets.numel(), torch.float32
+    results = tuple(targets.new_empty(count, dtype=kind) for _ in range(6 if more else 3))
     columns = _column(targets, torch.int64), *results
-    arguments = RowArguments(*_rows(logits, None, temperature), *_pointers(columns))
+    arguments = RowArguments(*_rows(logits, None, temperature, softcap), *_pointers(columns))
     _call(library().gac_row_stats, arguments)
     return results
 
@@ -242,12 +249,13 @@ def row_grads(
     d_entropy: Tensor,
     temperature: float,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
     # to float32
     upstream = _column(d_logps, torch.float32), _column(d_entropy, torch.float32)
-    columns = _column(targets, torch.int64), None, None, None, *upstream
-    arguments = RowArguments(*_rows(logits, out, temperature), *_pointers(columns))
+    columns = _column(targets, torch.int64), *(None,) * 6, *upstream
+    arguments = RowArguments(*_rows(logits, out, temperature, softcap), *_pointers(columns))
     _call(library().gac_row_grads, arguments)
 
 
@@ -257,18 +265,19 @@ def row_loss(
     spec: LossSpec,
     out: Tensor | None,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> TokenTerms:
     logps, entropy, loss, kl, clipped = [torch.empty_like(tokens.scale) for _ in range(5)]
     signs, buckets = (None, None) if sketch is None else sketch
     columns = (
-        *(tokens.targets, logps, entropy, None, None, None),
+        *(tokens.targets, logps, entropy, *(None,) * 6),
         *(tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale),
         *(loss, kl, clipped),
         *(signs, buckets),
     )
     *options, _ = token_scalars(spec)
     arguments = RowArguments(
-        *_rows(logits, out, spec.temperature),
+        *_rows(logits, out, spec.temperature, softcap),
         *_pointers(columns),
         0 if buckets is None else buckets.shape[1],
         *options,
@@ -293,14 +302,17 @@ def _pointers(tensors: Iterable[Tensor | None]) -> list[int | None]:
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
-def _rows(logits: Tensor, out: Tensor | None, temperature: float) -> tuple[Any, ...]:
-    """The first fields of RowArguments: the rows of logits and out, [B, T, V]."""
+def _rows(
+    logits: Tensor, out: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Any, ...]:
+    """The first fields of RowArguments: the rows of logits and out, [B, T, V], and their scale."""
     batch, length, width = logits.shape
     rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
     out_rows: tuple[int | None, ...] = (None, 0, 0, 0)
     if out is not None:
         out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
-    return *rows, *out_rows, batch * length, width, length, torch.get_num_threads(), temperature
+    sizes = batch * length, width, length, torch.get_num_threads()
+    return *rows, *out_rows, *sizes, temperature, softcap or 0.0
 
 
 def _call(function: Any, arguments: ctypes.Structure) -> None:

@@ -142,7 +142,15 @@ def _batch_backend(device: torch.device) -> ModuleType:
     return reference if triton.unavailable(device, torch.float32) else triton
 
 
-def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
+    more: bool = False,
+) -> tuple[Tensor, ...]:
+    if more or softcap is not None:
+        return reference.row_stats(logits, targets, temperature, softcap, more)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
     _launch(_STATS, logits, None, temperature, results, {"targets": targets})
     return results[0], results[1], results[2]
@@ -157,7 +165,12 @@ def row_grads(
     d_entropy: Tensor,
     temperature: float,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
+    if softcap is not None:
+        upstream = d_logps, d_entropy
+        reference.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
+        return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
     columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
@@ -170,7 +183,10 @@ def row_loss(
     spec: LossSpec,
     out: Tensor | None,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> TokenTerms:
+    if softcap is not None:
+        return reference.row_loss(logits, tokens, spec, out, sketch, softcap)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns: Columns = {
         name: getattr(tokens, name)

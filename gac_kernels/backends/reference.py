@@ -17,15 +17,17 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
+    more: bool = False,
+) -> tuple[Tensor, ...]:
     live, rows = _live_rows(logits, targets)
-    logps, entropy, lse = reference.row_statistics(rows, targets[live], temperature)
+    stats = reference.row_statistics(rows, targets[live], temperature, softcap, more)
     zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
-    return (
-        zeros.index_copy(0, live, logps),
-        zeros.index_copy(0, live, entropy),
-        zeros.index_copy(0, live, lse),
-    )
+    return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
 
 
 def row_grads(
@@ -37,14 +39,18 @@ def row_grads(
     d_entropy: Tensor,
     temperature: float,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
     live, rows = _live_rows(logits, targets)
-    z = rows / temperature - lse[live, None]
+    capped = reference.scale_logits(rows, 1.0, softcap)
+    z = capped / temperature - lse[live, None]
     p = z.exp()
     grad = -p * d_logps[live, None]
     grad[torch.arange(len(live), device=grad.device), targets[live]] += d_logps[live]
     entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
     grad -= entropy_part * d_entropy[live, None]
+    if softcap is not None:
+        grad *= 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
     grad[(d_logps[live] == 0) & (d_entropy[live] == 0)] = 0
     out.zero_()
     width = out.shape[1]
@@ -58,11 +64,13 @@ def row_loss(
     spec: LossSpec,
     out: Tensor | None,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> TokenTerms:
-    logps, entropy, lse = row_stats(logits, tokens.targets, spec.temperature)
+    logps, entropy, lse = row_stats(logits, tokens.targets, spec.temperature, softcap)
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
-        row_grads(logits, tokens.targets, lse, entropy, *upstream, spec.temperature, out)
+        stats = lse, entropy, *upstream
+        row_grads(logits, tokens.targets, *stats, spec.temperature, out, softcap)
         if sketch is not None:
             row_buckets(out, sketch)
     return terms

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from . import launch
 from .softmax import NO_LOSS, row_at, write_gradient, write_zeros
 
@@ -102,7 +103,12 @@ def row_grads(
     d_entropy: Tensor,
     temperature: float,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
+    if softcap is not None:
+        upstream = d_logps, d_entropy
+        reference.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
+        return
     grads_launch(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out).run(
         logits.device
     )

@@ -13,6 +13,7 @@ from ...contract import LossSpec
 from ...scalars import token_scalars
 from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
+from .. import reference
 from . import launch
 from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
 
@@ -234,7 +235,10 @@ def row_loss(
     spec: LossSpec,
     out: Tensor | None,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> TokenTerms:
+    if softcap is not None:
+        return reference.row_loss(logits, tokens, spec, out, sketch, softcap)
     terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     loss_launch(logits, tokens, spec, out, terms, sketch).run(logits.device)
     return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from . import launch
 from .softmax import NO_LOSS, row_at, row_values
 
@@ -60,7 +61,15 @@ def stats_launch(
     return launch.Launch(stats_kernel, targets.numel(), arguments, tile.warps)
 
 
-def row_stats(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
+    more: bool = False,
+) -> tuple[Tensor, ...]:
+    if more or softcap is not None:
+        return reference.row_stats(logits, targets, temperature, softcap, more)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
     stats_launch(logits, targets, temperature, results).run(logits.device)
     return results[0], results[1], results[2]
