@@ -16,10 +16,12 @@ from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.control.evidence import Evidence, SourceNeeds
 from gac.data.order import Order
+from gac.data.rows import Row
 from gac.methods import CHORD, GAC, Constant, Method, Observation
 from gac.methods.base import demo_losses, next_mix
 from gac.methods.kl_ctrl import KLControl
-from gac_kernels import LossSpec, TokenMoments
+from gac.training.probes.sketches import UnitSketches
+from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments
 
 FILE = "gac.json"
 
@@ -46,6 +48,8 @@ class Mixer:
         rows: number of available demonstrations.
         batch: demonstrations per optimizer step, over all ranks.
         seed: seed of the order of the demonstrations.
+        sketches: the trainer passes the head sketches of its losses to `observe_sketches`, so that
+            methods that read them (`gac-gated-sketch`) are accepted.
 
     Raises:
         ValueError: the method needs more than log-probabilities, or an argument is invalid.
@@ -58,9 +62,10 @@ class Mixer:
         rows: int,
         batch: int,
         seed: int = 0,
+        sketches: bool = False,
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
-        self.method = resolve_method(controller)
+        self.method = resolve_method(controller, sketches)
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """Weighting and reduction of the demonstration loss; the other fields are not used."""
         self.batch = batch
@@ -103,6 +108,24 @@ class Mixer:
         new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
         self._moments = new + self._moments.to(totals.device)
 
+    @property
+    def sketch(self) -> HeadSketch | None:
+        """The sketch to request from the losses of this step, the same on every rank."""
+        size = self.method.needs(self._step).sketch
+        return HeadSketch(size, seed=self._step) if size else None
+
+    def observe_sketches(self, units: Sequence[int], is_demo: bool, out: LossOutput) -> None:
+        """Add the sketches of a micro-batch, if `sketch` was requested.
+
+        Args:
+            units: for each sequence, an id that dependent sequences share, such as the rollouts of
+                one prompt; -1: independent.
+            is_demo: whether the sequences are demonstrations.
+            out: the loss of the micro-batch.
+        """
+        rows = [Row((), 0, is_demo, unit=unit) for unit in units]
+        self._sketches.add(None, rows, out)
+
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """End the optimizer step: gather the statistics, update mu and return this step's metrics.
 
@@ -133,7 +156,8 @@ class Mixer:
             **total.signals(needs.trim)._asdict(),
             "demo_tokens": float(total.demo_tokens),
         }
-        evidence = Evidence(self._step, total) if needs.signals else None
+        sketches = self._sketches.gathered() if needs.sketch else None
+        evidence = Evidence(self._step, total, sketches=sketches) if needs.signals else None
         self._step += 1
         observation = Observation(
             self._step, **metrics, evidence=evidence, demo_losses=demo_losses(total)
@@ -145,6 +169,7 @@ class Mixer:
     def _clear(self) -> None:
         self._moments = TokenMoments.zeros()
         self._losses: tuple[list[Tensor], list[Tensor]] = [], []
+        self._sketches = UnitSketches(self.method.needs(self._step).sketch)
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
         """The step's moments and losses over all ranks, on the CPU."""
@@ -229,8 +254,8 @@ class Mixer:
         self.load_state_dict(json.loads(path.read_text()))
 
 
-def resolve_method(controller: ControllerConfig | Method | None) -> Method:
-    """Return the controller as a Method; None: GAC().
+def resolve_method(controller: ControllerConfig | Method | None, sketches: bool = False) -> Method:
+    """Return the controller as a Method; None: GAC(). sketches: the trainer measures head sketches.
 
     Raises:
         ValueError: the controller needs more than log-probabilities.
@@ -241,7 +266,7 @@ def resolve_method(controller: ControllerConfig | Method | None) -> Method:
     require(valid, "controller", controller, "a ControllerConfig or a method of gac.methods")
     name = getattr(controller, "name", "ControllerConfig")
     if isinstance(controller, ControllerConfig):
-        missing = _missing_inputs(controller)
+        missing = _missing_inputs(controller, sketches)
     else:
         supported = isinstance(controller, (CHORD, Constant, KLControl))
         missing = "" if supported else "measurements that only gac's own trainer makes"
@@ -254,13 +279,16 @@ def resolve_method(controller: ControllerConfig | Method | None) -> Method:
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 
 
-def _missing_inputs(controller: ControllerConfig) -> str:
+def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
     """Inputs of a guided controller that another trainer cannot provide; empty if none."""
+    signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
+    needs = SourceNeeds() if signals is None else signals.needs
+    if sketches and needs == SourceNeeds(sketch=needs.sketch) and needs.sketch:
+        return ""
     if controller.gate is not None:
         return "the inner product of the two gradients for its gate"
     if controller.estimator != "independent":
         return f"the covariance or biases of the gradients for estimator={controller.estimator!r}"
-    signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
-    if signals is None or signals.needs == SourceNeeds():
+    if needs == SourceNeeds():
         return ""
     return f"gradients for signals={signals!r}"

@@ -7,7 +7,9 @@ each optimizer step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md lists 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +24,11 @@ from gac.data.rows import Batch, collate
 from gac.integrations.mixer import Mixer
 from gac.methods import Method
 from gac.models.causal_lm import Head, attach_head
-from gac_kernels import LossOutput, LossSpec
+from gac_kernels import HeadSketch, LossOutput, LossSpec
 
 from .demonstrations import demo_norm, row_of, tokenized
 from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
-from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer
+from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer, FusedLoss
 from .trl_head import FusedHead, apply_fused_head
 
 __all__ = [
@@ -41,7 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class GACMixin(StepMixin):
+class GACMixin(StepMixin, FusedGRPOMixin):
     """Mixin that adds demonstrations to a trainer.
 
     List it before GRPOTrainer, or a subclass of it, among the bases. It adds three arguments and
@@ -73,7 +75,11 @@ class GACMixin(StepMixin):
         super().__init__(*args, **keywords)
         check_supported("GACTrainer", _unsupported_options(self))
         self.mixer = Mixer(
-            controller, rows=len(demo_dataset), batch=demo_batch, seed=self.args.seed
+            controller,
+            rows=len(demo_dataset),
+            batch=demo_batch,
+            seed=self.args.seed,
+            sketches=True,
         )
         template = {
             "tools": getattr(self, "tools", None) or None,
@@ -99,6 +105,12 @@ class GACMixin(StepMixin):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")
         self.observe_rollouts(mask, inputs["advantages"], ref)
+        if self.mixer.sketch is not None:
+            prompts = zip(
+                inputs["prompt_ids"].tolist(), inputs["prompt_mask"].tolist(), strict=True
+            )
+            units = [hash(tuple(itertools.compress(*prompt))) & (2**62 - 1) for prompt in prompts]
+            self._observe_sketches(units, is_demo=False, out=self.rollout_out)
         loss = self.mixer.weight_rollout_loss(rollout_loss)
         loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
         self.end_micro_batch()
@@ -116,17 +128,38 @@ class GACMixin(StepMixin):
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(rows, pad, device)
         norm = demo_norm(self._step_demos, spec, self.accelerator.num_processes)
-        score = functools.partial(_score, batch, spec, norm)
+        score = functools.partial(_score, batch, spec, norm, self.mixer.sketch)
         out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, request=score)
         self.mixer.observe(out.moments)
+        if self.mixer.sketch is not None:
+            self._observe_sketches([-1] * len(rows), is_demo=True, out=out)
         return out.loss
+
+    def _fused_loss(self, inputs: dict[str, Any]) -> FusedLoss:
+        request = super()._fused_loss(inputs)
+        if (sketch := self.mixer.sketch) is not None:
+            request.keywords["sketch"] = sketch
+        return request
+
+    def _observe_sketches(
+        self, units: Sequence[int], is_demo: bool, out: LossOutput | None
+    ) -> None:
+        if out is None:
+            raise ValueError(
+                f"controller={self.mixer.method.name} reads the sketch of the fused loss, which "
+                "does not support an option of this trainer (see the warning above): change the "
+                "option, or use controller=Guarded()"
+            )
+        self.mixer.observe_sketches(units, is_demo, out)
 
 
 class GACTrainer(GACMixin, GRPOTrainer):
     """GRPOTrainer with adaptively weighted demonstrations; see GACMixin."""
 
 
-def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
+def _score(
+    batch: Batch, spec: LossSpec, norm: float, sketch: HeadSketch | None, head: Head
+) -> LossOutput:
     """Compute the demonstration term from hidden states, inside the model's own forward."""
     if (
         head.hidden is not None
@@ -136,7 +169,13 @@ def _score(batch: Batch, spec: LossSpec, norm: float, head: Head) -> LossOutput:
         # with cast_lm_head_to_fp32, the head has higher precision than the hidden states
         head = replace(head, hidden=head.hidden.to(head.weight.dtype))
     return head.loss(
-        batch.targets, batch.advantages, batch.is_demo, mu=1.0, spec=spec, demo_norm=norm
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=1.0,
+        spec=spec,
+        demo_norm=norm,
+        sketch=sketch,
     )
 
 

@@ -78,6 +78,8 @@ class FusedGRPOMixin:
     _request: FusedLoss | None = None
     _surrogate: Tensor | None = None  # has the gradient of the fused loss
     _reported: tuple[str, ...] = ()
+    rollout_out: LossOutput | None = None
+    """What the fused loss of the last micro-batch returned; None if it fell back."""
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         with installed():
@@ -89,7 +91,9 @@ class FusedGRPOMixin:
             try:
                 loss = super()._compute_loss(model, inputs)  # type: ignore[misc] # of the host class
             finally:
-                self._request, surrogate, self._surrogate = None, self._surrogate, None
+                request, self._request = self._request, None
+                surrogate, self._surrogate = self._surrogate, None
+                self.rollout_out = request.out if request else None
         return loss if surrogate is None else loss + (surrogate - surrogate.detach())
 
     def _get_per_token_logps_and_entropies(

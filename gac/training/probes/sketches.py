@@ -21,7 +21,7 @@ class UnitSketches:
         self.rows: list[Row] = []
         self.sketches: list[Tensor] = []  # per micro-batch, [rows, k k]
 
-    def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
+    def add(self, batch: Batch | None, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
         if rows and out.sketch is not None:
             self.rows += rows
