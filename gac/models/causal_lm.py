@@ -1,42 +1,43 @@
-"""Loads any transformers causal LM, with a forward that exposes its LM head.
-
-`attach_head(model)` lets `model(..., request=f)` return `f(head)`, where the head can compute the
-fused loss from the hidden states without materializing the logits. The loss runs inside the model's
-own forward, so that the hooks of DDP and FSDP work.
-"""
+"""Loads any causal language model of transformers, with a forward that exposes its LM head."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import types
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
+from gac.models.head import Head, attach_head, check_head, patch_forward
 from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
-from gac.models.row_attention import without_mask
-from gac.models.weights import meta_model, read_model
+from gac.models.weights import base_folder, meta_model, read_model
 from gac.parallel.sharded_loading import ShardedLoading
-from gac_kernels import (
-    LossOutput,
-    fused_gac_loss,
-    fused_linear_gac_loss,
-    linear_token_logprobs,
-    token_logprobs,
-)
+
+__all__ = [
+    "Head",
+    "LoraConfig",
+    "ModelConfig",
+    "apply_training_options",
+    "attach_head",
+    "check_head",
+    "load_meta_model",
+    "load_model",
+    "load_tokenizer",
+    "make_model",
+    "stop_tokens",
+]
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in names of a model's configuration
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,18 @@ class LoraConfig:
     """LoRA alpha; the adapters are scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout on the adapters' input."""
-    targets: tuple[str, ...] | None = None
-    """Names of the modules that get adapters; null: peft's choice for the model."""
+    targets: tuple[str, ...] | str = ALL_LINEAR
+    """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
+    a regular expression."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "alpha"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r}: use a number in [0, 1)")
+        if not self.targets:
+            raise ValueError(f"targets={self.targets!r}: use {ALL_LINEAR}, or name some modules")
 
 
 @dataclass(frozen=True)
@@ -69,50 +80,15 @@ class ModelConfig:
     """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward: less memory, more time."""
+    dropout: bool = False
+    """Keep the dropout and the router noise of the model's configuration in training. The sampled
+    responses have none, so the importance ratio and the KL then contain noise."""
     lora: LoraConfig | None = None
     """Train adapters only; null: all weights."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
-
-
-@dataclass
-class Head:
-    """Inputs of a loss from the last layer: hidden states and the head's weight, or logits."""
-
-    hidden: Tensor | None  # [B, T, H]
-    weight: Tensor | None = None  # [V, H]
-    bias: Tensor | None = None  # [V]
-    logits: Tensor | None = None  # [B, T, V]; for a model whose head is not plain linear
-
-    def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
-        """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
-        if self.logits is not None:
-            return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
-        assert self.hidden is not None and self.weight is not None
-        return fused_linear_gac_loss(
-            self.hidden, self.weight, targets, *batch, bias=self.bias, **keywords
-        )
-
-    def packed(self) -> Head:
-        """The same head over [B T, ...] tokens, for the packed layout of the loss."""
-        flat = [None if x is None else x.flatten(0, 1) for x in (self.hidden, self.logits)]
-        return Head(flat[0], self.weight, self.bias, flat[1])
-
-    def detached(self) -> Head:
-        """A detached copy, valid after the forward, when FSDP frees the gathered weights."""
-        parts = (self.hidden, self.weight, self.bias, self.logits)
-        return Head(*(None if x is None else x.detach().clone() for x in parts))
-
-    def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target [B, T] and entropy, both differentiable."""
-        if self.logits is not None:
-            return token_logprobs(self.logits, targets, temperature=temperature)
-        assert self.hidden is not None and self.weight is not None
-        return linear_token_logprobs(
-            self.hidden, self.weight, targets, bias=self.bias, temperature=temperature
-        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -159,15 +135,71 @@ def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = 
         remedy = "give a folder with weights, or set model.random_init=true"
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
     with one_line_errors("model.path", config.path):
+        keywords["config"] = _training_config(config)
         if config.random_init:
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(config.path), **keywords
-            )
+            model = AutoModelForCausalLM.from_config(**keywords)
         else:
             with loading or contextlib.nullcontext():
                 model = read_model("model.path", config.path, loading is not None, **keywords)
-    _patch_forward(model)
-    return apply_training_options(model, config).train()
+    patch_forward(model)
+    model = apply_training_options(model, config).train()
+    if not config.dropout:
+        _disable_noise(model, config.lora)
+    return model
+
+
+def _training_config(config: ModelConfig) -> Any:
+    """The model's configuration, without dropout and router losses.
+
+    Raises ConfigError unless it is that of a causal language model.
+    """
+    model_config = AutoConfig.from_pretrained(base_folder(config.path))
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model.path={config.path!r}: model type {model_config.model_type!r} is not a causal "
+            "language model, the only kind that this trainer supports; give a decoder-only model"
+        )
+    parts = {id(part): part for part in (model_config, model_config.get_text_config(decoder=True))}
+    for part in parts.values():
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+            logger.warning(
+                "%s: output_router_logits is set, but the router's load-balancing loss is not part "
+                "of the training loss: ignoring it",
+                config.path,
+            )
+        noise = {
+            name: value
+            for name, value in vars(part).items()
+            if DROPOUT.search(name) and isinstance(value, float) and value > 0
+        }
+        if noise and config.dropout:
+            logger.warning(
+                "model.dropout=true: training uses %s, but sampling does not, so the importance "
+                "ratio and the KL contain noise",
+                ", ".join(f"{name}={value:g}" for name, value in noise.items()),
+            )
+        for name in noise if not config.dropout else ():
+            setattr(part, name, 0.0)
+    return model_config
+
+
+def _disable_noise(model: nn.Module, lora: LoraConfig | None) -> None:
+    """Put all modules in eval mode, for noise that no key of the configuration controls.
+
+    Gradient checkpointing works in training mode only. The dropout of adapters has its own key.
+    """
+    for module in model.modules():
+        adapter_dropout = lora is not None and lora.dropout > 0 and isinstance(module, nn.Dropout)
+        module.training = (
+            adapter_dropout or getattr(module, "gradient_checkpointing", False) is True
+        )
+    if lora is not None and lora.dropout > 0:
+        logger.warning(
+            "model.lora.dropout=%g: sampling has no dropout, so the importance ratio and the KL "
+            "contain noise",
+            lora.dropout,
+        )
 
 
 def load_meta_model(config: ModelConfig) -> Any:
@@ -188,101 +220,33 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
     model.enable_input_require_grads()  # needed by gradient checkpointing
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=list(config.targets) if config.targets else None,
-            task_type="CAUSAL_LM",
-        ),
-    )
-
-
-def attach_head(model: PreTrainedModel) -> bool:
-    """Add the keyword `request` to a causal LM's forward.
-
-    `model(input_ids, request=f)` calls `f` with a `Head` inside the forward, where FSDP has
-    gathered the head's weight, and returns its result. Without `request` the forward is unchanged.
-    Whether the head is a plain linear layer is tested on a few tokens; a model with a scaled or
-    soft-capped head falls back to its logits, with a warning.
-
-    Returns:
-        Whether the head is a plain linear layer; also stored as `model.plain_head`.
-    """
-    _patch_forward(model)
-    return check_head(model)
-
-
-def _patch_forward(model: PreTrainedModel) -> None:
-    """Add `request` to the model's forward. Call it before adding adapters or sharding.
-
-    Call `check_head` afterwards.
-    """
-    original = model.forward
-
-    # `generate` inspects the signature of the model's forward
-    @functools.wraps(type(model).forward)
-    def forward(
-        self: PreTrainedModel,
-        *args: Any,
-        request: Callable[[Head], Any] | None = None,
-        **keywords: Any,
-    ) -> Any:
-        if request is None:
-            return original(*args, **keywords)
-        with without_mask(keywords.get("cu_seq_lens_q") is not None):
-            if not self.__dict__["plain_head"]:
-                logits = original(*args, **keywords, use_cache=False).logits
-                return request(Head(None, logits=logits))
-            hidden = self.get_decoder()(*args, **keywords, use_cache=False).last_hidden_state
-        head = self.get_output_embeddings()
-        return request(Head(hidden, head.weight, head.bias))
-
-    model.forward = types.MethodType(forward, model)
-    plain = type(model.get_output_embeddings()) is nn.Linear and hasattr(model, "get_decoder")
-    model.__dict__["plain_head"] = plain  # provisional, from the module types only
-
-
-def check_head(model: nn.Module) -> bool:
-    """Test whether a patched model's head is a plain linear layer, and store it as `plain_head`.
-
-    See `attach_head`. Call it on every rank of a sharded model.
-    """
-    patched = _patched_model(model)
-    plain = patched.__dict__["plain_head"] and _plain_head(model)
-    patched.__dict__["plain_head"] = plain
-    if not plain:
-        logger.warning(
-            "the head of %s is not a plain linear layer: the loss falls back to its logits, which "
-            "need memory for [tokens, vocabulary]",
-            type(patched).__name__.removeprefix("FSDP"),
+    targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+    # a subclass, such as a router, may not return a tensor
+    special = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+    ]
+    try:
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,
+                lora_dropout=config.dropout,
+                target_modules=targets,
+                exclude_modules=special if targets == ALL_LINEAR and special else None,
+                task_type="CAUSAL_LM",
+            ),
         )
-    return plain
-
-
-def _patched_model(model: nn.Module) -> Any:
-    """The patched model inside any wrappers."""
-    return next(m for m in model.modules() if "plain_head" in m.__dict__)
-
-
-@torch.no_grad()
-def _plain_head(model: nn.Module) -> bool:
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    vocab_size = _patched_model(model).get_output_embeddings().out_features
-    ids = torch.arange(4, device=device)[None] % vocab_size
-
-    def linear(head: Head) -> Tensor:
-        assert head.hidden is not None and head.weight is not None
-        return functional.linear(head.hidden, head.weight, head.bias)
-
-    logits = model(input_ids=ids, use_cache=False).logits
-    expected = model(input_ids=ids, request=linear).to(logits.dtype)
-    model.train(was_training)
-    return torch.allclose(logits, expected, rtol=1e-3, atol=1e-5)
+    except ValueError as error:
+        linear = {
+            n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
+        }
+        raise ConfigError(
+            f"model.lora.targets={targets!r}: {' '.join(str(error).split())[:200]}; use "
+            f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
+        ) from error
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ RETURN_NONE: dict[str, Any] = {
 def has_adapters(path: str) -> bool:
     """Whether `path` contains adapters, whose base model may be elsewhere."""
     return cached_file(path, "adapter_config.json", **RETURN_NONE) is not None
+
+
+def base_folder(path: str) -> str:
+    """The folder or name of the full model: `path`, or the base model of the adapters in it."""
+    adapters = cached_file(path, "adapter_config.json", **RETURN_NONE)
+    if adapters is None:
+        return path
+    return json.loads(Path(adapters).read_text())["base_model_name_or_path"] or path
 
 
 def meta_model(path: str, **keywords: Any) -> Any:
@@ -57,9 +66,9 @@ def read_model(key: str, path: str, lazily: bool, **keywords: Any) -> Any:
     if tensors is None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **keywords)
     else:
-        config = AutoConfig.from_pretrained(path)
+        keywords.setdefault("config", AutoConfig.from_pretrained(path))
         model_class = type(meta_model(path))
-        loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, **keywords)
+        loaded = model_class.from_pretrained(None, state_dict=tensors, **keywords)
         add_pretrained_metadata(loaded[0], path)
     model, loading_info = loaded
     _check(key, path, loading_info)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from gac.config import ConfigError
+from gac.errors import ConfigError, require, require_at_least, require_one_of
 
 from .collectives import largest
 from .sharded_loading import ShardedLoading
@@ -60,12 +60,9 @@ class ParallelConfig:
     """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}: use one of {', '.join(MODES)}")
-        if self.replicas < 1:
-            raise ValueError(f"replicas={self.replicas!r}: use a number >= 1")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r}: use seconds > 0")
+        require_one_of(MODES, self, "mode")
+        require_at_least(1, self, "replicas")
+        require(self.timeout > 0, "timeout", self.timeout, "seconds > 0")
 
 
 def make_accelerator(
@@ -117,7 +114,7 @@ def _join(timeout: float) -> None:
 
 def sharded_loading(accelerator: Accelerator, config: ParallelConfig) -> ShardedLoading | None:
     """A context that shards a model's weights while loading; None if the model is not sharded."""
-    if config.mode != "fsdp" or accelerator.num_processes == 1:
+    if config.mode != "fsdp" or not dist.is_initialized():
         return None
     return ShardedLoading(_mesh(accelerator, config), accelerator.device)
 

@@ -1,0 +1,268 @@
+"""A loss inside the model's own forward, computed from the input of the LM head.
+
+`attach_head(model)` lets `model(..., request=f)` return `f(head)`, where the head can compute the
+fused loss from the hidden states without materializing the logits. The loss runs inside the model's
+own forward, so that the hooks of DDP and FSDP work.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from gac.errors import ConfigError
+from gac.models.row_attention import without_mask
+from gac_kernels import (
+    LossOutput,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    token_logprobs,
+)
+
+logger = logging.getLogger(__name__)
+# what to do in the LM head of the forward that is running: called with its input
+_in_head: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_in_head", default=None)
+KERNELS_SCALE = "softcap" in inspect.signature(fused_linear_gac_loss).parameters
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+MULTIPLYING = ("hyperclovax",)  # `logits_scaling` of every other family is a divisor
+DIVIDED_BEFORE_HEAD = ("minicpm3",)  # their `logits_scaling` divides the hidden states
+
+
+@dataclass
+class Head:
+    """Inputs of a loss from the last layer: hidden states and the head's weight, or logits."""
+
+    hidden: Tensor | None  # [B, T, H]
+    weight: Tensor | None = None  # [V, H]
+    bias: Tensor | None = None  # [V]
+    logits: Tensor | None = None  # [B, T, V]; for a model whose head is not linear
+    scaling: tuple[float, float | None] = (1.0, None)
+    """Scale and softcap of the logits; see `head_scaling`."""
+
+    def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
+        """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
+        if self.logits is not None:
+            return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
+        assert self.hidden is not None and self.weight is not None
+        keywords |= {"bias": self.bias, **self._scaling_keywords()}
+        return fused_linear_gac_loss(self.hidden, self.weight, targets, *batch, **keywords)
+
+    def packed(self) -> Head:
+        """The same head over [B T, ...] tokens, for the packed layout of the loss."""
+        flat = [None if x is None else x.flatten(0, 1) for x in (self.hidden, self.logits)]
+        return Head(flat[0], self.weight, self.bias, flat[1], self.scaling)
+
+    def detached(self) -> Head:
+        """A detached copy, valid after the forward, when FSDP frees the gathered weights."""
+        parts = (self.hidden, self.weight, self.bias, self.logits)
+        return Head(*(None if x is None else x.detach().clone() for x in parts), self.scaling)
+
+    def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target [B, T] and entropy, both differentiable."""
+        if self.logits is not None:
+            return token_logprobs(self.logits, targets, temperature=temperature)
+        assert self.hidden is not None and self.weight is not None
+        keywords = {"bias": self.bias, "temperature": temperature, **self._scaling_keywords()}
+        return linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
+
+    def _scaling_keywords(self) -> dict[str, Any]:
+        if self.scaling == (1.0, None):
+            return {}
+        return dict(zip(("logit_scale", "softcap"), self.scaling, strict=True))
+
+
+def head_scaling(config: Any) -> tuple[float, float | None]:
+    """(scale, softcap) of a model's logits, read from its configuration.
+
+    The logits are softcap * tanh(scale * x / softcap), or scale * x without a softcap, where x is
+    the output of the LM head.
+    """
+    config = config.get_text_config(decoder=True)
+    scale = 1.0
+    for name in MULTIPLIERS:
+        scale *= _number(config, name) or 1.0
+    if config.model_type not in DIVIDED_BEFORE_HEAD and (
+        value := _number(config, "logits_scaling")
+    ):
+        scale = scale * value if config.model_type in MULTIPLYING else scale / value
+    return scale, _number(config, "final_logit_softcapping") or None
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def attach_head(model: PreTrainedModel) -> bool:
+    """Add the keyword `request` to a causal LM's forward.
+
+    `model(input_ids, request=f)` calls `f` with a `Head` inside the forward, where FSDP has
+    gathered the head's weight, and returns its result. Without `request` the forward is unchanged.
+    The scale and the softcap of the logits are read from the configuration and then verified; a
+    model that transforms its logits in another way falls back to them, with a warning.
+
+    Returns:
+        Whether the loss is computed from the hidden states; also stored as `model.plain_head`.
+
+    Raises:
+        ConfigError: the model is not causal.
+    """
+    patch_forward(model)
+    return check_head(model)
+
+
+def patch_forward(model: PreTrainedModel) -> None:
+    """Add `request` to the model's forward. Call it before adding adapters or sharding.
+
+    Call `check_head` afterwards.
+    """
+    original, module = model.forward, model.get_output_embeddings()
+    scaling = head_scaling(model.config)
+
+    # `generate` inspects the signature of the model's forward
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        request: Callable[[Head], Any] | None = None,
+        **keywords: Any,
+    ) -> Any:
+        if request is None:
+            return original(*args, **keywords)
+        with without_mask(keywords.get("cu_seq_lens_q") is not None):
+            if not self.__dict__["plain_head"]:
+                logits = original(*args, **keywords, use_cache=False).logits
+                return request(Head(None, logits=logits))
+            hidden = _head_input(original, *args, **keywords, use_cache=False)
+        head = self.get_output_embeddings()
+        return request(Head(hidden, head.weight, head.bias, None, scaling))
+
+    model.forward = types.MethodType(forward, model)
+    linear = type(module) is nn.Linear and (KERNELS_SCALE or scaling == (1.0, None))
+    if type(module) is nn.Linear:
+        _patch_head(module)
+    model.__dict__["plain_head"] = linear  # provisional, from the module's type only
+
+
+def _patch_head(module: nn.Linear) -> None:
+    """Let `_in_head` replace the computation of the LM head."""
+    original = module.forward
+
+    def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
+        replacement = _in_head.get()
+        return original(hidden) if replacement is None else replacement(hidden)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def _head_input(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Tensor:
+    """The input of the LM head in `forward`; the head itself is not computed."""
+    inputs: list[Tensor] = []
+
+    def capture(hidden: Tensor) -> Tensor:
+        inputs.append(hidden)
+        return hidden.new_empty(*hidden.shape[:-1], 0)  # what follows the head costs nothing
+
+    token = _in_head.set(capture)
+    try:
+        forward(*args, **keywords)
+    finally:
+        _in_head.reset(token)
+    (hidden,) = inputs
+    return hidden
+
+
+def check_head(model: nn.Module) -> bool:
+    """Verify that a patched model is causal, and how it transforms the output of its LM head.
+
+    See `attach_head`. Stores and returns `plain_head`. Call it on every rank of a sharded model.
+    """
+    patched = _patched_model(model)
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            _check_causal(model, patched)
+            plain = patched.__dict__["plain_head"] and _verified_head(model, patched)
+    finally:
+        for module in training:
+            module.training = True
+    patched.__dict__["plain_head"] = plain
+    if not plain:
+        logger.warning(
+            "the head of %s is not a plain linear layer: the loss falls back to its logits, which "
+            "need memory for [tokens, vocabulary]",
+            type(patched).__name__.removeprefix("FSDP"),
+        )
+    return plain
+
+
+def _patched_model(model: nn.Module) -> Any:
+    """The patched model inside any wrappers."""
+    return next(m for m in model.modules() if "plain_head" in m.__dict__)
+
+
+def _test_ids(patched: Any, device: torch.device) -> Tensor:
+    return torch.arange(4, device=device)[None] % patched.get_input_embeddings().weight.shape[0]
+
+
+def _check_causal(model: nn.Module, patched: Any) -> None:
+    """Raise ConfigError if the logits of a token depend on later tokens."""
+    ids = _test_ids(patched, next(model.parameters()).device)
+    other = ids.clone()
+    other[0, -1] = ids[0, 0]
+    first, second = (
+        model(input_ids=x, use_cache=False).logits[0, :-1].float() for x in (ids, other)
+    )
+    scale = first.abs().max().clamp(min=1e-30)
+    if (first - second).abs().max() > scale * (2e-2 if patched.dtype != torch.float32 else 1e-4):
+        raise ConfigError(
+            f"model type {patched.config.model_type!r} is an encoder: its output for a token "
+            "depends on later tokens; give a decoder-only language model"
+        )
+
+
+def _verified_head(model: nn.Module, patched: Any) -> bool:
+    """Whether the logits are the output of the LM head, transformed as the configuration says.
+
+    The head's output is replaced by numbers of every size that logits have, so that a softcap is
+    seen no matter how small the logits of this model are.
+    """
+    scale, softcap = head_scaling(patched.config)
+    ids = _test_ids(patched, next(model.parameters()).device)
+    ramps: list[Tensor] = []
+
+    def ramp(hidden: Tensor) -> Tensor:
+        size = (*hidden.shape[:-1], patched.get_output_embeddings().out_features)
+        values = torch.linspace(-300, 300, size[-1], device=hidden.device, dtype=hidden.dtype)
+        ramps.append(values.expand(size))
+        return values.repeat(*size[:-1], 1)
+
+    token = _in_head.set(ramp)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        _in_head.reset(token)
+    if len(ramps) != 1 or ramps[0].shape != logits.shape or ramps[0].shape[:2] != ids.shape:
+        return False
+    expected = ramps[0].float() * scale
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    if not torch.allclose(logits, expected, rtol=1e-4 if patched.dtype == torch.float32 else 2e-2):
+        return False
+    try:
+        return bool(model(input_ids=ids, request=lambda head: head.hidden.shape[:2] == ids.shape))
+    except (IndexError, RuntimeError, ValueError):  # something that follows needs the logits
+        return False

@@ -1,0 +1,211 @@
+"""Trains a tiny model of every family of transformers; writes docs/models.md: `gac models`.
+
+`python -m tools.models_table [FAMILY ...]` builds a random model of each causal language model of
+the installed transformers and trains it for two steps in every mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from gac.config import load
+from gac.data import Example
+from gac.demo.task import make_tokenizer, write_rows
+from gac.errors import UserError
+from gac.parallel import setup
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import train
+from tools.tiny_models import families, tiny_config
+
+PAGE = Path("docs/models.md")
+MODES: dict[str, dict[str, Any]] = {
+    "padded": {"micro_tokens": "null"},
+    "packed": {"micro_tokens": 64},
+    "micro-batches": {"micro_tokens": "null", "micro_batch": 2},
+    "LoRA": {"model.lora.rank": 2},
+    "FSDP2": {"parallel.mode": "fsdp"},
+}
+FALLBACK = "padding rows"  # in the warning about a model that cannot be packed
+TOLERANCE = 2e-3  # relative difference of losses and gradient norms between modes
+INTRODUCTION = """\
+# Tested models
+
+<!-- written by python -m tools.models_table; do not edit -->
+
+A tiny random model of every causal language model in transformers {version}, trained for two steps
+on rollouts and demonstrations with its rows padded, packed, in micro-batches of two rows, with LoRA
+adapters, and sharded by FSDP2 (one process). *yes*: it trains, and the losses and gradient norms of
+the first step agree with those of the padded rows to a relative {tolerance:g} (LoRA has its own
+gradients). *padded*: packed rows are not supported, so rows of similar length are padded instead.
+Models that are refused get one line at the start that gives the reason.
+
+{trained} of {total} families train.
+"""
+
+
+def reward(completion: str, example: Example) -> float:
+    """The length of the response, which differs between the rollouts of a prompt."""
+    return len(completion) / 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train all families, or those named; write the page unless families are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    results = {}
+    for family in options.families or families():
+        results[family] = try_family(family, options.debug)
+        print(family, json.dumps(results[family]), flush=True)
+    if not options.families:
+        PAGE.write_text(page(results))
+    return int(any(v.startswith("FAILED") for modes in results.values() for v in modes.values()))
+
+
+def try_family(family: str, debug: bool) -> dict[str, str]:
+    """Mode -> "yes", "padded" or the reason why the model is refused; "FAILED: ..." is a bug."""
+    try:
+        config = tiny_config(family)
+    except Exception as error:  # the family's own configuration class raises anything
+        return {"configuration": f"no tiny configuration: {_line(error)}"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config.save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        write_rows(folder / "data.jsonl", _rows())
+        results: dict[str, str] = {}
+        expected: dict[str, float] = {}
+        for mode, keys in MODES.items():
+            try:
+                with _one_process_group(mode == "FSDP2"), _warnings() as messages:
+                    losses = _train(folder, mode, keys)
+            except UserError as error:
+                results[mode] = _line(error)
+            except Exception as error:  # a bug, of ours or of the model
+                if debug:
+                    traceback.print_exc()
+                results[mode] = f"FAILED: {type(error).__name__}: {_line(error)}"
+            else:
+                fallback = any(FALLBACK in message for message in messages)
+                expected = expected or losses
+                results[mode] = "padded" if fallback else _compare(mode, losses, expected)
+            if mode == "padded" and results[mode] != "yes":
+                return {"model": results[mode]}
+    return results
+
+
+def _compare(mode: str, losses: dict[str, float], expected: dict[str, float]) -> str:
+    for name, value in losses.items():
+        if mode == "LoRA" and name == "grad_norm":
+            continue
+        if not math.isclose(value, expected[name], rel_tol=TOLERANCE, abs_tol=1e-6):
+            return f"FAILED: {name} is {value:.6g}, padded {expected[name]:.6g}"
+    return "yes"
+
+
+def _train(folder: Path, mode: str, keys: dict[str, Any]) -> dict[str, float]:
+    """Train two steps; returns losses and gradient norm of the first one."""
+    settings = {
+        "out": str(folder / mode),
+        "model": {"path": str(folder / "model"), "random_init": True},
+        "method": {"name": "constant", "mu": 0.5},
+        "data": {"prompts": str(folder / "data.jsonl"), "answer_field": None},
+        "reward": "tools.models_table:reward",
+        "rollouts": {"prompts": 2, "completions": 4, "max_new_tokens": 6},
+        "demo_batch": 4,
+        "steps": 2,
+        "export": False,
+        "guards": {"patience": 1},
+    }
+    out = train(load(TrainConfig, settings, [f"{key}={value}" for key, value in keys.items()]))
+    row = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    return {name: row[name] for name in ("rollout_loss", "demo_loss", "grad_norm")}
+
+
+def _rows() -> list[dict[str, str]]:
+    return [{"prompt": f"+{i}" * (1 + i % 3), "solution": "1." * (1 + i % 4)} for i in range(8)]
+
+
+@contextmanager
+def _one_process_group(enabled: bool) -> Iterator[None]:
+    if enabled:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        setup.leave()
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The messages that gac logs inside the block."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gac")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def page(results: dict[str, dict[str, str]]) -> str:
+    """Render docs/models.md."""
+    trained = {family: modes for family, modes in results.items() if "padded" in modes}
+    text = INTRODUCTION.format(
+        version=transformers.__version__,
+        tolerance=TOLERANCE,
+        trained=len(trained),
+        total=len(results),
+    )
+    head = ("family", *MODES)
+    notes: dict[str, int] = {}
+    rows = []
+    for family, modes in trained.items():
+        cells = [
+            v if v in ("yes", "padded") else f"no [{notes.setdefault(v, len(notes) + 1)}]"
+            for v in modes.values()
+        ]
+        rows.append((f"`{family}`", *cells))
+    refused = [
+        (f"`{family}`", next(iter(modes.values())))
+        for family, modes in results.items()
+        if family not in trained
+    ]
+    parts = [text, _table(head, rows)]
+    parts += [f"[{number}] {reason}\n" for reason, number in notes.items()]
+    parts += ["## Refused or not tested", _table(("family", "reason"), refused)]
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)]) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

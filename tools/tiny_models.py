@@ -1,0 +1,96 @@
+"""Tiny random configurations of the causal language models of the installed transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY, LAYERS, HEADS, HIDDEN = 64, 2, 4, 32
+# names of configuration keys -> their value in a tiny model
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS
+    ),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "num_encoder_attention_heads",
+            "num_decoder_attention_heads",
+        ),
+        HEADS,
+    ),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels"), HIDDEN // HEADS),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "n_inner",
+            "shared_intermediate_size",
+            "dense_intermediate_size",
+            "prefix_dense_intermediate_size",
+            "mlp_intermediate_size",
+            "expert_ffn_hidden_size",
+        ),
+        48,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k", "moe_top_k"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "n_group", "topk_group"), 1),
+    "sliding_window": 64,
+    "attention_chunk_size": 64,
+}
+# families whose other sizes depend on each other
+SPECIAL: dict[str, dict[str, Any]] = {}
+
+
+def families() -> dict[str, str]:
+    """Model type -> class, of every causal language model that transformers knows."""
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """A configuration with a few thousand weights. Raises whatever the family's class raises."""
+    return AutoConfig.for_model(family, **_shrunk(AutoConfig.for_model(family), family))
+
+
+def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
+    """Keyword arguments of a small configuration of the same class."""
+    values = config.to_dict()
+    special = SPECIAL.get(family, {})
+    small: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            small[name] = {**_shrunk(inner, inner.model_type), "model_type": inner.model_type}
+        elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+            small[name] = min(SIZES[name], value)
+        elif name == "layer_types" or name.endswith("_layer_types"):
+            small[name] = _kinds(value)
+        elif name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            small[name] = ("pad_token_id", "eos_token_id", "bos_token_id").index(name)
+    return {**small, **special}
+
+
+def _kinds(types: list[str] | None) -> list[str] | None:
+    """One layer of each of the first kinds, LAYERS in total."""
+    if not types:
+        return None
+    kinds = list(dict.fromkeys(types))[:LAYERS]
+    return kinds * (LAYERS // len(kinds)) + kinds[: LAYERS % len(kinds)]
