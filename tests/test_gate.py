@@ -110,6 +110,16 @@ def test_trust_line_averages_and_hysteresis() -> None:
     assert closed is not None and closed.trust == 0.0
 
 
+def test_reset_forgets_the_agreement_before_an_alarm() -> None:
+    gate = Gate("z", decay=0.5)
+    before = gate.update(None, alignment_with(3.0))
+    after = gate.reset(before, demos_suspect=True)
+    assert after is not None and (after.inner, after.trust) == (0.0, 0.0)
+    assert gate.update(after, alignment_with(0.5), True).inner == 0.25
+    assert gate.reset(before, demos_suspect=False).trust == 1.0
+    assert gate.reset(None, demos_suspect=True) is None
+
+
 def test_unknown_measurements_change_nothing() -> None:
     controller = GuidedController(gated_config())
     assert controller.update() == 0.6 and controller.trust == 1.0  # nothing measured yet

@@ -1,55 +1,99 @@
-"""Detects a sudden jump of the demonstration loss, a sign that the demonstrations have changed.
+"""Detects demonstrations that have changed, from a lasting rise of their loss.
 
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
-steps, before averages of noisy gradients show it. The loss shows it immediately.
+steps, before averages of noisy gradients show it. The loss shows it immediately. The test is a
+one-sided CUSUM (Page, Continuous inspection schemes, Biometrika 1954) of winsorized forecast
+errors, so that a single outlier cannot decide; docs/controller.md has the formulas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gac.control.checks import is_count, is_real, numbers, require
+from gac.control.checks import finite, is_count, is_real, numbers, require
 
-# Smallest jump, relative to the level. With large batches the noise is so low that any drift would
-# count as a jump.
-MIN_JUMP = 0.1
+MAX_SOURCES = 4  # remembered levels of other sources
+SCALE = 1.4  # makes the typical error a standard deviation for normal noise
+CLEAR = 1.5  # CUSUM above which the alarm ends; a batch counts for at most 1, so it takes two
+OLDER_THRESHOLD, OLDER_MIN_JUMP = 6.0, 0.1  # what counted as a jump in earlier versions
 
 
 class AlarmState(NamedTuple):
-    """Forecast of the next loss, and the direction of the last jump."""
+    """The reference level, and how far the losses have moved away from it."""
 
     level: float
-    """EMA of the loss, used as the forecast of the next one."""
-    square: float
-    """EMA of the squared forecast error."""
-    num_losses: int
-    """Number of losses since the last jump."""
-    raised: bool
-    """Whether the last jump was upward."""
+    """Reference: EMA of the loss of trusted demonstrations; frozen while they are suspect."""
+    scale: float
+    """Typical size of a forecast error."""
+    count: int
+    """Number of losses since the start, or since the alarm was last raised or cleared."""
+    recent: float
+    """EMA of about the last three normal losses; while the loss falls, `level` lags behind it."""
+    cusum: float = 0.0
+    """Evidence for a rise; while the alarm is on, for a return to the reference."""
+    shifted: float = 0.0
+    """Mean of the extreme losses since the CUSUM left 0; while the alarm is on, the level of the
+    suspect demonstrations.
+    """
+    extremes: int = 0
+    """Number of losses in that mean."""
+    suspect: bool = False
+    """Whether the alarm is on: the demonstrations are assumed to be wrong."""
+    sources: tuple[float, ...] = ()
+    """Relative rises of the loss in long alarms, which may be other sources of demonstrations."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The state in plain JSON types."""
+        return {**self._asdict(), "sources": list(self.sources)}
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> AlarmState:
-        """Build from plain JSON types.
+    def of(cls, plain: Mapping[str, Any] | Sequence[float]) -> AlarmState:
+        """Build from plain JSON types: `to_plain`, or the four numbers of earlier versions.
 
         Raises:
-            ValueError: the number of values is wrong, or one is not finite.
+            ValueError: entries are missing or unknown, or a value is not finite.
         """
-        level, square, num_losses, raised = numbers("alarm", values, len(cls._fields))
-        return cls(level, square, int(num_losses), bool(raised))
+        if not isinstance(plain, Mapping):
+            return cls._of_numbers(*numbers("alarm", plain, 4))
+        wrong = sorted(set(plain) ^ set(cls._fields))
+        require(not wrong, "alarm", wrong, "a dict from to_plain(); these keys are wrong")
+        values = {name: finite("alarm", plain[name]) for name in cls._fields if name != "sources"}
+        state = cls(**values, sources=tuple(finite("alarm", x) for x in plain["sources"]))
+        return state._replace(
+            count=int(state.count), extremes=int(state.extremes), suspect=bool(state.suspect)
+        )
+
+    @classmethod
+    def _of_numbers(cls, level: float, square: float, count: float, raised: float) -> AlarmState:
+        """The state after the averages and the last jump of earlier versions."""
+        scale = math.sqrt(max(square, 0.0))
+        if not raised:  # starts again: the average may have been of another kind of loss
+            return cls(level, scale, 1, level)
+        # the reference was not kept; the alarm ended after a fall as large as a jump
+        jump = max(OLDER_THRESHOLD * scale, OLDER_MIN_JUMP * abs(level))
+        return cls(level - 2 * jump, scale, int(count), level, shifted=level, suspect=True)
 
 
-def alarm_message(before: Sequence[float] | None, after: Sequence[float] | None) -> str | None:
-    """Log message if the alarm was raised or cleared, else None; states are plain JSON types."""
-    old, new = (None if state is None else AlarmState.of(state) for state in (before, after))
-    if new is None or new.raised == (old is not None and old.raised):
+Plain = Mapping[str, Any] | Sequence[float] | None  # a state in plain JSON types; None: no state
+
+
+def is_suspect(plain: Plain) -> bool:
+    """Whether the alarm is on in a state of plain JSON types."""
+    return plain is not None and AlarmState.of(plain).suspect
+
+
+def alarm_message(before: Plain, after: Plain) -> str | None:
+    """Log message if the alarm was raised or cleared, else None."""
+    if after is None or is_suspect(before) == is_suspect(after):
         return None
-    if not new.raised:
+    new = AlarmState.of(after)
+    if not new.suspect:
         return f"the demonstration loss fell to {new.level:.3g}: demonstrations are used again"
     return (
-        f"the demonstration loss jumped to {new.level:.3g}: the demonstrations are assumed to be "
+        f"the demonstration loss jumped to {new.shifted:.3g}: the demonstrations are assumed to be "
         "wrong and are ignored; if they are correct, use a method without an alarm, such as "
         "constant"
     )
@@ -57,41 +101,167 @@ def alarm_message(before: Sequence[float] | None, after: Sequence[float] | None)
 
 @dataclass(frozen=True)
 class Alarm:
-    """Assumes that the demonstrations are wrong after their loss jumps up, until it jumps down.
+    """Assumes that the demonstrations are wrong from a lasting rise of their loss to its return.
 
     Losses that are None or not finite are ignored.
     """
 
-    threshold: float = 6.0
-    """A jump is a forecast error of more than this many times its root mean square, and of more
-    than a tenth of the level; > 0.
+    threshold: float = 4.9
+    """The alarm is raised when the CUSUM of the forecast errors exceeds this, > 0. By default, two
+    extreme batches in a row do so, and one does not.
+    """
+    slack: float = 1.5
+    """Forecast error, in typical errors, that adds nothing to the CUSUM, >= 0; smaller errors lower
+    it."""
+    clip: float = 4.0
+    """Forecast errors are winsorized at this many typical errors, > slack. A batch beyond it does
+    not change the reference.
     """
     decay: float = 0.9
-    """Per-step EMA decay of the level and the squared error, in [0, 1)."""
+    """Per-step EMA decay of the level and the typical error, in [0, 1)."""
     warmup: int = 10
-    """Number of losses after the start or a jump that only update the averages, >= 2."""
+    """Number of first losses that only update the averages, >= 2."""
+    min_scale: float = 0.05
+    """Smallest typical error, relative to the level, > 0. With large batches the noise is so low
+    that any drift would count as a rise.
+    """
+    trim: float = 0.2
+    """Fraction of the demonstrations of a batch that is winsorized at each end before their losses
+    are averaged, in [0, 0.5).
+    """
+    source_steps: int = 30
+    """An alarm that lasts at least this many steps and ends by itself is assumed to be due to a
+    second source of good demonstrations, and its level raises no alarm later, once the losses have
+    been normal for as many steps; 0: every rise raises an alarm.
+    """
 
     def __post_init__(self) -> None:
-        positive = is_real(self.threshold) and self.threshold > 0
-        require(positive, "threshold", self.threshold, "a number > 0")
+        for name in ("threshold", "min_scale"):
+            value = getattr(self, name)
+            require(is_real(value) and value > 0, name, value, "a number > 0")
+        slack_ok = is_real(self.slack) and self.slack >= 0
+        require(slack_ok, "slack", self.slack, "a number >= 0")
+        clip_ok = is_real(self.clip) and self.clip > self.slack
+        require(clip_ok, "clip", self.clip, f"a number > slack={self.slack!r}")
         decay_ok = is_real(self.decay) and 0 <= self.decay < 1
         require(decay_ok, "decay", self.decay, "a number in [0, 1)")
         require(is_count(self.warmup, 2), "warmup", self.warmup, "an integer >= 2")
+        trim_ok = is_real(self.trim) and 0 <= self.trim < 0.5
+        require(trim_ok, "trim", self.trim, "a number in [0, 0.5)")
+        steps = self.source_steps
+        require(is_count(steps), "source_steps", steps, "an integer >= 0")
 
     def update(
-        self, state: AlarmState | None, loss: float | None
+        self,
+        state: AlarmState | None,
+        loss: float | None,
+        losses: Sequence[float] | None = None,
     ) -> tuple[AlarmState | None, bool]:
-        """Return the state after a step's mean demonstration loss, and whether the loss jumped."""
+        """The state after a step, and whether the alarm was raised or cleared.
+
+        Args:
+            state: the state before the step; None before the first.
+            loss: mean loss of the step's demonstrations.
+            losses: loss of each demonstration; where given, `loss` is not read.
+        """
+        finite_losses = [x for x in losses or () if math.isfinite(x)]
+        if finite_losses:
+            loss = winsorized_mean(finite_losses, self.trim)
         if loss is None or not math.isfinite(loss):
             return state, False
+        loss = float(loss)
         if state is None:
-            return AlarmState(float(loss), 0.0, 1, False), False
-        level, square, num_losses, raised = state
-        error = loss - level
-        limit = max(self.threshold * math.sqrt(square), MIN_JUMP * abs(level))
-        if num_losses >= self.warmup and abs(error) > limit:
-            return AlarmState(float(loss), 0.0, 1, error > 0), True
-        decay = self.decay if num_losses > 1 else 0.0  # the first error initializes the average
-        square = decay * square + (1 - decay) * error * error
-        level = self.decay * level + (1 - self.decay) * loss
-        return AlarmState(level, square, num_losses + 1, raised), False
+            return AlarmState(loss, 0.0, 1, loss), False
+        return (self._while_on if state.suspect else self._while_off)(state, loss)
+
+    def _typical_error(self, state: AlarmState) -> float:
+        smallest = self.min_scale * abs(state.level)
+        return max(state.scale, smallest, 1e-12)  # a level of 0 has no relative size
+
+    def _while_off(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
+        """Look for a rise, and let the reference follow the loss."""
+        error, typical = loss - state.level, self._typical_error(state)
+        if state.count < self.warmup:
+            return self._follow(state, loss, error), False
+        size = error / typical
+        extreme = size > 2 * self.slack
+        cusum = max(0.0, state.cusum + min(size, self.clip) - self.slack)
+        shifted, extremes = state.shifted, state.extremes
+        if cusum == 0 and extremes > 0:  # they were outliers, so they count as noise
+            growth = 1 + _scale_rate(self.decay, state.count) * (SCALE * self.clip - 1)
+            state, extremes = state._replace(scale=typical * growth**extremes), 0
+        if extreme:
+            extremes += 1
+            shifted = loss if extremes == 1 else shifted + (loss - shifted) / extremes
+        cusum = min(cusum, self.threshold + self.clip)  # without extremes, drifts would add up
+        state = state._replace(cusum=cusum, shifted=shifted, extremes=extremes)
+        if cusum > self.threshold and extremes > 1:
+            start = state._replace(cusum=0.0, extremes=0)
+            known = self._known_level(state)
+            if known is not None:
+                level = max(known, shifted)  # two batches may have been low by chance
+                count = state.count + 1
+                return start._replace(level=level, recent=level, count=count), False
+            level = min(state.level, state.recent)
+            return start._replace(level=level, count=1, suspect=True), True
+        if extreme:
+            return state._replace(count=state.count + 1), False
+        return self._follow(state, loss, max(error, -self.clip * typical)), False
+
+    def _follow(self, state: AlarmState, loss: float, error: float) -> AlarmState:
+        """Average one more error into the level and the typical error."""
+        level = state.level + max(1 - self.decay, 1 / (state.count + 1)) * error
+        # while the loss falls, the level lags behind it, and this error is not noise
+        size = error if error > 0 else min(-error, abs(loss - state.recent))
+        # during a rise, errors must not hide it by counting as noise
+        rate = 0.0 if error > 0 and state.cusum > 1 else _scale_rate(self.decay, state.count)
+        scale = state.scale + rate * (SCALE * size - state.scale)
+        recent = (state.recent + loss) / 2
+        return AlarmState(level, scale, state.count + 1, recent, *state[4:])
+
+    def _known_level(self, state: AlarmState) -> float | None:
+        """The level of another source to which the losses have risen, after a normal time."""
+        if state.count - self.warmup < self.source_steps:
+            return None
+        noise = self.clip * self._typical_error(state)
+        for source in state.sources:
+            rise = source * abs(state.level)
+            if abs(state.level + rise - state.shifted) <= max(noise, rise / 2):
+                return state.level + rise
+        return None
+
+    def _while_on(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
+        """Look for a return to the reference, which is frozen."""
+        half = (state.shifted - state.level) / 2
+        step = (state.level + half - loss) / half if half > 0 else 1.0
+        cusum = max(0.0, state.cusum + min(max(step, -1.0), 1.0))
+        if cusum > CLEAR:
+            back = loss <= state.level + self.clip * self._typical_error(state)
+            if not back:  # the policy has learned what they teach; their level is the new reference
+                return AlarmState(loss, 0.0, 1, loss), True
+            start = AlarmState(state.level, state.scale, self.warmup, loss, sources=state.sources)
+            return start, True
+        sources = state.sources
+        if state.count == self.source_steps:
+            rise = (state.shifted - state.level) / max(abs(state.level), 1e-12)
+            sources = (*sources, rise)[-MAX_SOURCES:]
+        after = state._replace(cusum=cusum, count=state.count + 1, sources=sources)
+        return after, False
+
+
+def _scale_rate(decay: float, count: int) -> float:
+    """Weight of the newest error in the typical error, whose average is twice as long."""
+    return max((1 - decay) / 2, 1 / count)
+
+
+def winsorized_mean(losses: Sequence[float], trim: float) -> float:
+    """Mean after the lowest and highest `trim` of the values are set to the next value inside.
+
+    Source:
+        Tukey and McLaughlin, Sankhya 1963. A median ignores that up to half of a batch has turned
+        bad; a mean follows a single demonstration.
+    """
+    ordered = sorted(losses)
+    cut = int(trim * len(ordered))
+    low, high = ordered[cut], ordered[-1 - cut]
+    return math.fsum(min(max(x, low), high) for x in ordered) / len(ordered)

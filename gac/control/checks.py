@@ -6,11 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import SupportsFloat
 
-
-def require(ok: bool, name: str, value: object, use: str) -> None:
-    """Raise ValueError "name=value: use ..." unless `ok`."""
-    if not ok:
-        raise ValueError(f"{name}={value!r}: use {use}")
+from gac.errors import require
 
 
 def is_real(value: object) -> bool:

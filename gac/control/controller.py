@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +90,8 @@ class ControllerConfig:
     gate: Gate | None = None
     """Optional gate, which multiplies the blend by its trust; null: mu follows the blend."""
     alarm: Alarm | None = None
-    """Closes the gate immediately when the demonstration loss jumps up, until rewards confirm the
-    demonstrations or the loss jumps down; null: no alarm.
+    """Closes the gate immediately after a lasting rise of the demonstration loss, until rewards
+    confirm the demonstrations or the loss returns; null: no alarm.
     """
 
     def __post_init__(self) -> None:
@@ -158,6 +158,7 @@ def step(
     corrections: Corrections | None = None,
     alignment: Alignment | None = None,
     demo_loss: float | None = None,
+    demo_losses: Sequence[float] | None = None,
 ) -> ControllerState:
     """One update: Algorithm 1 with the options of `config`.
 
@@ -170,6 +171,7 @@ def step(
         corrections: for the estimators other than "independent"; zero until first given.
         alignment: inner product of the two gradients at this refresh, for a gate.
         demo_loss: mean loss of the step's demonstrations, for an alarm; ignored if not finite.
+        demo_losses: loss of each demonstration; where given, `demo_loss` is not read.
     """
     decay = config.signal_decay
     signal_emas = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -198,9 +200,9 @@ def step(
     gate, alarm, demos_suspect = state.gate, state.alarm, state.demos_suspect
     if config.gate is not None:
         if config.alarm is not None:
-            alarm, jumped = config.alarm.update(alarm, demo_loss)
-            demos_suspect = alarm is not None and alarm.raised
-            gate = config.gate.reset(gate, demos_suspect) if jumped else gate
+            alarm, changed = config.alarm.update(alarm, demo_loss, demo_losses)
+            demos_suspect = alarm is not None and alarm.suspect
+            gate = config.gate.reset(gate, demos_suspect) if changed else gate
         gate = gate if alignment is None else config.gate.update(gate, alignment, demos_suspect)
         blend *= config.gate.trust(gate, demos_suspect)
     # wrong demonstrations do harm within a few steps, so the decrease is not capped
@@ -295,6 +297,7 @@ class GuidedController:
         corrections: Corrections | None = None,
         alignment: Alignment | None = None,
         demo_loss: float | None = None,
+        demo_losses: Sequence[float] | None = None,
     ) -> float:
         """Update the state with the measurements of a step and return the next mu.
 
@@ -307,11 +310,13 @@ class GuidedController:
             alignment: inner product of the two gradients, for a gate.
             demo_loss: mean loss of the step's demonstrations, for an alarm; None or non-finite: not
                 measured.
+            demo_losses: loss of each demonstration; where given, `demo_loss` is not read.
 
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].
         """
-        self.state = step(self.config, self.state, signals, kl, corrections, alignment, demo_loss)
+        measured = (signals, kl, corrections, alignment, demo_loss, demo_losses)
+        self.state = step(self.config, self.state, *measured)
         return self.state.mu
 
     def is_refresh(self) -> bool:

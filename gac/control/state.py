@@ -46,7 +46,7 @@ class ControllerState:
     @property
     def demos_suspect(self) -> bool:
         """Whether the demonstrations are assumed to be wrong."""
-        return self.alarm is not None and self.alarm.raised
+        return self.alarm is not None and self.alarm.suspect
 
     def to_dict(self) -> dict[str, Any]:
         """The state in plain JSON types; floats round-trip exactly through JSON."""
@@ -54,7 +54,7 @@ class ControllerState:
         if self.corrections is not None:
             plain["corrections"] = list(self.corrections)
         plain["gate"] = None if self.gate is None else list(self.gate)
-        plain["alarm"] = None if self.alarm is None else list(map(float, self.alarm))
+        plain["alarm"] = None if self.alarm is None else self.alarm.to_plain()
         return plain
 
     @classmethod

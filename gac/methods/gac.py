@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gac.control.alarm import alarm_message
+from gac.control.alarm import alarm_message, is_suspect
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import GateState
@@ -68,7 +68,9 @@ class GAC(ControllerConfig, Method):
             state["read"] = list(signals)
         controller = GuidedController(self)
         controller.load_state_dict(state["controller"])
-        mu = controller.update(signals, last.kl, corrections, alignment, last.demo_loss)
+        mu = controller.update(
+            signals, last.kl, corrections, alignment, last.demo_loss, last.demo_losses
+        )
         return {**state, "controller": controller.state_dict()}, Mix(mu)
 
     def log_message(self, before: State, after: State) -> str | None:
@@ -94,7 +96,7 @@ class GAC(ControllerConfig, Method):
             columns |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
         if self.alarm is not None:
             alarm = state["controller"]["alarm"]
-            columns["demos_suspect"] = 0.0 if alarm is None else alarm[-1]
+            columns["demos_suspect"] = float(is_suspect(alarm))
         if isinstance(self.signals, ProxySignals):
             return columns
         # the logged signals are the proxies; add the latest reading that this step's mu is based on

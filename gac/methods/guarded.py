@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.alarm import Alarm, AlarmState, alarm_message
+from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
 
 from .base import Mix, Observation, State
 from .constant import Constant
@@ -13,7 +13,7 @@ from .constant import Constant
 
 @dataclass(frozen=True)
 class Guarded(Constant):
-    """Constant mu, set to 0 after the demonstration loss jumps up, until it jumps down again."""
+    """Constant mu, set to 0 after a lasting rise of the demonstration loss, until it falls back."""
 
     name: ClassVar[str] = "guarded"
     family: ClassVar[str] = "noise-aware"
@@ -21,21 +21,22 @@ class Guarded(Constant):
 
     mu: float = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
+    mu_suspect: float = 0.0
+    """Weight of the demonstrations while the alarm is on, in [0, mu]."""
     alarm: Alarm = Alarm()
-    """Detects jumps of the demonstration loss."""
+    """Detects lasting rises of the demonstration loss."""
 
     def init(self) -> State:
         return {"alarm": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         before = None if state["alarm"] is None else AlarmState.of(state["alarm"])
-        alarm, _ = self.alarm.update(before, last.demo_loss)
-        demos_suspect = alarm is not None and alarm.raised
-        plain = None if alarm is None else list(map(float, alarm))
-        return {"alarm": plain}, Mix(0.0 if demos_suspect else self.mu)
+        alarm, _ = self.alarm.update(before, last.demo_loss, last.demo_losses)
+        plain = None if alarm is None else alarm.to_plain()
+        return {"alarm": plain}, Mix(self.mu_suspect if is_suspect(plain) else self.mu)
 
     def log_message(self, before: State, after: State) -> str | None:
         return alarm_message(before["alarm"], after["alarm"])
 
     def report(self, state: State) -> dict[str, float | None]:
-        return {"demos_suspect": 0.0 if state["alarm"] is None else state["alarm"][-1]}
+        return {"demos_suspect": float(is_suspect(state["alarm"]))}
