@@ -22,6 +22,7 @@ from gac.errors import (
     USAGE,
     ConfigError,
     explain_missing_extra,
+    require_at_least,
     user_message,
     value_errors_as,
     writable_folder,
@@ -380,10 +381,8 @@ def _method(name: str) -> str:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    for name in ("seeds", "steps", "jobs"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}={value}: use a number >= 1")
+    with value_errors_as(ConfigError):
+        require_at_least(1, options, "seeds", "steps", "jobs")
     from gac.demo.run import run_demo
 
     seeds = range(options.seeds)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import DataConfig, Example
-from gac.errors import ConfigError
+from gac.errors import ConfigError, require, require_at_least
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, world_size
 from gac.parallel.setup import required_calls
@@ -52,18 +52,11 @@ class EvalTask:
     """
 
     def __post_init__(self) -> None:
-        for name in ("samples", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
-        if self.batch is not None and self.batch < 1:
-            raise ValueError(f"batch={self.batch!r}: use a number >= 1, or null")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature!r}: use a number >= 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
+        require_at_least(1, self, "samples", "max_new_tokens", "batch")
+        require_at_least(0, self, "temperature")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         for k in self.pass_at:
-            if not 1 <= k <= self.samples:
-                raise ValueError(f"pass_at={k!r}: use numbers in [1, samples={self.samples}]")
+            require(1 <= k <= self.samples, "pass_at", k, f"1 to samples={self.samples}")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples={self.samples} at temperature=0 would all be equal: set temperature > 0"

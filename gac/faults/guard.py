@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gac.errors import require, require_at_least
+
 
 @dataclass(frozen=True)
 class GuardConfig:
@@ -20,12 +22,9 @@ class GuardConfig:
     """
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm={self.max_norm!r}: use a number > 0")
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience!r}: use a number >= 1")
-        if self.keep < 0:
-            raise ValueError(f"keep={self.keep!r}: use a number >= 0")
+        require(self.max_norm > 0, "max_norm", self.max_norm, "a number > 0")
+        require_at_least(1, self, "patience")
+        require_at_least(0, self, "keep")
 
 
 class Guard:

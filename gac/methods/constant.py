@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.errors import require
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Mix, Observation, State
@@ -24,8 +25,7 @@ class Constant(Method):
     """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"mu={self.mu!r}: use a number in [0, 1]")
+        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))

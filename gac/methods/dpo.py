@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from gac.errors import require
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
@@ -76,8 +77,7 @@ class DPO(Preference):
     """Strength of the pull towards the reference policy, > 0."""
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta={self.beta!r}: use a number > 0")
+        require(self.beta > 0, "beta", self.beta, "a number > 0")
 
     def pair_loss(self, h: Tensor) -> Tensor:
         return -torch.nn.functional.logsigmoid(self.beta * h)
@@ -96,8 +96,7 @@ class IPO(Preference):
     """Divide each log-ratio by its response length, as common libraries do; published: sums."""
 
     def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"tau={self.tau!r}: use a number > 0")
+        require(self.tau > 0, "tau", self.tau, "a number > 0")
 
     def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
         if self.normalize:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights
+from gac.errors import require
 
 from .base import Mix, Observation, State, StepNeeds
 from .gram_solver import GramSolver
@@ -30,8 +31,7 @@ class GradNormControl(GramSolver):
     """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
 
     def __post_init__(self) -> None:
-        if self.update_every < 1:
-            raise ValueError(f"update_every={self.update_every!r}: use a number >= 1")
+        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
         if self.unit_rl:
             raise ValueError("unit_rl=True: use false; this rule compares the two norms")
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gac.errors import require
 from gac.rollouts.advantages import Credit
 from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
@@ -43,8 +44,7 @@ class HPT(Method):
     """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
-        if not self.sft_coef > 0:
-            raise ValueError(f"sft_coef={self.sft_coef!r}: use a number > 0")
+        require(self.sft_coef > 0, "sft_coef", self.sft_coef, "a number > 0")
         if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights, moco_step
+from gac.errors import require
 
 from .base import Mix, Observation, State, StepNeeds
 from .gram_solver import GramSolver
@@ -30,10 +31,8 @@ class MoCo(GramSolver):
     """rho >= 0, added to the diagonal of the inner products."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate={self.rate!r}: use a number in (0, 1]")
-        if not (math.isfinite(self.decay) and self.decay >= 0):
-            raise ValueError(f"decay={self.decay!r}: use a number >= 0")
+        require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")
+        require(math.isfinite(self.decay) and self.decay >= 0, "decay", self.decay, "a number >= 0")
 
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5], "step": 0}

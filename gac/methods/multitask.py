@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.errors import require
 from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
@@ -25,8 +26,7 @@ class MultiTask(Method):
     """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
-        if not self.sft_coef >= 0:
-            raise ValueError(f"sft_coef={self.sft_coef!r}: use a number >= 0")
+        require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight, demo_reduction="token"))

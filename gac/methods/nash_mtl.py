@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights, nash_mtl
+from gac.errors import require
 
 from .gram_solver import GramSolver
 
@@ -27,8 +28,7 @@ class NashMTL(GramSolver):
 
     def __post_init__(self) -> None:
         nash_mtl(Gram(1.0, 0.0, 1.0), self.max_norm)  # raises on a value out of range
-        if not self.scale > 0:
-            raise ValueError(f"scale={self.scale!r}: use a number > 0")
+        require(self.scale > 0, "scale", self.scale, "a number > 0")
 
     def closed_form(self, gram: Gram) -> Weights | None:
         weights = nash_mtl(gram, self.max_norm)

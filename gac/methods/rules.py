@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.errors import require
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Mix, Observation, State
@@ -36,10 +37,8 @@ class Rule(Method):
     """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
-        if self.sign not in (1, -1):
-            raise ValueError(f"sign={self.sign!r}: use 1 or -1")
-        if self.calibration < 1:
-            raise ValueError(f"calibration={self.calibration!r}: use a number >= 1")
+        require(self.sign in (1, -1), "sign", self.sign, "1 or -1")
+        require(self.calibration >= 1, "calibration", self.calibration, "a number >= 1")
         if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
             raise ValueError(
                 f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gac.errors import require_at_least
 from gac.rollouts.plan import Sampling
 
 from .base import Mix, Observation, State
@@ -26,9 +27,7 @@ class SFTBest(SFT):
     """Passes over them; the run then ends even if `steps` remain."""
 
     def __post_init__(self) -> None:
-        for name in ("examples", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
+        require_at_least(1, self, "examples", "epochs")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(limit_demos=self.examples, epochs=self.epochs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.errors import require
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Mix, Observation, State, StepNeeds
@@ -24,8 +25,7 @@ class SFTThenRL(Method):
     """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
-        if self.sft_steps < 0:
-            raise ValueError(f"sft_steps={self.sft_steps!r}: use a number >= 0")
+        require(self.sft_steps >= 0, "sft_steps", self.sft_steps, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))

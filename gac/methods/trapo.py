@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gac.errors import require
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
@@ -43,8 +44,12 @@ class TRAPO(Method):
             raise ValueError(
                 f"sizes={self.sizes!r}: use numbers >= 1, as many as in prefixes, below and trained"
             )
-        if not all(0 <= x <= 1 for x in self.prefixes):
-            raise ValueError(f"prefixes={self.prefixes!r}: use fractions in [0, 1]")
+        require(
+            all(0 <= x <= 1 for x in self.prefixes),
+            "prefixes",
+            self.prefixes,
+            "fractions in [0, 1]",
+        )
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(

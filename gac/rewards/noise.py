@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gac.errors import require, require_at_least
+
 from .base import Reward, RowOutcome, as_outcome
 from .build import build_reward
 
@@ -28,10 +30,8 @@ class RewardNoise:
     """The reward's largest value."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate={self.rate!r}: use a number in [0, 1]")
-        if self.start < 0:
-            raise ValueError(f"start={self.start!r}: use a number >= 0")
+        require(0 <= self.rate <= 1, "rate", self.rate, "a number in [0, 1]")
+        require_at_least(0, self, "start")
 
 
 class NoisyReward(Reward):

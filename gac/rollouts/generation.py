@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import token_ids
+from gac.errors import require, require_at_least, require_one_of
 from gac.models import row_attention
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.setup import in_lockstep, required_calls
@@ -37,10 +38,8 @@ class PagedConfig:
     """Tokens per page, >= 4."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("max_batch_tokens", 1), ("num_blocks", 1), ("page_size", 4)):
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ValueError(f"{name}={value!r}: use a number >= {minimum}")
+        require_at_least(1, self, "max_batch_tokens", "num_blocks")
+        require_at_least(4, self, "page_size")
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,10 @@ class VLLMConfig:
     """Request timeout in seconds."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r}: use a URL that begins with http:// or https://")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r}: use a number of seconds > 0")
+        is_url = self.url.startswith(("http://", "https://"))
+        require(is_url, "url", self.url, "a URL that begins with http:// or https://")
+        require_one_of(WEIGHTS, self, "weights")
+        require(self.timeout > 0, "timeout", self.timeout, "a number of seconds > 0")
 
 
 @dataclass(frozen=True)
@@ -107,23 +104,17 @@ class RolloutConfig:
     / (std of the batch + 1e-4)."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "completions", "max_new_tokens", "reuse"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature!r}: use a number > 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: use a number in (0, 1]")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine={self.engine!r}: use one of {', '.join(ENGINES)}")
+        require_at_least(1, self, "prompts", "completions", "max_new_tokens", "reuse", "batch")
+        require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        require_one_of(ENGINES, self, "engine")
+        require_one_of(ADVANTAGES, self, "advantages")
         minimum = self.completions * (self.max_new_tokens + 1)
         if self.batch_tokens is not None and self.batch_tokens < minimum:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens!r}: the {self.completions} rollouts of a prompt "
                 f"need at least {minimum} tokens: use more, or null"
             )
-        if self.advantages not in ADVANTAGES:
-            raise ValueError(f"advantages={self.advantages!r}: use one of {', '.join(ADVANTAGES)}")
 
 
 class SamplingParams(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.errors import require_at_least, value_errors_as
 from gac.evaluation.cells import align_columns, percent, percent_interval
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; the last value of a key wins"
@@ -65,9 +66,8 @@ def run(options: argparse.Namespace) -> int:
     from gac.study.results import summary
     from gac.study.runs import result, run_all
 
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name}={getattr(options, name)}: use a number >= 1")
+    with value_errors_as(ConfigError):
+        require_at_least(1, options, "seeds", "jobs")
     data, aliases = read_study(options.config)
     specs = options.methods or list(aliases)
     if not specs:

@@ -1,4 +1,4 @@
-"""The stable import path of the run configuration, which is defined in `gac.training.run_config`."""
+"""Stable import path of the run configuration, which `gac.training.run_config` defines."""
 
 from gac.training.run_config import TrainConfig
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gac.errors import require, require_one_of
+
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -34,10 +36,8 @@ class OptimConfig:
     """Maximum gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}")
-        if not self.lr > 0:
-            raise ValueError(f"lr={self.lr!r}: use a number > 0")
+        require_one_of(SCHEDULES, self, "schedule")
+        require(self.lr > 0, "lr", self.lr, "a number > 0")
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

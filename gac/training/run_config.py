@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from gac.config import Choice, ConfigError, dump, load
 from gac.data import DataConfig
+from gac.errors import require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method
@@ -107,17 +108,11 @@ class TrainConfig:
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "demo_batch", "checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
-        for name in ("micro_tokens", "kl_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value!r}: use a number >= 1, or null")
+        require_at_least(1, self, "steps", "demo_batch", "checkpoint_every", "keep_checkpoints")
+        require_at_least(1, self, "micro_batch", "micro_tokens", "kl_rows")
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
                 "or rollouts.engine=generate"
             )
-        if self.mixed_precision not in ("no", "bf16"):
-            raise ValueError(f"mixed_precision={self.mixed_precision!r}: use no or bf16")
+        require_one_of(("no", "bf16"), self, "mixed_precision")
