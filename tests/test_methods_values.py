@@ -212,6 +212,20 @@ def test_gspo_clips_the_ratio_of_a_whole_response():
     assert ours[2].abs().max() == 0  # beyond the clip there is no gradient
 
 
+def test_kl_of_a_custom_loss_covers_the_rollouts_only():
+    logits = torch.randn(2, 3, 7)
+    targets = torch.randint(7, (2, 3))
+    logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    ref = logps + torch.tensor([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])
+    is_demo = torch.tensor([False, True])
+    batch = Batch(targets, targets, torch.ones(2), is_demo, (0, 3), 3)
+    head = Head(None, logits=logits)
+    inputs = None, batch, 0.5, None, ref, LossSpec(), TermPair(1.0, 1.0)
+    out = custom_loss(lambda view: -view.logps, head, *inputs)
+    k3 = [math.exp(gap) - gap - 1 for gap in (0.1, 0.2, 0.3)]
+    assert out.kl.item() == pytest.approx(sum(k3) / 3, rel=1e-4)
+
+
 def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient():
     shared, one_term_only = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
     parts = GradientParts([("shared", shared), ("lone", one_term_only)], StepNeeds(parts=1))

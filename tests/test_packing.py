@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from gac.training.forward import Forward
 from gac.training.gradients import Gradients
 from gac.training.packing_check import supports_packing
 from gac.training.policy import _micro_batches
+from gac.training.probes.sampled_kl import SampledKL
 from gac.training.run_config import TrainConfig
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
@@ -259,3 +262,12 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
             assert sample[key] == pytest.approx(moments[key], rel=1e-3, abs=1e-6), key
     assert moments["kl"] > 1e-3
     assert sample["kl"] > 0 and sample["kl"] != moments["kl"]
+
+
+def test_kl_sample_takes_other_rows_in_each_step():
+    forward = Mock(reference_model=contextlib.nullcontext, row_logprobs=lambda rows, model: rows)
+    rows = tuple(row for row in random_rows(12) if not row.is_demo)
+    steps = [Mock(rows=rows, number=number) for number in range(len(rows))]
+    samples = [set(SampledKL(forward, step, 3).reference) for step in steps]
+    assert all(len(sample) == 3 for sample in samples)
+    assert samples[0] != samples[1] and set.union(*samples) == {row.sequence for row in rows}

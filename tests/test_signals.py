@@ -153,6 +153,18 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     assert GradientSignals().needs.gram and ConstantVariance(GradientSignals()).needs.gram
 
 
+def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
+    used_s, used_r, plain_s, plain_r = vectors = torch.randn(4, 8, dtype=torch.float64)
+    gradients = torch.randn(4, 8, dtype=torch.float64)
+    bias_gram = vectors @ vectors.T
+    evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=2, bias_gram=bias_gram)
+    reading, _ = GradientSignals(bias=True).read(evidence, {})
+    gap = plain_s - plain_r
+    assert reading.signals.disagreement == pytest.approx(gap.dot(gap).item())
+    assert reading.corrections == bias_moments(bias_gram)
+    assert abs(gap.norm() - (used_s - used_r).norm()) > 0.1  # the two pairs differ
+
+
 def test_bias_moments_give_the_exact_optimum() -> None:
     vectors = torch.randn(4, 8, dtype=torch.float64)
     used_s, used_r, true_s, true_r = vectors

@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
+from gac.faults import checkpoint
+from gac.methods.base import next_mix
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
 from gac.training.trainer import Trainer, train
@@ -171,6 +173,68 @@ def test_interrupted_run_matches_an_uninterrupted_one(task, tmp_path):
         trainer.run()
     train(config)
     assert metrics(tmp_path / "interrupted") == metrics(uninterrupted)
+
+
+def test_interrupt_waits_until_reused_rollouts_are_used_up(task, tmp_path):
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}
+    run = {"steps": 6, "checkpoint_every": 6, "rollouts": rollouts}
+    whole = train(tiny_config(task, tmp_path / "whole", **run))
+    config = tiny_config(task, tmp_path / "cut", **run)
+    trainer = Trainer(config)
+    trainer.stop.requested = True  # as if Ctrl-C came during the first step
+    with pytest.raises(KeyboardInterrupt, match="step 3"):
+        trainer.run()
+    train(config)
+    assert metrics(tmp_path / "cut") == metrics(whole)
+
+
+def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
+    method = {"name": "sft-light", "patience": 1, "decay": 0.0, "epochs": 9}
+    optim = {"lr": 0.3, "warmup": 1, "clip": 0}  # the loss rises immediately
+    config = tiny_config(task, tmp_path, method=method, optim=optim, eval={}, steps=9)
+    train(config)
+    rows = metrics(tmp_path)
+    assert len(rows) < 9
+    ended = Trainer(config)
+    weights = [p.detach().clone() for p in ended.model.parameters()]
+    ended.run()
+    assert ended.step == len(rows) and metrics(tmp_path) == rows
+    assert all(map(torch.equal, weights, ended.model.parameters()))
+
+
+def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
+    """It has the observation instead of the mix, and the alignment in the method's state."""
+    calls = []
+    record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.training.trainer.next_mix", record)
+    method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2}
+    config = tiny_config(task, tmp_path, method=method, steps=3, checkpoint_every=3)
+    trainer = Trainer(config)
+    trainer.run()
+    method, state, last = calls[-1]  # of the third step, which measured signals
+    reading, signals = method.signals.read(last.evidence, state["signals"])
+    path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
+    progress = json.loads(path.read_text())
+    assert progress.pop("mix") == list(trainer.mix)
+    plain = {f: getattr(last, f) for f in ("step", "kl", "entropy", "demo_loss", "reward_mean")}
+    progress["last"] = {**plain, "signals": list(reading.signals), "corrections": None}
+    read = {"signals": signals, "read": list(reading.signals)}
+    progress["method"] = {**state, **read, "alignment": list(reading.alignment)}
+    path.write_text(json.dumps(progress))
+    resumed = Trainer(config)
+    assert (resumed.mix, resumed.state) == (trainer.mix, trainer.state)
+
+
+def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_path, monkeypatch):
+    observations = []
+    record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.training.trainer.next_mix", record)
+    optim = {"lr": 0.05, "warmup": 1, "clip": 0}
+    Trainer(tiny_config(task, tmp_path, method="famo", optim=optim))._train_step()
+    before, after = observations[-1].losses_before, observations[-1].losses_after
+    assert after.demo != before.demo
+    # without the ratio, the surrogate would not depend on the weights
+    assert abs(after.rollout - before.rollout) > 1e-3
 
 
 def test_without_resume_a_used_folder_is_rejected(task, tmp_path):
