@@ -208,10 +208,10 @@ def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
     record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
     method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2}
-    config = tiny_config(task, tmp_path, method=method, steps=3, checkpoint_every=3)
+    config = tiny_config(task, tmp_path, method=method, steps=2)
     trainer = Trainer(config)
     trainer.run()
-    method, state, last = calls[-1]  # of the third step, which measured signals
+    method, state, last = calls[-1]  # of the second step, which measured signals
     reading, signals = method.signals.read(last.evidence, state["signals"])
     path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
     progress = json.loads(path.read_text())
