@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .settings import tiny
+
 
 class Head(NamedTuple):
     """Hidden size and vocabulary of a model's output layer."""
@@ -16,11 +18,17 @@ class Head(NamedTuple):
 
 
 HEADS = {
-    "Qwen2.5-7B": Head(3584, 152064),
-    "Qwen2.5-1.5B": Head(1536, 151936),
-    "Llama-3": Head(4096, 128256),
+    "Qwen2.5-7B": tiny(Head(3584, 152064), Head(24, 304)),
+    "Qwen2.5-1.5B": tiny(Head(1536, 151936), Head(16, 296)),
+    "Llama-3": tiny(Head(4096, 128256), Head(32, 256)),
 }
-LENGTH = 256  # tokens per sequence
+LENGTH = tiny(256, 1)  # tokens per sequence
+SMALL = 2 * LENGTH  # tokens of a batch that is compared with float64
+
+
+def scaled(tokens: int) -> int:
+    """This many tokens, or two or four in a dry run."""
+    return tiny(tokens, SMALL if tokens < 8192 else 2 * SMALL)
 
 
 class Batch(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from gac_kernels import linear_token_logprobs, reference
 
-from .batches import HEADS, Batch, Head, linear_batch
+from .batches import HEADS, SMALL, Batch, Head, linear_batch, scaled
 from .linear_losses import (
+    COMPILED,
+    NAMES,
     Loss,
     Provider,
     cross_entropy_truth,
@@ -22,26 +25,28 @@ from .linear_losses import (
     truth,
 )
 from .record import Record
+from .settings import DEVICE, tiny
 from .smoke import unavailable_reason
-from .timing import Step, first_line, gemm_step, interleave, peak_mib, runnable
+from .timing import Step, Timing, first_line, gemm_step, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
 TOKENS = (2048, 8192, 32768)
-SECONDS = 5  # per case, over all rounds
+SECONDS = tiny(4, 0)  # per group of providers, over all rounds
 LOGP_TARGET = 2e-4
 GRADIENT_LIMIT = 2**-7  # relative, where eager PyTorch does not run
 EAGER_LIMIT = 60e9  # bytes; eager PyTorch is skipped if it needs more
 GEMMS, HALF, FORWARD = "three GEMMs", "ours, half the rows without gradient", "ours, forward only"
 CSRC = "ours, rows by csrc"
-TARGETS = {  # our time relative to the others
-    GEMMS: ("at most", 1.08),
-    "per token": ("at most", 1 / 1.3),
-    "scalar": ("at most", 1.0),
-}
+LOGPS = "log-probs"
+GEMM_TARGETS = {"Qwen2.5-1.5B": 1.15}  # our time relative to the GEMMs; others: 1.08
+PEER_TARGETS = "1.3 per token, 1.0 scalar"
 
 
-def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str, Any], dict]:
+def check(
+    losses: dict[str, tuple[Loss, bool]], head: Head, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Relative errors against float64 of the providers that run, and why others are not timed."""
+    small = linear_batch(SMALL, head, dtype, device)
     accuracy, failed = {}, {}
     for name, (loss, scalar) in losses.items():
         try:
@@ -52,8 +57,10 @@ def check(losses: dict[str, tuple[Loss, bool]], small: Batch) -> tuple[dict[str,
         limit = 1.05 * max(accuracy["eager"][1:]) if "eager" in accuracy else GRADIENT_LIMIT
         if not (worst := max(accuracy[name][1:])) <= limit:
             failed[name] = f"gradients are off by {worst:.1e}, more than {limit:.1e}"
-    if "ours" in accuracy and not (worst := logp_error(small)) <= LOGP_TARGET:
-        failed["ours"] = f"log-probs are off by {worst:.1e}, more than {LOGP_TARGET:.0e}"
+    if "ours" in accuracy:
+        accuracy[LOGPS] = [logp_error(small)]
+        if not (worst := accuracy[LOGPS][0]) <= LOGP_TARGET:
+            failed["ours"] = f"log-probs are off by {worst:.1e}, more than {LOGP_TARGET:.0e}"
     for name, reason in failed.items():
         print(f"{name} is skipped: {reason}")
     return accuracy, failed
@@ -81,54 +88,72 @@ def compare(
     head: Head,
     tokens: int,
     seconds: float = SECONDS,
-    compiled: bool = False,
+    chosen: Mapping[str, Provider] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
-    """Check, time and record one shape; returns each provider's minimum time in milliseconds."""
-    runnable_peers, missing = providers(device, compiled)
-    if reason := unavailable_reason("native", device.type):
-        missing[CSRC] = reason
-    else:
-        runnable_peers[CSRC] = Provider(functools.partial(ours, backend="native"))
-    small = linear_batch(512, head, dtype, device)
-    accuracy, failed = check({n: (p.loss, p.scalar) for n, p in runnable_peers.items()}, small)
-    logp = logp_error(small) if "ours" not in failed else None
-    del small
+    """Check, time and record one shape; returns each provider's minimum time in milliseconds.
 
+    Ours is timed together with the GEMMs and saved first. Every other provider then alternates with
+    ours and is saved before the next one starts, so that a run that is cut short keeps the rest.
+
+    chosen: the providers, by name; default: all that run without torch.compile. Without "ours",
+    ours is timed only for comparison.
+    """
+    missing: dict[str, str] = {}
+    if chosen is None:
+        chosen, missing = providers(device, False)
+    accuracy, failed = check(
+        {n: (p.loss, p.scalar) for n, p in chosen.items()}, head, dtype, device
+    )
     batch = linear_batch(tokens, head, dtype, device)
     if tokens * head.vocab * 24 > EAGER_LIMIT:
-        failed |= dict.fromkeys(["eager", "torch.compile"], "would not fit in memory")
-    steps: dict[str, Step] = {GEMMS: gemm_step(batch.hidden, batch.weight)}
-    steps |= {
-        name: lambda loss=p.loss: step(loss, batch)
-        for name, p in runnable_peers.items()
-        if name not in failed
-    }
-    if "ours" in steps:
-        # with mu = 0, no demonstration has a gradient
-        steps[HALF] = lambda: step(ours, batch._replace(mu=0.0))
-        steps[FORWARD] = lambda: forward_only(batch)
-    timings = interleave(runnable(steps, failed), device, seconds)
-    flops = 6 * tokens * head.hidden * head.vocab
+        failed |= dict.fromkeys({"eager", COMPILED} & chosen.keys(), "would not fit in memory")
+    own = chosen.get("ours", Provider(ours)).loss
+    steps: dict[str, Step] = {"ours": lambda: step(own, batch)} if "ours" not in failed else {}
+    if "ours" in chosen:
+        gemms = {GEMMS: gemm_step(batch.hidden, batch.weight)}
+        if steps:
+            # with mu = 0, no demonstration has a gradient
+            steps[HALF] = lambda: step(own, batch._replace(mu=0.0))
+            steps[FORWARD] = lambda: forward_only(batch)
+        steps = gemms | steps
     common = {"device": device.type, "work": "linear", "shape": shape, "tokens": tokens}
     common["case"] = "all live"
-    for name, timing in timings.items():
+
+    def save(name: str, timing: Timing, others: Mapping[str, Timing]) -> None:
         batch.hidden.grad = batch.weight.grad = None
+        work = (1 / 3 if name == FORWARD else 1) * 6 * tokens * head.hidden * head.vocab
         record.add(
             **common,
             provider=name,
             ms=timing.best,
             median_ms=timing.median,
             rounds=timing.rounds,
-            tflops=(1 / 3 if name == FORWARD else 1) * flops / timing.best / 1e9,
-            fraction_of_gemms=timings[GEMMS].best / timing.best if GEMMS in timings else None,
+            tflops=work / timing.best / 1e9,
+            fraction_of_gemms=others[GEMMS].best / timing.best if GEMMS in others else None,
+            ours_ms=others["ours"].best if "ours" in others else None,  # in the same rounds
             mib=peak_mib(steps[name], device) - gradients_mib(name, batch),
-            scalar=name in runnable_peers and runnable_peers[name].scalar,
+            scalar=name in chosen and chosen[name].scalar,
             errors=accuracy.get(name),
-            logp_error=logp if name == "ours" else None,
+            logp_error=accuracy[LOGPS][0] if name == "ours" else None,
         )
+        record.save()
+
+    steps = runnable(steps, failed)
+    timings = interleave(steps, device, seconds) if "ours" in chosen else {}
+    for name, timing in timings.items():
+        save(name, timing, timings)
+    for name in [name for name in chosen if name not in ("ours", *failed)]:
+        peer = {name: functools.partial(step, chosen[name].loss, batch)}
+        if not runnable(peer, failed):
+            continue
+        steps |= peer
+        pair = interleave({n: steps[n] for n in ("ours", name) if n in steps}, device, seconds)
+        timings[name] = pair[name]
+        save(name, pair[name], pair)
     for name, reason in (missing | failed).items():
         record.add(**common, provider=name, not_run=reason)
+    record.save()
     return {name: timing.best for name, timing in timings.items()}
 
 
@@ -139,28 +164,60 @@ def gradients_mib(name: str, batch: Batch) -> float:
     return (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
 
 
-def report(title: str, best: dict[str, float], scalar: set[str]) -> None:
+def report(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print times and ratios, each with the target if there is one."""
     print(f"\n{title}")
-    if not {"ours", GEMMS, HALF} <= best.keys():
-        print(f"nothing to compare; these ran: {', '.join(best)}")
-        return
-    ours_ms = best["ours"]
-    for name, ms in best.items():
-        print(f"{name:40} {ms:9.3f} ms   time / ours {ms / ours_ms:5.2f}")
-    print(
-        f"ours / GEMMs {ours_ms / best[GEMMS]:.3f} (target 1.08), half without gradient / all "
-        f"{best[HALF] / ours_ms:.3f} (target 0.72)"
-    )
-    for name in best.keys() - {GEMMS, HALF, CSRC, FORWARD, "ours", "eager"}:
-        kind = "scalar" if name in scalar else "per token"
-        print(f"ours / {name}: {ours_ms / best[name]:.3f} (target {TARGETS[kind][1]:.2f})")
+    for row in rows:
+        if "not_run" in row:
+            print(f"{row['provider']:40} not run: {row['not_run']}")
+            continue
+        line = f"{row['provider']:40} {row['ms']:9.3f} ms"
+        if row["ours_ms"]:
+            line += f"   time / ours {row['ms'] / row['ours_ms']:5.2f}"
+        if row["provider"] == "ours" and row["fraction_of_gemms"]:
+            limit = GEMM_TARGETS.get(row["shape"], 1.08)
+            line += f"   time / GEMMs {1 / row['fraction_of_gemms']:.3f} (target {limit})"
+        print(line)
+    print(f"targets: half without gradient 0.72, peers {PEER_TARGETS}")
+
+
+PEERS = tuple(name for name in NAMES if name not in ("ours", "eager"))
+
+
+def linear_providers(device: torch.device) -> tuple[dict[str, Provider], dict[str, str]]:
+    """All providers but torch.compile, also our row kernels in CUDA."""
+    found, missing = providers(device, compiled=False)
+    if reason := unavailable_reason("native", device.type):
+        missing[CSRC] = reason
+    else:
+        found[CSRC] = Provider(functools.partial(ours, backend="native"))
+    return found, missing
+
+
+def run(shape: str, tokens: int, chosen: Mapping[str, Provider], record: Record) -> None:
+    device, title = torch.device(DEVICE), f"{shape}, {scaled(tokens)} tokens, bfloat16"
+    compare(record, device, shape, HEADS[shape], scaled(tokens), chosen=chosen)
+    report(title, record.rows)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("shape", HEADS)
-def test_linear(shape: str, tokens: int, record: Record) -> None:
-    device = torch.device("cuda")
-    compiled = shape == "Qwen2.5-7B" and tokens == 8192  # only one case: compiling takes a minute
-    best = compare(record, device, shape, HEADS[shape], tokens, compiled=compiled)
-    scalar = {name for name, p in providers(device, False)[0].items() if p.scalar}
-    report(f"{shape}, {tokens} tokens, bfloat16", best, scalar)
+def test_ours(shape: str, tokens: int, record: Record) -> None:
+    found, _ = linear_providers(torch.device(DEVICE))
+    run(shape, tokens, {n: found[n] for n in ("ours", CSRC, "eager") if n in found}, record)
+
+
+@pytest.mark.parametrize("tokens", TOKENS[:2])
+@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize("peer", PEERS)
+def test_peer(peer: str, shape: str, tokens: int, record: Record) -> None:
+    found, missing = linear_providers(torch.device(DEVICE))
+    if peer not in found:
+        pytest.skip(f"{peer}: {missing[peer]}")
+    run(shape, tokens, {peer: found[peer]}, record)
+
+
+def test_compiled_eager(record: Record) -> None:
+    """Only one case: compiling takes a minute."""
+    found = providers(torch.device(DEVICE), compiled=True)[0]
+    run("Qwen2.5-7B", 8192, {COMPILED: found[COMPILED]}, record)

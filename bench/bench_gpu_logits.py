@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from unittest import mock
 
 import pytest
@@ -14,17 +14,19 @@ from torch import Tensor
 from gac_kernels import fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import cuda
 
-from .batches import HEADS, LENGTH, Batch, peaked_logits
+from .batches import HEADS, LENGTH, SMALL, Batch, peaked_logits, scaled
 from .linear_losses import SPEC, mixed_loss
 from .record import Record
 from .row_case import row_case
+from .settings import DEVICE, tiny
 from .smoke import unavailable_reason
 from .timing import Step, copy_bandwidth, first_line, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
 TOKENS = (2048, 8192)
 BACKENDS = {"ours, Triton": "triton", "ours, csrc": "native"}
-SECONDS = 3
+SECONDS = tiny(3, 0)
+TRL = "TRL log-softmax and entropy"
 # (blocks, tiles) to compare; with nine tiles per block, three blocks fit on a multiprocessor
 SPLITS = ((2, 28), (4, 14), (4, 28), (8, 7), (8, 9), (8, 14), (8, 28))
 SPLIT_CASES = {  # dtypes of logits and gradient, rows: as in a trainer, and as in the chunked head
@@ -85,8 +87,8 @@ def backward(loss: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
 
 
 def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], dict[str, str]]:
-    """The losses that run here, and why the others do not."""
-    runnable_losses: dict[str, Callable[[Batch], Tensor]] = {"eager": eager}
+    """The losses that run here, ours first, and why the others do not."""
+    runnable_losses: dict[str, Callable[[Batch], Tensor]] = {}
     missing = {}
     for title, name in BACKENDS.items():
         if reason := unavailable_reason(name, device.type):
@@ -96,12 +98,13 @@ def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], 
         runnable_losses[f"{title}, overwrite"] = functools.partial(
             fused, backend=name, overwrite=True
         )
+    runnable_losses["eager"] = eager
     try:
         importlib.import_module("trl.kernels.logprob_entropy")
     except (ImportError, RuntimeError) as error:
-        missing["TRL log-softmax and entropy"] = str(error)
+        missing[TRL] = str(error)
     else:
-        runnable_losses["TRL log-softmax and entropy"] = trl
+        runnable_losses[TRL] = trl
     return runnable_losses, missing
 
 
@@ -133,54 +136,70 @@ def compare(
     bandwidth: float,
     seconds: float = SECONDS,
     dtype: torch.dtype = torch.bfloat16,
+    chosen: Container[str] | None = None,
 ) -> dict[str, float]:
-    """Check, time and record every loss; returns minimum times in milliseconds.
+    """Check, time and record losses; returns minimum times in milliseconds.
 
-    bandwidth: of a copy, in GB/s.
+    Each group of providers (a copy with each of our backends, then each other loss) is saved before
+    the next one starts, so that a run that is cut short keeps the rest.
+
+    bandwidth: of a copy, in GB/s. chosen: names of losses; default: all.
     """
-    runnable_losses, missing = losses(device)
-    small = make_batch(512, vocab, dtype, device)
-    for name in list(runnable_losses):
-        if reason := find_error(runnable_losses[name], small):
-            del runnable_losses[name]
+    found, missing = losses(device)
+    found = {name: loss for name, loss in found.items() if chosen is None or name in chosen}
+    small = make_batch(SMALL, vocab, dtype, device)
+    for name in list(found):
+        if reason := find_error(found[name], small):
+            del found[name]
             missing[name] = reason
             print(f"{name} is skipped: {reason}")
     batch = make_batch(tokens, vocab, dtype, device)
     # to restore overwritten logits, outside the timed region
     source = batch.hidden.detach().clone()
     destination = torch.empty_like(source)
-    steps: dict[str, Step] = {"copy": lambda: destination.copy_(source)}
-    steps |= {
-        name: lambda loss=loss: backward(loss, batch) for name, loss in runnable_losses.items()
+    steps: dict[str, Step] = {
+        name: functools.partial(backward, loss, batch) for name, loss in found.items()
     }
     for title, backend in BACKENDS.items():
-        if title in runnable_losses:
-            steps[f"{title}, forward only"] = lambda b=backend: forward_only(batch, b)
+        if title in found:
+            steps[f"{title}, forward only"] = functools.partial(forward_only, batch, backend)
+    groups: dict[str, dict[str, Step]] = {"copy": {"copy": lambda: destination.copy_(source)}}
+    for name, step in steps.items():
+        own = next((title for title in BACKENDS if name.startswith(title)), name)
+        groups.setdefault(own, {})[name] = step
+    groups["copy"] |= groups.pop(next(iter(BACKENDS)), {})
 
     def restore(_: str) -> None:
         # for every provider: the next one must not get a gradient as its logits
         batch.hidden.data.copy_(source)
 
-    timings = interleave(runnable(steps, missing), device, seconds, prepare=restore)
     common = {"device": device.type, "work": "logits", "shape": shape, "tokens": tokens}
-    for name, timing in timings.items():
-        passes = 1 if "forward" in name else 2
-        bandwidth_used = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
-        restore(name)
-        record.add(
-            **common,
-            provider=name,
-            case="forward" if passes == 1 else "loss + gradient",
-            ms=timing.best,
-            median_ms=timing.median,
-            rounds=timing.rounds,
-            gbs=bandwidth_used,
-            fraction_of_copy=bandwidth_used / bandwidth,
-            mib=peak_mib(steps[name], device),
-        )
+    best = {}
+    for group in groups.values():
+        group = runnable(group, missing)
+        timings = interleave(group, device, seconds, prepare=restore) if group else {}
+        for name, timing in timings.items():
+            best[name] = timing.best
+            passes = 1 if "forward" in name else 2
+            used = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
+            restore(name)
+            record.add(
+                **common,
+                provider=name,
+                case="forward" if passes == 1 else "loss + gradient",
+                ms=timing.best,
+                median_ms=timing.median,
+                rounds=timing.rounds,
+                gbs=used,
+                fraction_of_copy=used / bandwidth,
+                mib=peak_mib(group[name], device),
+            )
+        record.save()
     for name, reason in missing.items():
-        record.add(**common, provider=name, case="loss + gradient", not_run=reason)
-    return {name: timing.best for name, timing in timings.items()}
+        if chosen is None or name in chosen:
+            record.add(**common, provider=name, case="loss + gradient", not_run=reason)
+    record.save()
+    return best
 
 
 def forward_only(batch: Batch, backend: str) -> None:
@@ -188,13 +207,11 @@ def forward_only(batch: Batch, backend: str) -> None:
         token_logprobs(batch.hidden, batch.targets, backend=backend)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("shape", HEADS)
-def test_logits(shape: str, tokens: int, record: Record) -> None:
-    device = torch.device("cuda")
+def run(shape: str, tokens: int, record: Record, chosen: Container[str]) -> None:
+    device = torch.device(DEVICE)
     bandwidth = copy_bandwidth(device)
-    vocab = HEADS[shape].vocab
-    best = compare(record, device, shape, tokens, vocab, bandwidth)
+    vocab, tokens = HEADS[shape].vocab, scaled(tokens)
+    best = compare(record, device, shape, tokens, vocab, bandwidth, chosen=chosen)
     bound = 2 * tokens * vocab / bandwidth / 1e6  # ms for one pass over the logits in bfloat16
     print(f"\n{shape}, {tokens} tokens; a copy runs at {bandwidth:.0f} GB/s")
     for name, ms in best.items():
@@ -202,19 +219,38 @@ def test_logits(shape: str, tokens: int, record: Record) -> None:
     print("targets: Triton 3 / 0.85 = 3.53 passes, csrc 2 / 0.85 = 2.35, forward 1 / 0.9 = 1.11")
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", HEADS)
+def test_ours(shape: str, tokens: int, record: Record) -> None:
+    run(
+        shape,
+        tokens,
+        record,
+        [*(f"{b}{o}" for b in BACKENDS for o in ("", ", overwrite")), "eager"],
+    )
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", list(HEADS)[:2])
+def test_peer(shape: str, tokens: int, record: Record) -> None:
+    """TRL is the only one with log-probs of given logits."""
+    run(shape, tokens, record, [TRL])
+
+
 @pytest.mark.parametrize("case", SPLIT_CASES)
 def test_row_splits(case: str, record: Record) -> None:
     """Compare the splits that `cuda.split` chooses from: blocks per row, tiles per block."""
     shape = "Qwen2.5-7B"
-    if reason := unavailable_reason("native", "cuda"):
+    device = torch.device(DEVICE)
+    if reason := cuda.unavailable(device, torch.float32) or unavailable_reason("native", DEVICE):
         pytest.skip(reason)
     dtypes, rows = SPLIT_CASES[case]
-    run = row_case(cuda, rows, HEADS[shape].vocab, *dtypes, torch.device("cuda"))
+    run = row_case(cuda, rows, HEADS[shape].vocab, *dtypes, device)
     failed: dict[str, str] = {}
     steps = runnable(splits(run, HEADS[shape].vocab, dtypes[0]), failed)
     nbytes = rows * HEADS[shape].vocab * sum(t.itemsize for t in dtypes)
-    common = {"device": "cuda", "work": "splits", "shape": shape, "tokens": rows, "case": case}
-    for name, timing in interleave(steps, torch.device("cuda"), SECONDS).items():
+    common = {"device": DEVICE, "work": "splits", "shape": shape, "tokens": rows, "case": case}
+    for name, timing in interleave(steps, device, SECONDS).items():
         bandwidth_used = nbytes / timing.best / 1e6
         print(f"{name:24} {timing.best:8.3f} ms {bandwidth_used:6.0f} GB/s")
         record.add(
@@ -225,6 +261,7 @@ def test_row_splits(case: str, record: Record) -> None:
             rounds=timing.rounds,
             gbs=bandwidth_used,
         )
+    record.save()
     for name, reason in failed.items():
         record.add(**common, provider=name, not_run=reason)
 

@@ -15,26 +15,39 @@ from gac_kernels import backends, fused_linear_gac_loss
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import TokenTerms
 
-from .batches import HEADS, Batch, linear_batch
+from . import settings
+from .batches import HEADS, Batch, linear_batch, scaled
 from .bench_gpu_logits import backward, eager, fused, make_batch
 from .linear_losses import SPEC, ours, step
 from .record import Record
+from .settings import tiny
 from .smoke import unavailable_reason
 from .timing import Step, interleave
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
-REPEATS = 50
+DEVICE = torch.device(settings.DEVICE)
+REPEATS = tiny(50, 1)
+VOCAB = tiny(32000, 50)
 
 
-def host_us(run: Callable[[], object], rounds: int = 200) -> float:
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def needs_graphs() -> None:
+    if DEVICE.type != "cuda":
+        pytest.skip("needs CUDA graphs")
+
+
+def host_us(run: Callable[[], object], rounds: int = tiny(200, 10)) -> float:
     """Median time from the call to the end of its work on the device, in microseconds."""
     times = []
     for _ in range(rounds):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(1e6 * (time.perf_counter() - start))
     return statistics.median(times[rounds // 10 :])
 
@@ -48,15 +61,15 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def test_launch_overhead(backend: str, record: Record) -> None:
     """256 tokens, V = 32000. Target: no slower than eager PyTorch."""
-    batch = make_batch(256, 32000, torch.bfloat16, DEVICE)
+    batch = make_batch(scaled(256), VOCAB, torch.bfloat16, DEVICE)
     runs = {"eager": eager, f"ours, {backend}": functools.partial(fused, backend=backend)}
     times = {name: host_us(lambda loss=loss: backward(loss, batch)) for name, loss in runs.items()}
     for name, microseconds in times.items():
         print(f"{name:20} {microseconds:8.1f} us")
         record.add(
-            device="cuda",
+            device=DEVICE.type,
             work="launch",
-            shape="V=32000",
+            shape=f"V={VOCAB}",
             tokens=256,
             provider=name,
             case="loss + gradient",
@@ -68,7 +81,8 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     """Loss and backward pass are captured in one graph; a replay on other logits gives their loss
     and gradient.
     """
-    batch = make_batch(512, 32000, torch.bfloat16, DEVICE)
+    needs_graphs()
+    batch = make_batch(512, VOCAB, torch.bfloat16, DEVICE)
     run = functools.partial(fused, backend=backend)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -89,9 +103,9 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     expected = backward(run, batch).item(), batch.hidden.grad
     assert replayed[0] == expected[0] and torch.equal(replayed[1], expected[1])
     record.add(
-        device="cuda",
+        device=DEVICE.type,
         work="graph",
-        shape="V=32000",
+        shape=f"V={VOCAB}",
         tokens=512,
         provider=f"ours, {backend}",
         case="replay",
@@ -124,6 +138,7 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
 
     Signals are read once every `update_every` steps; the other updates do not read them.
     """
+    needs_graphs()
     batch = linear_batch(tokens, HEADS["Qwen2.5-7B"], torch.bfloat16, DEVICE)
     steps: dict[str, Step] = {"loss": lambda: step(ours, batch)}
     steps |= {f"reduce, moments={x}": reductions(batch, x) for x in (False, True)}
@@ -150,7 +165,7 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
         ("signals and update", refresh),
     ):
         record.add(
-            device="cuda",
+            device=DEVICE.type,
             work="statistics",
             shape="Qwen2.5-7B",
             tokens=tokens,

@@ -1,36 +1,54 @@
 """The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
-Each part is a list of steps. A step is a process with a time limit; if it fails, the next one still
-runs. Its output goes to bench/results/first-run/ and its measurements to bench/results/;
-after every step both are copied to the folder given by the environment variable OUT. Requires
-torch, triton, transformers, pytest and nvcc; peers are benchmarked if their wheels are in
-bench/wheels/ (or in the folder given by GAC_WHEELS):
+Part 1 checks that everything works and times single GEMMs, part 2 times our losses, part 3 other
+libraries, part 4 the trainer; part 5 runs sanitizers and profilers. Each part is a list of steps. A
+step is a process with a time limit; if it fails or hangs, the next one still runs. Measurements go
+to bench/results/ as they are made, logs to bench/results/first-run/; new results and one archive of
+the logs are also copied to the folder given by the environment variable OUT. Requires torch,
+triton, transformers and pytest, and nvcc unless a library was built before:
+
+    python3 -m gac_kernels.build_cuda --arch 90a
+
+Peers are benchmarked if their wheels are in bench/wheels/ (or in the folder given by GAC_WHEELS):
 
     python3 -m pip download --no-deps -d bench/wheels -r requirements/peers.txt
+
+Git ignores the library and the wheels: list both where files for the GPU machine are selected.
+`--dry-run` runs the same steps on a CPU, with interpreted kernels and tiny sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .record import RESULTS
+from .processes import adopt_orphans, run_limited
+from .settings import DEVICE, RESULTS, SKIPPED, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = Path(__file__).parent / "wheels"
-PART_SECONDS = 600
+PART_SECONDS = 560  # a command on the GPU machine is killed after 600
+MIN_SECONDS = 5  # a step does not start with less time left
 SHARE = 0.95  # fraction of a step's time limit for its tests; the rest is for their report
+LOG_BYTES = 4 << 20  # of each log, its end
+LAST_LINES = 12  # of each log, on the screen
+TOOL_FOLDERS = (  # where profilers are if they are not on the PATH
+    "/usr/local/cuda*/bin",
+    "/usr/local/cuda*/compute-sanitizer",
+    "/usr/local/cuda*/nsight-compute*",
+    "/opt/nvidia/nsight-compute/*",
+    "/opt/nvidia/nsight-systems/*/bin",
+)
 
 
 class Step(NamedTuple):
@@ -47,22 +65,11 @@ def python(module: str, *arguments: str) -> list[str]:
 
 def guarded(name: str, seconds: int, limit: int, *arguments: str) -> Step:
     """A step that runs tests that may hang; each test has at most `limit` seconds."""
-    command = python(
-        "bench.watchdog",
-        "--limit",
-        str(limit),
-        "--seconds",
-        str(int(SHARE * seconds)),
-        "-q",
-        "-s",
-        "-m",
-        "gpu",
-        *arguments,
-    )
-    return Step(name, seconds, command)
+    limits = ["--limit", str(limit), "--seconds", str(int(SHARE * seconds))]
+    return Step(name, seconds, python("bench.watchdog", *limits, "-qs", "-m", "gpu", *arguments))
 
 
-def tiny(*options: str) -> list[str]:
+def small_case(*options: str) -> list[str]:
     """Command for a native case small enough for a sanitizer; the 15 bytes that a bulk load may
     read past a row are inside the allocation.
     """
@@ -70,7 +77,7 @@ def tiny(*options: str) -> list[str]:
 
 
 def sanitizer(tool: str, *options: str) -> list[str]:
-    return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *tiny(*options)]
+    return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *small_case(*options)]
 
 
 def ncu(*options: str) -> list[str]:
@@ -88,75 +95,97 @@ def ncu(*options: str) -> list[str]:
     ]
 
 
-WIDE = ("--dtype", "float32", "--rows", "1408")
-LINEAR = "bench/bench_gpu_linear.py"
+WIDE = ("--dtype", "float32", "--rows", "512")
+LINEAR, LOGITS, SMALL = (f"bench/bench_gpu_{name}.py" for name in ("linear", "logits", "small"))
+ARCH = tiny((), ("--arch", "90a"))  # default: the device's
+BUILD = Step("build", 60, python("gac_kernels.build_cuda", *ARCH))
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (
-        Step("the device", 15, ["nvidia-smi"]),
-        Step("build", 120, python("gac_kernels.build_cuda")),
-        Step("smoke triton", 90, python("bench.smoke", "triton", "cuda")),
-        Step("smoke native", 90, python("bench.smoke", "native", "cuda")),
-        Step("GEMMs", 110, python("bench.gemm_probe")),
-        guarded("Triton tests", 165, 90, "tests/test_triton_gpu.py", "tests/test_batch.py"),
+        Step("device", 10, ["nvidia-smi"]),
+        BUILD,
+        Step("smoke triton", 60, python("bench.smoke", "triton", DEVICE)),
+        Step("smoke native", 40, python("bench.smoke", "native", DEVICE)),
+        Step("GEMMs", 80, python("bench.gemm_probe", "--device", DEVICE)),
+        guarded("csrc tests", 90, 60, "tests/test_cuda_gpu.py"),
+        guarded("Triton tests", 120, 60, "tests/test_triton_gpu.py", "tests/test_batch.py"),
+        guarded("linear-form tests", 100, 60, "tests/test_linear_gpu.py"),
     ),
     2: (
-        Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("linear-form tests", 150, 90, "tests/test_linear_gpu.py"),
-        guarded("csrc tests", 150, 90, "tests/test_cuda_gpu.py"),
-        Step("memcheck, separate output", 45, sanitizer("memcheck")),
-        Step("memcheck, in place", 45, sanitizer("memcheck", "--overwrite")),
-        Step("synccheck, separate output", 45, sanitizer("synccheck")),
-        Step("synccheck, in place", 45, sanitizer("synccheck", "--overwrite")),
+        BUILD,
+        guarded("linear, 7B", 120, 60, LINEAR, "-k", "ours and 7B"),
+        guarded("linear, 1.5B", 80, 60, LINEAR, "-k", "ours and 1.5B"),
+        guarded("logits, 7B", 90, 60, LOGITS, "-k", "ours and 7B"),
+        guarded("logits, 1.5B", 50, 50, LOGITS, "-k", "ours and 1.5B"),
+        guarded("row splits", 50, 40, LOGITS, "-k", "splits"),
+        guarded("small batches", 60, 40, SMALL),
+        guarded("Llama-3", 50, 50, f"{LINEAR}", LOGITS, "-k", "ours and Llama"),
     ),
     3: (
-        Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("logits-level loss", 240, 90, "bench/bench_gpu_logits.py"),
-        guarded("small batches", 120, 60, "bench/bench_gpu_small.py"),
-        Step("profile csrc bfloat16", 30, ncu("--backend", "native")),
-        Step("profile csrc float32 to bfloat16", 30, ncu("--backend", "native", *WIDE)),
-        Step("profile Triton bfloat16", 30, ncu("--backend", "triton")),
-        Step("profile Triton float32 to bfloat16", 30, ncu("--backend", "triton", *WIDE)),
+        guarded("linear peers, 7B, 8192", 150, 60, LINEAR, "-k", "peer and 7B and 8192"),
+        guarded("linear peers, 1.5B, 8192", 100, 60, LINEAR, "-k", "peer and 1.5B and 8192"),
+        guarded("logits peers", 90, 60, LOGITS, "-k", "peer"),
+        guarded("linear peers, 2048", 110, 60, LINEAR, "-k", "peer and 2048 and not Llama"),
+        guarded("compiled eager", 110, 100, LINEAR, "-k", "compiled"),
     ),
     4: (
-        Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("linear, 7B", 240, 150, LINEAR, "-k", "Qwen2.5-7B"),
-        guarded("linear, other heads", 230, 90, LINEAR, "-k", "not Qwen2.5-7B"),
+        Step("TRL trainers", 270, python("bench.bench_trl")),
+        Step("overhead", 150, python("bench.overhead", "--cycles", "3")),
+        Step("FSDP2, one process", 60, python("bench.fsdp_step")),
+        Step("vLLM", 60, python("bench.vllm_logprobs")),
     ),
     5: (
-        Step("build", 120, python("gac_kernels.build_cuda")),
-        guarded("csrc tests", 110, 90, "tests/test_cuda_gpu.py"),
-        guarded(
-            "logits-level loss, 7B", 120, 90, "bench/bench_gpu_logits.py", "-k", "7B or splits"
-        ),
-        guarded("linear, 7B", 220, 150, LINEAR, "-k", "Qwen2.5-7B"),
-        Step("tables", 20, python("bench.table")),
+        BUILD,
+        Step("profile csrc bfloat16", 50, ncu("--backend", "native")),
+        Step("profile csrc float32 to bfloat16", 50, ncu("--backend", "native", *WIDE)),
+        Step("profile Triton bfloat16", 50, ncu("--backend", "triton")),
+        Step("profile Triton float32 to bfloat16", 50, ncu("--backend", "triton", *WIDE)),
+        Step("trace, 7B", 60, python("bench.trace")),
+        Step("memcheck, separate output", 60, sanitizer("memcheck")),
+        Step("memcheck, in place", 60, sanitizer("memcheck", "--overwrite")),
+        Step("synccheck, separate output", 60, sanitizer("synccheck")),
+        Step("synccheck, in place", 60, sanitizer("synccheck", "--overwrite")),
     ),
 }
 
 
-def run_step(step: Step, log: Path, environment: dict[str, str]) -> str:
-    """Run a step in its own process group; returns "done" or the reason why it failed."""
-    if shutil.which(step.command[0]) is None:
-        return f"skipped: {step.command[0]} is not on the PATH"
+def find_tool(name: str) -> str | None:
+    """Path of a program on the PATH or in the folders of CUDA and Nsight, the newest first."""
+    home = os.environ.get("CUDA_HOME")
+    patterns = [*(f"{home}/{folder}" for folder in ("bin", "compute-sanitizer") if home)]
+    folders = (sorted(Path("/").glob(p.lstrip("/")), reverse=True) for p in TOOL_FOLDERS)
+    candidates = [name, *(f"{f}/{name}" for f in [*patterns, *(f for fs in folders for f in fs)])]
+    return next(filter(None, map(shutil.which, candidates)), None)
+
+
+def missing(step: Step) -> str | None:
+    """Why a step cannot run, or None."""
+    program, *arguments = step.command
+    if find_tool(program) is None:
+        return f"no {program}"
+    module = arguments[1] if arguments[:1] == ["-m"] else None
+    if module and importlib.util.find_spec(module) is None:
+        return f"no {module}"
+    return None
+
+
+def run_step(step: Step, log: Path, environment: dict[str, str], seconds: float) -> str:
+    """Run a step; returns "done", "skipped: REASON" or the reason why it failed."""
+    if reason := missing(step):
+        return f"skipped: {reason}"
+    program, *arguments = step.command
     with log.open("w") as text:
-        process = subprocess.Popen(
-            step.command,
-            cwd=ROOT,
-            env=environment,
-            stdout=text,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        code = run_limited(
+            [find_tool(program) or program, *arguments], seconds, ROOT, environment, text
         )
-        try:
-            code = process.wait(timeout=step.seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        with contextlib.suppress(ProcessLookupError):  # kills leftover child processes too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    if code == SKIPPED:
+        return last_lines(log, 1)
     if code is None:
-        return f"timed out after {step.seconds} s"
+        return f"timed out after {seconds:.0f} s"
     return "done" if code == 0 else f"failed with exit code {code}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    return "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-count:])
 
 
 def peers(folder: Path, into: Path) -> list[str]:
@@ -170,28 +199,74 @@ def peers(folder: Path, into: Path) -> list[str]:
     return [wheel.name for wheel in wheels]
 
 
-def run_part(steps: Sequence[Step], folder: Path, out: Path | None) -> dict[str, str]:
-    """Run every step in order; returns the outcome of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    outcomes = {}
+def run_part(
+    steps: Sequence[Step], folder: Path, out: Path | None, seconds: float
+) -> dict[str, str]:
+    """Run every step in order, within `seconds` in all; returns the outcome of each."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    outcomes: dict[str, str] = {}
+    began, stop = time.time(), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as unpacked:
         names = peers(Path(os.environ.get("GAC_WHEELS", WHEELS)), Path(unpacked))
         print(f"peers' wheels: {', '.join(names) or 'none'}", flush=True)
         path = [str(ROOT), os.environ.get("PYTHONPATH", ""), unpacked]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        environment["PYTHONUNBUFFERED"] = "1"  # a killed step's output is complete
         for number, step in enumerate(steps, 1):
             start = time.monotonic()
             log = folder / f"{number}-{step.name.replace(' ', '-').replace(',', '')}.txt"
-            outcomes[step.name] = run_step(step, log, environment)
+            limit = min(step.seconds, stop - start)
+            if limit < MIN_SECONDS:
+                outcomes[step.name] = "skipped: no time left"
+            else:
+                outcomes[step.name] = run_step(step, log, environment, limit)
             line = f"{step.name}: {outcomes[step.name]} ({time.monotonic() - start:.0f} s)"
             print(line, flush=True)
             with (folder / "summary.txt").open("a") as summary:
                 summary.write(line + "\n")
-            if log.exists() and outcomes[step.name] != "done":
-                print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
+            if log.exists() and not outcomes[step.name].startswith("skipped"):
+                print(last_lines(log, LAST_LINES), flush=True)
             if out:
-                shutil.copytree(RESULTS, out / "results", dirs_exist_ok=True)
+                copy_out(folder, out, began)
     return outcomes
+
+
+def copy_out(folder: Path, out: Path, since: float) -> None:
+    """Copy to `out` the summary, one archive of the logs, and the results written since then.
+
+    The GPU machine returns few files, and none from deep folders.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / f"{folder.name}-logs.partial"
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        for log in sorted(folder.iterdir()):
+            archive.writestr(log.name, log.read_bytes()[-LOG_BYTES:])
+    partial.replace(out / f"{folder.name}-logs.zip")
+    shutil.copy(folder / "summary.txt", out / f"{folder.name}-summary.txt")
+    for path in RESULTS.glob("*.json"):
+        if path.stat().st_mtime >= since:
+            shutil.copy(path, out)
+
+
+def dry_run(arguments: Sequence[str]) -> None:
+    """Replace this process by a dry run, whose steps inherit its environment."""
+    out = os.environ.get("OUT") or tempfile.mkdtemp(prefix="gac-dry-run-")
+    variables = {
+        "OUT": out,
+        "GAC_BENCH_DRY_RUN": "1",
+        "GAC_BENCH_RESULTS": str(Path(out) / "results"),
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    print(f"dry run; its results are in {out}", flush=True)
+    os.chdir(ROOT)
+    os.execve(sys.executable, python("bench.first_run", *arguments), {**os.environ, **variables})
+
+
+def interrupt(*_: Any) -> None:
+    """Turn a signal into an exception, so that the running step is killed."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -202,15 +277,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--part", type=int, choices=PARTS, required=True)
     parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="run on a CPU with tiny sizes")
     chosen = parser.parse_args(arguments)
+    steps = PARTS[chosen.part]
     if chosen.list:
-        for step in PARTS[chosen.part]:
+        for step in steps:
             print(f"{step.seconds:4} s  {step.name}: {' '.join(step.command)}")
         return 0
+    if chosen.dry_run:
+        dry_run(["--part", str(chosen.part)])
+    signal.signal(signal.SIGTERM, interrupt)
+    adopt_orphans()
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     folder = RESULTS / "first-run" / f"part-{chosen.part}"
-    outcomes = run_part(PARTS[chosen.part], folder, out)
-    return 0 if set(outcomes.values()) == {"done"} else 1
+    outcomes = run_part(steps, folder, out, PART_SECONDS)
+    return 0 if all(x == "done" or x.startswith("skipped") for x in outcomes.values()) else 1
 
 
 if __name__ == "__main__":

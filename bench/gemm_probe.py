@@ -12,10 +12,13 @@ import torch
 
 from .batches import HEADS, Head
 from .record import Record
+from .settings import DEVICE, tiny
 from .timing import Step, interleave, runnable
 
-ROWS = (1024, 1408, 1536, 2304, 4096)
-SECONDS = 0.4  # per shape, over all rounds
+# 512: a block of logits; 2048 and 8192: chunks of as many tokens; then other sizes of a chunk. At
+# least one that is no whole wave of tiles (1408).
+ROWS = tiny((512, 2048, 8192, 2304, 1024, 1408, 1536, 4096), (4, 8))
+SECONDS = tiny(0.4, 0)  # per shape, over all rounds
 
 
 def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
@@ -83,10 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS)[:2])
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args(arguments)
-    for shape in options.heads:
-        for rows in options.rows:
+    for rows in options.rows:  # the most important rows first, for every head
+        for shape in options.heads:
             record = Record()
             probe(record, shape, HEADS[shape], rows, torch.device(options.device), options.seconds)
             record.save()  # save after each shape, so that a timeout does not lose everything

@@ -18,6 +18,7 @@ from torch import Tensor
 from gac_kernels import LossSpec, fused_linear_gac_loss, reference
 
 from .batches import Batch
+from .settings import tiny
 
 SPEC = LossSpec(rollout_reduction="token", demo_reduction="token")
 Loss = Callable[[Batch], Tensor]
@@ -44,7 +45,7 @@ def mixed_loss(logps: Tensor, batch: Batch) -> Tensor:
     return (1 - batch.mu) * first + batch.mu * torch.where(demo, demonstration, 0).sum() / demos
 
 
-def ours(batch: Batch, backend: str = "auto") -> Tensor:
+def ours(batch: Batch, backend: str = tiny("auto", "triton")) -> Tensor:
     return fused_linear_gac_loss(
         batch.hidden,
         batch.weight,
@@ -139,43 +140,51 @@ def _quack_mean(batch: Batch) -> Tensor:
     return module.chunked_linear_cross_entropy(hidden, weight, targets)
 
 
+PEERS: dict[str, tuple[str, Provider]] = {  # module and provider, by name
+    "TRL chunked_logprob": ("trl.kernels.chunked_logprob", Provider(_trl)),
+    "Liger scaled cross-entropy": (
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+        Provider(_liger_tokens),
+    ),
+    "cut-cross-entropy": ("cut_cross_entropy", Provider(_cce)),
+    "Liger cross-entropy, mean": (
+        "liger_kernel.transformers.fused_linear_cross_entropy",
+        Provider(_liger_mean, True),
+    ),
+    "QuACK cross-entropy, mean": ("quack.linear_cross_entropy", Provider(_quack_mean, True)),
+}
+TORCH = {
+    "torch linear_cross_entropy, per token": Provider(_torch_tokens),
+    "torch linear_cross_entropy, mean": Provider(_torch_mean, scalar=True),
+}
+COMPILED = "torch.compile"
+NAMES = ("ours", "eager", *TORCH, *PEERS)
+
+
 def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider], dict[str, str]]:
     """The providers that run on `device`, ours first, and why the others do not."""
-    runnable_peers = {"ours": Provider(ours), "eager": Provider(eager)}
+    found = {"ours": Provider(ours), "eager": Provider(eager)}
     if compiled:
-        runnable_peers["torch.compile"] = Provider(torch.compile(eager))
+        found[COMPILED] = Provider(torch.compile(eager))
     missing = {}
     if hasattr(F, "linear_cross_entropy"):
-        runnable_peers["torch linear_cross_entropy, per token"] = Provider(_torch_tokens)
-        runnable_peers["torch linear_cross_entropy, mean"] = Provider(_torch_mean, scalar=True)
+        found |= TORCH
     else:
-        missing["torch linear_cross_entropy"] = f"not in torch {torch.__version__}"
-    peers = {
-        "TRL chunked_logprob": ("trl.kernels.chunked_logprob", Provider(_trl)),
-        "Liger scaled cross-entropy": (
-            "liger_kernel.ops.fused_linear_scaled_cross_entropy",
-            Provider(_liger_tokens),
-        ),
-        "cut-cross-entropy": ("cut_cross_entropy", Provider(_cce)),
-        "Liger cross-entropy, mean": (
-            "liger_kernel.transformers.fused_linear_cross_entropy",
-            Provider(_liger_mean, True),
-        ),
-        "QuACK cross-entropy, mean": ("quack.linear_cross_entropy", Provider(_quack_mean, True)),
-    }
-    for name, (module, provider) in peers.items():
+        missing |= dict.fromkeys(TORCH, f"not in torch {torch.__version__}")
+    for name, (module, provider) in PEERS.items():
         try:
             importlib.import_module(module)
         except (ImportError, RuntimeError) as error:
             missing[name] = str(error)
         else:
-            runnable_peers[name] = provider
+            found[name] = provider
     if device.type == "cpu":
-        runnable_peers.pop("Liger cross-entropy, mean", None)
+        found.pop("Liger cross-entropy, mean", None)
         missing["Liger cross-entropy, mean"] = "its Triton kernel needs a GPU"
         if not compiled:
-            runnable_peers.pop("cut-cross-entropy", None)
-    return runnable_peers, missing
+            found.pop("cut-cross-entropy", None)
+            missing["cut-cross-entropy"] = "its Triton kernel needs a GPU"
+    return found, missing
 
 
 def step(loss: Loss, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

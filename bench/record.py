@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+from .settings import RESULTS
+
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "quack-kernels")
 
 
@@ -40,10 +42,12 @@ class Record:
             old = json.loads(path.read_text())["rows"] if path.exists() else []
             merged = {key(row): row for row in [*old, *self.rows] if row["device"] == device}
             document = {"device": name, "date": str(datetime.date.today()), **environment(device)}
-            RESULTS.mkdir(exist_ok=True)
-            path.write_text(
-                json.dumps({**document, "rows": list(merged.values())}, indent=1) + "\n"
-            )
+            RESULTS.mkdir(exist_ok=True, parents=True)
+            text = json.dumps({**document, "rows": list(merged.values())}, indent=1) + "\n"
+            # never half a file, even if this process is killed
+            partial = path.with_suffix(".partial")
+            partial.write_text(text)
+            partial.replace(path)
             copy_out(path)
             paths.append(path)
         return paths
@@ -89,8 +93,8 @@ def environment(device: str) -> dict[str, Any]:
         info["cuda"] = torch.version.cuda
         query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        output = subprocess.run(command, capture_output=True, text=True, check=False)
-        info["nvidia-smi"] = dict(
-            zip(query.split(","), output.stdout.strip().split(", "), strict=False)
-        )
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # missing, or hangs
+            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+            values = run.stdout.strip().split(", ")
+            info["nvidia-smi"] = dict(zip(query.split(","), values, strict=False))
     return info

@@ -14,6 +14,7 @@ from gac_kernels import LossSpec, backends
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import plan
 
+from .settings import DEVICE, DRY_RUN
 from .timing import Step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,8 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--overwrite", action="store_true")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args(arguments)
+    if DRY_RUN:
+        options.rows, options.vocab = LENGTH, 50
     device = torch.device(options.device)
     run = row_case(
         backends.load(options.backend, device),

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from .settings import tiny
+
 
 class Timing(NamedTuple):
     """Times of one provider, in milliseconds."""
@@ -52,14 +54,15 @@ def interleave(
     steps: Mapping[str, Step],
     device: torch.device,
     seconds: float,
-    min_rounds: int = 5,
+    min_rounds: int | None = None,
     prepare: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
     """Time all steps in alternation, after one warm-up round, for at least `seconds` and
-    `min_rounds`.
+    `min_rounds`, which is 5 by default, or 1 without `seconds`.
 
     prepare: called with the step's name before each step, untimed.
     """
+    min_rounds = min_rounds or (5 if seconds else 1)
     times: dict[str, list[float]] = {name: [] for name in steps}
     stop = None
     while stop is None or min(map(len, times.values())) < min_rounds or time.perf_counter() < stop:
@@ -125,7 +128,7 @@ def gemm_step(hidden: torch.Tensor, weight: torch.Tensor) -> Step:
     return step
 
 
-def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
+def copy_bandwidth(device: torch.device, size: int = tiny(4 << 30, 1 << 20)) -> float:
     """Bandwidth of a copy in device memory in GB/s, counting reads and writes."""
     a = torch.zeros(size // 4, device=device).normal_()
     b = torch.empty_like(a)

@@ -2,7 +2,8 @@
 
 pytest runs in its own process, which exits if a test exceeds the limit or leaves the GPU in an
 error state in which every later test would fail. The tests that have not started yet then run in a
-new process. Only pytest is required.
+new process. Only pytest is required. If every test is skipped, so is the program: it exits with
+`settings.SKIPPED` and prints the first test's reason.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import faulthandler
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from .processes import run_limited
+from .settings import skip
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT, LOG = "GAC_WATCHDOG_LIMIT", "GAC_WATCHDOG_LOG"  # the plugin's two arguments
@@ -33,6 +36,7 @@ class Outcome(NamedTuple):
     skipped: list[str]
     hung: list[str]  # or crashed the process
     incomplete: bool  # time ran out before all tests had started
+    reasons: list[str]  # why tests were skipped, without duplicates
 
 
 # --- in the test process: a pytest plugin
@@ -57,7 +61,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        log_event(test=report.nodeid, outcome=report.outcome)
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        log_event(test=report.nodeid, outcome=report.outcome, reason=reason)
 
 
 def pytest_sessionfinish() -> None:
@@ -101,10 +106,10 @@ def _session(
 ) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "pytest", "-p", "bench.watchdog", "-p", "no:cacheprovider"]
     command += [*arguments, *(f"--deselect={name}" for name in started)]
+    # pytest's own timer would replace the limit: Python has only one such timer
+    command += ["-o", "faulthandler_timeout=0"]
     environment = {**os.environ, LIMIT: str(limit), LOG: str(log)}
-    try:
-        subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), check=False)
-    except subprocess.TimeoutExpired:
+    if run_limited(command, max(seconds, 1), ROOT, environment) is None:
         print(f"timed out after {seconds:.0f} s", flush=True)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -118,7 +123,10 @@ def _outcome(events: list[dict[str, str]], finished: bool) -> Outcome:
 
     hung = [name for name in started if name not in outcomes]
     passed, failed, skipped = map(with_outcome, ("passed", "failed", "skipped"))
-    return Outcome(passed, failed, skipped, hung, not finished)
+    reasons = dict.fromkeys(
+        e["reason"].removeprefix("Skipped: ") for e in events if e.get("reason")
+    )
+    return Outcome(passed, failed, skipped, hung, not finished, list(reasons))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,6 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hung or crashed: {name}")
     if outcome.incomplete:
         print("some tests were not started")
+    elif not (outcome.passed or outcome.failed or outcome.hung):
+        raise skip("; ".join(outcome.reasons) or "no test was selected")
     return 1 if outcome.failed or outcome.hung or outcome.incomplete else 0
 
 
