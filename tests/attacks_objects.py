@@ -126,7 +126,7 @@ n = 0
 def __len__(self):
     Thing.n += 1
     return Thing.n
-def __getitem__(self, i): return [self][i // 20]
+def __getitem__(self, i): return [5][i // 20]
 === a sequence that contains itself
 def __len__(self): return 1
 def __getitem__(self, i):

@@ -280,6 +280,39 @@ def test_a_program_cannot_blame_the_row(reward, program):
     )
 
 
+def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
+    program = "import os\ndef add(a, b): os._exit(0)"
+    tests = ["try: add(1, 2)\nexcept BaseException: pass"]
+    assert score(reward, program, tests=tests) == 0.0
+    assert score(reward, GOOD, tests=tests) == 1.0
+
+
+UNSENDABLE = ["assert add(1, 2) == 3", "class A: pass\nadd(A(), 2)"]
+
+
+def test_the_reference_shows_that_a_row_is_broken(reward):
+    assert "cannot send" in row_error(reward, GOOD, tests=UNSENDABLE, answer=GOOD)
+    assert score(reward, GOOD, tests=UNSENDABLE) == 0.0  # the program alone shows nothing
+    setup = {"setup": "value = CONFIG['a']", "tests": ["assert add(value, 2) == 3"]}
+    right = f"{GOOD}\nCONFIG = {{'a': 1}}"
+    assert "setup fails" in row_error(reward, GOOD, answer=GOOD, **setup)
+    assert score(reward, GOOD, answer=right, **setup) == 0.0
+    assert score(reward, right, answer=right, **setup) == 1.0
+
+
+def test_rows_that_run_the_programs_text_are_refused(reward):
+    source, row = "def text(): return '1 + 2'", {"tests": ["assert eval(text()) == 3"]}
+    assert "interpret data as code" in row_error(reward, source, answer=source, **row)
+    assert score(reward, source, **row) == 0.0
+    assert score(reward, GOOD, tests=["assert add(1, 2) == eval('2 + 1')"]) == 1.0  # the row's own
+
+
+def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
+    row = {"tests": ["assert isclose(add(0.1, 0.2), 0.3)"], "answer": f"from math import *\n{GOOD}"}
+    assert score(reward, GOOD, **row) == 1.0
+    assert score(reward, f"def isclose(*a): return True\n{BAD}", **row) == 0.0
+
+
 def test_on_error_drop_counts_the_row():
     reward = build_reward({"name": "code", "on_error": "drop"})
     rows = [example(tests=TESTS), example(tests=TESTS, setup="1 / 0")]

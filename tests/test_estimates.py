@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gac.evaluation.estimates import (
+    Z95,
     accuracy_interval,
     bootstrap_interval,
     paired_difference,
@@ -94,3 +95,12 @@ def test_paired_difference_is_narrower_than_two_intervals():
 
 def test_one_pair_has_no_interval():
     assert all(map(math.isnan, paired_difference([1.0], [0.0]).ci95))
+
+
+def test_accuracy_interval_uses_the_sample_variance():
+    """Means 0, 0.5, 1, 0.5: variance with n - 1 is 1/6, so the effective size is 0.25 * 6 * 4."""
+    square = Z95 * Z95 / 6
+    half = Z95 / (1 + square) * math.sqrt(0.25 / 6 + square / 24)
+    low, high = accuracy_interval([0.0, 0.5, 1.0, 0.5])
+    assert low == pytest.approx(0.5 - half, abs=1e-12)
+    assert high == pytest.approx(0.5 + half, abs=1e-12)

@@ -14,9 +14,7 @@ from gac.rewards.grading_pool import GradingPool
 
 from .waiting import wait_until
 
-HOLDS_THE_GIL = (
-    r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
-)
+HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
 
 
 def workers_of(parent):
@@ -192,3 +190,13 @@ def test_ctrl_c_does_not_reach_the_workers():
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradingPool(**arguments)
+
+
+def test_workers_have_a_memory_limit():
+    pool = GradingPool(workers=1)
+    assert pool.grade([("7", "7")]) == ["right"]
+    [worker] = workers_of(os.getpid())
+    limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
+    [line] = [line for line in limits if line.startswith("Max address space")]
+    assert line.split()[3] == str(4 << 30)
+    pool.close()

@@ -12,10 +12,12 @@ import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
+from gac.data import DataConfig, load_prompts
 from gac.demo.task import make_tokenizer
 from gac.evaluation.during import Evaluator
 from gac.evaluation.suite import EvalConfig, read_samples, run_suite
-from gac.evaluation.task import Answer, EvalTask, summary
+from gac.evaluation.task import Answer, EvalTask, generate_answers, summary
+from gac.models.causal_lm import load_model, load_tokenizer
 from gac.rewards import build_reward
 
 from . import ranks
@@ -87,7 +89,7 @@ def test_two_processes_match_one(task, tmp_path):
     )
     for row in (*one["tasks"].values(), *two["tasks"].values()):
         del row["seconds"]
-    assert one == two and one["tasks"]["sampled"]["counts"] == {"asked": 32, "never": 0}
+    assert one == two and one["tasks"]["sampled"]["counts"] == {"calls": 32, "never": 0}
 
 
 def test_comparison_is_paired_by_prompt(task, tmp_path):
@@ -229,3 +231,20 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
     with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
         row = json.loads(next(lines))
     assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
+
+
+def test_partial_scores_do_not_count_as_solved():
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(1,))
+    assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5}
+
+
+def test_batches_have_different_seeds(task):
+    """The same prompt in two batches gets different samples."""
+    config = tiny_config(task, task)
+    model, words = load_model(config.model, 0), load_tokenizer(config.model)
+    one = load_prompts(DataConfig(prompts=str(task / "eval.jsonl"), limit=1), words)
+    eval_task = EvalTask(samples=8, temperature=1.0, batch=8, max_new_tokens=8)
+    reward = build_reward("tests.tiny:digit_reward")
+    answers = generate_answers(model, words, [*one, *one], reward, eval_task, 0)
+    first, second = ([a.response for a in answers if a.number == n] for n in (0, 1))
+    assert len(first) == len(second) == 8 and first != second
