@@ -213,14 +213,18 @@ def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
     trainer.run()
     method, state, last = calls[-1]  # of the second step, which measured signals
     reading, signals = method.signals.read(last.evidence, state["signals"])
-    path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
-    progress = json.loads(path.read_text())
-    assert progress.pop("mix") == list(trainer.mix)
     plain = {f: getattr(last, f) for f in ("step", "kl", "entropy", "demo_loss", "reward_mean")}
-    progress["last"] = {**plain, "signals": list(reading.signals), "corrections": None}
+    plain |= {"signals": list(reading.signals), "corrections": None}
     read = {"signals": signals, "read": list(reading.signals)}
-    progress["method"] = {**state, **read, "alignment": list(reading.alignment)}
-    path.write_text(json.dumps(progress))
+    older = {"last": plain, "method": {**state, **read, "alignment": list(reading.alignment)}}
+    load = checkpoint.load
+
+    def load_older(*args):
+        progress = load(*args)
+        assert progress.pop("mix") == list(trainer.mix)
+        return {**progress, **older}
+
+    monkeypatch.setattr(checkpoint, "load", load_older)
     resumed = Trainer(config)
     assert (resumed.mix, resumed.state) == (trainer.mix, trainer.state)
 
