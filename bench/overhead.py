@@ -1,12 +1,14 @@
-"""Overhead of GAC over the same mixed loss at a constant mu: `python -m bench.overhead`.
+"""Overhead of a method over the same mixed loss at a constant mu: `python -m bench.overhead`.
 
-Every step trains twice on the same rollouts and demonstrations, in alternating order: with GAC, and
+Measures the method that a run uses when none is named; `--method` selects another one. Every step
+trains twice on the same rollouts and demonstrations, in alternating order: with the method, and
 with the bare mixed loss at the same mu, without statistics, KL or controller. Nothing else differs;
-the overhead is their difference as a fraction of a full step, including sampling. The cost of the
-statistics is the difference between the loss's forward pass with and without them, in alternation.
-Lengths and batch sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times;
-the head has the same share of the model's weights as in a 1.5B model (15 %). On a CPU, CPU time is
-measured. Writes bench/results/overhead.json.
+the overhead is their difference as a fraction of a full step, including sampling, so it contains
+every kernel, collective and host second of the method. The cost of the statistics is the
+difference between the loss's forward pass with and without them, in alternation. Lengths and batch
+sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times; the head has the
+same share of the model's weights as in a 1.5B model (15 %). On a CPU, CPU time is measured. Writes
+bench/results/overhead.json; the last line is `overhead X.XX % [low, high]`, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-import gac.models.causal_lm
+import gac.models.head
 from gac.config import load
 from gac.data.rows import Row
 from gac.demo.task import write_task
+from gac.methods import METHODS
 from gac.methods.base import StepNeeds, next_mix
 from gac.parallel import collectives
 from gac.training.forward import Forward
@@ -46,7 +49,7 @@ from gac_kernels import TokenMoments
 from .record import RESULTS, copy_out, device_name, environment
 
 PARTS = ("statistics", "reference forward", "controller", "communication")
-UPDATES = 10  # steps per refresh of the signals
+STEPS = 10  # steps per cycle; GAC refreshes its signals once in as many steps
 ROUNDS = 8  # forward passes of the loss with statistics, and as many without
 SIZES = {
     "hidden_size": 96,
@@ -66,7 +69,9 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -> TrainConfig:
+def configuration(
+    folder: Path, method: str | None, kl_rows: int | None, steps: int, times: int
+) -> TrainConfig:
     """A scaled-down examples/gsm8k.yaml on an untrained model."""
     write_task(folder / "task", seed=0)
     start = folder / "task" / "init"
@@ -82,10 +87,10 @@ def configuration(folder: Path, kl_rows: int | None, updates: int, times: int) -
         {
             "out": str(folder / "run"),
             "model": {"path": str(start), "random_init": True},
-            "method": "gac",
+            **({} if method is None else {"method": method}),
             "data": data,
             "reward": "bench.overhead:random_reward",
-            "steps": updates + 1,
+            "steps": steps + 1,
             "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
             "demo_batch": 4 * times,
             "micro_batch": 8,
@@ -101,23 +106,25 @@ def random_reward(completion: str, example: Any) -> float:
 
 
 @contextlib.contextmanager
-def bare_loss() -> Iterator[None]:
-    """Replace the fused loss by one without statistics."""
-    original = gac.models.causal_lm.fused_linear_gac_loss
+def without_statistics() -> Iterator[None]:
+    """Compute no statistics in the fused loss, and exchange none between ranks."""
+    original, all_reduce = gac.models.head.fused_linear_gac_loss, TokenMoments.all_reduce
 
     def loss(hidden: Any, *batch: Any, **keywords: Any) -> Any:
         out = original(hidden, *batch, moments=False, **keywords)
         return out._replace(moments=TokenMoments.zeros(hidden.device))
 
-    gac.models.causal_lm.fused_linear_gac_loss = loss  # type: ignore[assignment] # fewer outputs
+    gac.models.head.fused_linear_gac_loss = loss  # type: ignore[assignment] # fewer outputs
+    TokenMoments.all_reduce = lambda self, group=None: self  # type: ignore[method-assign]
     try:
         yield
     finally:
-        gac.models.causal_lm.fused_linear_gac_loss = original
+        gac.models.head.fused_linear_gac_loss = original
+        TokenMoments.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
 class Parts:
-    """Times the parts of GAC that are separate calls."""
+    """Times the parts of the method that are separate calls."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: Counter[str] = Counter()
@@ -136,7 +143,7 @@ class Parts:
         self._record_losses()
 
     def _record_losses(self) -> None:
-        inner = gac.models.causal_lm.fused_linear_gac_loss
+        inner = gac.models.head.fused_linear_gac_loss
 
         def record_loss(*args: Any, **keywords: Any) -> Any:
             if self.enabled:
@@ -144,7 +151,7 @@ class Parts:
                 self.losses.append(functools.partial(inner, *plain, **keywords))
             return inner(*args, **keywords)
 
-        gac.models.causal_lm.fused_linear_gac_loss = record_loss  # type: ignore[assignment] # same
+        gac.models.head.fused_linear_gac_loss = record_loss  # type: ignore[assignment] # same
 
     @torch.no_grad()
     def time_statistics(self) -> None:
@@ -173,7 +180,7 @@ class Parts:
         setattr(owner, name, timed)
 
 
-def with_gac(trainer: Trainer, rows: list[Row]) -> None:
+def with_method(trainer: Trainer, rows: list[Row]) -> None:
     """One step, as in the trainer."""
     step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
@@ -181,36 +188,36 @@ def with_gac(trainer: Trainer, rows: list[Row]) -> None:
     trainer.state, trainer.mix = next_mix(trainer.method, trainer.state, observation)
 
 
-def without_gac(trainer: Trainer, rows: list[Row], mu: float) -> None:
+def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
     """The same step at a given mu; only its losses are recorded."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
     step = dataclasses.replace(step, needs=StepNeeds())
-    with bare_loss():
+    with without_statistics():
         measured = trainer.gradients(step)
     observe(step, measured, trainer._apply(step, measured))
 
 
 class CycleTimes(dict[str, float]):
-    """Seconds per cycle: sampling, bare, gac, and the parts of gac."""
+    """Seconds per cycle: sampling, bare, method, and the parts of the method."""
 
 
-def measure(config: TrainConfig, cycles: int) -> list[CycleTimes]:
-    """Run cycles of `update_every` steps; returns the times of all but the first (warm-up)."""
+def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleTimes]:
+    """Run cycles of `steps` steps; returns the times of all but the first (warm-up)."""
     trainer = Trainer(config, resume=False)
     parts, cycle_times = Parts(trainer), []
-    every = config.method.update_every  # type: ignore[attr-defined] # a field of the GAC method only
-    for number in range((cycles + 1) * every):
-        if number % every == 0:
-            cycle_times.append(CycleTimes(dict.fromkeys(("sampling", "bare", "gac", *PARTS), 0.0)))
-        times, mu = cycle_times[-1], 0.5
+    for number in range((cycles + 1) * steps):
+        if number % steps == 0:
+            arms = ("sampling", "bare", "method")
+            cycle_times.append(CycleTimes(dict.fromkeys((*arms, *PARTS), 0.0)))
+        times, mu = cycle_times[-1], trainer.mix.mu
         began = clock()
         rows = trainer._sample()
         times["sampling"] += clock() - began
-        for arm in ("bare", "gac") if number % 2 else ("gac", "bare"):
+        for arm in ("bare", "method") if number % 2 else ("method", "bare"):
             parts.seconds.clear()
-            parts.enabled = arm == "gac"
+            parts.enabled = arm == "method"
             began = clock()
-            with_gac(trainer, rows) if parts.enabled else without_gac(trainer, rows, mu)
+            with_method(trainer, rows) if parts.enabled else bare(trainer, rows, mu)
             times[arm] += clock() - began
             parts.enabled = False
             parts.time_statistics()
@@ -233,15 +240,16 @@ def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> d
     return {
         "percent": round(percent(cycles), 3),
         "ci95": [round(percents[50], 3), round(percents[-51], 3)],
-        "ms": round(1e3 * statistics.mean(map(part, cycles)) / UPDATES, 3),
+        "ms": round(1e3 * statistics.mean(map(part, cycles)) / STEPS, 3),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
     parser.add_argument(
-        "--cycles", type=int, default=8, help="number of cycles (signal refreshes), at least 2"
+        "--cycles", type=int, default=24, help=f"number of cycles of {STEPS} steps, at least 2"
     )
+    parser.add_argument("--method", choices=METHODS, help="default: the method of TrainConfig")
     parser.add_argument(
         "--kl-rows", type=int, help="number of rollouts used to estimate the KL (default: all)"
     )
@@ -253,15 +261,21 @@ def main() -> None:
         parser.error(f"--cycles {arguments.cycles}: an interval needs at least 2")
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        updates = UPDATES * (arguments.cycles + 1)
-        config = configuration(Path(folder), arguments.kl_rows, updates, arguments.times)
+        config = configuration(
+            Path(folder),
+            arguments.method,
+            arguments.kl_rows,
+            STEPS * (arguments.cycles + 1),
+            arguments.times,
+        )
         cycles = measure(config, arguments.cycles)
-    save(f"times {arguments.times}, kl_rows {arguments.kl_rows}", summary(cycles))
+    name = config.method.name
+    save(f"{name}, times {arguments.times}, kl_rows {arguments.kl_rows}", summary(cycles))
 
 
 def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
     """Overhead per part and in total, as printed and saved."""
-    step = statistics.mean(t["sampling"] + t["bare"] for t in cycles) / UPDATES
+    step = statistics.mean(t["sampling"] + t["bare"] for t in cycles) / STEPS
     sampled = sum(t["sampling"] for t in cycles) / sum(t["sampling"] + t["bare"] for t in cycles)
     parts = {part: fraction(cycles, operator.itemgetter(part)) for part in PARTS}
     return {
@@ -269,8 +283,10 @@ def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
         "bare_step_ms": round(1e3 * step, 1),
         "sampling_share": round(sampled, 3),
         **parts,
-        "other": fraction(cycles, lambda t: t["gac"] - t["bare"] - sum(t[part] for part in PARTS)),
-        "overhead": fraction(cycles, lambda t: t["gac"] - t["bare"]),
+        "other": fraction(
+            cycles, lambda t: t["method"] - t["bare"] - sum(t[part] for part in PARTS)
+        ),
+        "overhead": fraction(cycles, lambda t: t["method"] - t["bare"]),
     }
 
 
@@ -283,6 +299,8 @@ def save(case: str, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(stored, indent=1) + "\n")
     copy_out(path)
     print(case, *(f"{name:18} {value}" for name, value in result.items()), sep="\n")
+    low, high = result["overhead"]["ci95"]
+    print(f"overhead {result['overhead']['percent']:.2f} % [{low:.2f}, {high:.2f}]")
 
 
 if __name__ == "__main__":

@@ -320,8 +320,11 @@ def test_guarded_works_in_the_mixer(caplog):
     assert restored.mu == 0.0
 
 
-def test_older_configs_load_with_the_alarm_off():
-    plain = dump(TrainConfig())
-    assert upgrade_config(plain) == plain and plain["method"]["alarm"] is not None
+def test_older_configs_load():
+    plain = dump(TrainConfig(method=METHODS["gac-gated"]()))
+    assert upgrade_config(plain) == plain
+    older = {"threshold": 6.0, "decay": 0.8, "warmup": 10}
+    upgraded = upgrade_config({**plain, "method": {**plain["method"], "alarm": older}})
+    assert upgraded["method"]["alarm"] == {**plain["method"]["alarm"], "decay": 0.8}
     del plain["method"]["alarm"]
     assert upgrade_config(plain)["method"]["alarm"] is None
