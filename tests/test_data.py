@@ -210,7 +210,7 @@ BAD_LINES = {
     "a blank prompt": ('{"prompt": " ", "answer": "1"}', "line 2, field 'prompt': is empty"),
     "a list as prompt": (
         '{"prompt": [1], "answer": "1"}',
-        r"line 2, field 'prompt': expected text, found list \[1\]",
+        "line 2, field 'prompt': message 1 needs `role` and `content`, both text: 1",
     ),
     "a boolean as answer": (
         '{"prompt": "p", "answer": true}',
@@ -249,7 +249,6 @@ BAD_SETTINGS = {
     "no {prompt}": ({"template": "Q:"}, r"template must contain \{prompt\}, got 'Q:'"),
     "a lone brace": ({"template": "{prompt} {"}, r"template: .* write \{\{ for a literal brace"),
     "no group": ({"answer_pattern": "####"}, "answer_pattern .*exactly one group.*'####'"),
-    "system without chat": ({"system": "x"}, "chat is false"),
 }
 
 

@@ -72,7 +72,7 @@ INVALID = [
     ("model.tokenizer={task}/empty", "model.tokenizer='{task}/empty': the folder has no"),
     ("model.random_init=false", "has no weights (model.safetensors): give a folder"),
     ("model.attention=nonsense", "cannot be loaded: Specified `attn_implementation"),
-    ("data.prompts=null", "data.prompts is not set: give a .jsonl file"),
+    ("data.prompts=null", "data.prompts is not set: give a .jsonl, .json"),
     ("data.prompts=no.jsonl", "data.prompts='no.jsonl': no such file"),
     ("data.prompts=$NO_FOLDER/no.jsonl", "data.prompts='$NO_FOLDER/no.jsonl': $NO_FOLDER is not"),
     ("data.demos=no.jsonl", "data.demos='no.jsonl': no such file"),

@@ -53,11 +53,31 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k", "moe_top_k"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("ssm_state_size", "mamba_d_state", "state_size"), 8),
+    **dict.fromkeys(("dim_ff", "dff", "ffn_hidden", "mlp_hidden_size"), 48),
+    **dict.fromkeys(("index_n_heads", "num_nextn_predict_layers"), 2),
     "sliding_window": 64,
     "attention_chunk_size": 64,
 }
 # families whose other sizes depend on each other
-SPECIAL: dict[str, dict[str, Any]] = {}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "zamba": {"num_hidden_layers": 3},
+    "xlm": {"emb_dim": HIDDEN, "n_words": VOCABULARY},
+    "nemotron": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+}
 
 
 def families() -> dict[str, str]:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from gac.errors import ConfigError, MissingData
 
-from .order import Order
+from .conversations import check_messages, render, split_conversation
+from .order import MixedOrder, Order
 from .shift import DemoShift, check_shifts
-from .source import DataError, SourceRow, read_rows
+from .source import FORMATS, DataError, SourceRow, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,10 +31,27 @@ __all__ = [
     "load_demos",
     "load_prompts",
     "load_references",
+    "prompt_order",
     "read_rows",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of several sources of prompts."""
+
+    path: str
+    """Where its rows are, as in `data.prompts`."""
+    name: str = ""
+    """Name in the metrics and in `Example.source`; empty: the path."""
+    weight: float = 1.0
+    """Share of the sampled prompts, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight={self.weight!r}: use a number > 0")
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,8 @@ class Example:
     """Token ids of the expert response, ending with EOS."""
     extra: Mapping[str, Any]
     """All fields of the row as read, the raw prompt included, for rewards."""
+    source: str = ""
+    """Name of the row's source, if `data.sources` sets several."""
 
 
 class Examples(list[Example]):
@@ -66,25 +86,31 @@ class Examples(list[Example]):
 class DataConfig:
     """Data sources, and how their rows are formatted as prompts.
 
-    A source is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face
-    dataset, or `name:split` on the Hub; see `gac.data.source.read_rows`.
+    A source is a file (.jsonl, .json, .csv, .parquet, .arrow), the folder of a saved Hugging Face
+    dataset or of data files, or `owner/name:split` on the Hub; see `gac.data.source.read_rows`.
+    Rows have a `prompt` (text, or messages) and `solution` or `completion`, or `messages`.
     """
 
     prompts: str | None = None
     """Source of the prompts that are sampled and scored."""
+    sources: tuple[Source, ...] = ()
+    """Several sources of prompts instead of one, e.g. [{path: math.jsonl, weight: 2}, {path:
+    code.parquet}]; their rewards are also reported separately."""
     demos: str | None = None
     """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
     demo_shifts: tuple[DemoShift, ...] | None = None
     """Switches to other `demos` at given steps, for experiments, e.g. [{step: 64, demos:
     worse.jsonl}]."""
     prompt_field: str = "prompt"
-    """Field with the question."""
+    """Field with the question: text, or a list of messages with `role` and `content`. Without it,
+    the prompt is all of `messages` before the assistant's last one."""
     answer_field: str | None = "answer"
     """Field with the gold answer, required in every row of `prompts`; null: no answers."""
     answer_pattern: str | None = None
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
-    """Field with the expert response; null: no demonstrations."""
+    """Field with the expert response; without it, `completion` or the assistant's last message in
+    `messages`. null: no demonstrations."""
     id_field: str = "id"
     """Field with the row's id; rows without it are named after their line."""
     choices_field: str = "choices"
@@ -99,7 +125,7 @@ class DataConfig:
     chat: bool = False
     """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
-    """System prompt; requires `chat`."""
+    """System prompt, of prompts that are text (requires `chat`) or messages without one."""
     max_prompt_tokens: int | None = None
     """Drop rows with longer prompts, and count them."""
     max_demo_tokens: int | None = None
@@ -115,9 +141,12 @@ class DataConfig:
         for name, needed in (("template", "prompt"), ("demo_template", "demo")):
             _check_template(name, getattr(self, name), needed)
         _check_pattern(self.answer_pattern)
+        if self.sources and self.prompts is not None:
+            raise ValueError(f"prompts={self.prompts!r}: give either prompts or sources, not both")
+        names = [source.name or source.path for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources: the names {names} are not distinct: set `name`")
         check_shifts(self.demo_shifts or ())
-        if self.system is not None and not self.chat:
-            raise ValueError(f"system is {self.system!r} but chat is false: set chat: true")
 
 
 def _check_pattern(pattern: str | None) -> None:
@@ -160,8 +189,21 @@ def load_prompts(
         DataError: an invalid row; the message gives file, line and field.
         ValueError: no source is set, or no row is left.
     """
+    if config.sources:
+        parts = [
+            [
+                replace(example, source=source.name or source.path)
+                for example in load_prompts(
+                    replace(config, prompts=source.path, sources=()), tokenizer, training=training
+                )
+            ]
+            for source in config.sources
+        ]
+        return Examples([example for part in parts for example in part], {})
     if config.prompts is None:
-        raise ConfigError("data.prompts is not set: give a .jsonl file, a folder or 'name:split'")
+        raise ConfigError(
+            f"data.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
+        )
     dropped: Counter[str] = Counter()
     rows = _select(config, "prompts", config.prompts, dropped)
     if training:
@@ -169,6 +211,15 @@ def load_prompts(
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
     limited = [_apply_limits(config, example, dropped) for example in examples]
     return _finish(config.prompts, [example for example in limited if example], dropped)
+
+
+def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
+    """The order in which `prompts`, loaded with `config`, are visited."""
+    if not config.sources:
+        return Order(len(prompts), seed)
+    counts = Counter(example.source for example in prompts)
+    sizes = [counts[source.name or source.path] for source in config.sources]
+    return MixedOrder(sizes, [source.weight for source in config.sources], seed)
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
@@ -179,6 +230,15 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     with a `canary` field are always rejected.
     """
     source = config.demos or config.prompts
+    if source is None and config.sources:
+        return Examples(
+            [
+                replace(demo, source=part.name or part.path)
+                for part in config.sources
+                for demo in load_demos(replace(config, prompts=part.path, sources=()), tokenizer)
+            ],
+            {},
+        )
     if source is None or config.demo_field is None:
         raise ValueError("demonstrations need demos (or prompts) and demo_field to be set")
     dropped: Counter[str] = Counter()
@@ -242,7 +302,7 @@ def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) ->
             allowed = value if isinstance(value, list | tuple) else [value]
             passes = passes and row.get(name, key="where") in allowed
         if passes:
-            selected.append(row)
+            selected.append(split_conversation(row, config.prompt_field, config.demo_field))
         else:
             dropped["excluded by where"] += 1
         if len(selected) == config.limit:
@@ -269,7 +329,12 @@ def _encode(
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
-    prompts = _tokenize(tokenizer, texts, special=not config.chat)
+    chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
+    encodings = {
+        kind: iter(_tokenize(tokenizer, _where(texts, chat, kind), special=not kind))
+        for kind in (False, True)
+    }
+    prompts = [next(encodings[kind]) for kind in chat]
     demo_texts = [_demo_text(config, row) for row in rows]
     present = [text for text in demo_texts if text is not None]
     if present and tokenizer.eos_token_id is None:
@@ -292,6 +357,10 @@ def _encode(
     return examples
 
 
+def _where(texts: list[str], flags: list[bool], flag: bool) -> list[str]:
+    return [text for text, own in zip(texts, flags, strict=True) if own is flag]
+
+
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
@@ -299,18 +368,25 @@ def _tokenize(
 
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
+    if isinstance(row.fields.get(config.prompt_field), list):
+        messages = [*check_messages(row, config.prompt_field)]
+        if config.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": config.system})
+        return render(tokenizer, row, messages, config.prompt_field)
     text = row.text(config.prompt_field, key="prompt_field")
     assert text is not None  # `row.text` raises if the field is missing
     if config.template is not None:
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
     if not config.chat:
+        if config.system is not None:
+            raise ValueError(f"system is {config.system!r} but chat is false: set chat: true")
         return text
     if not tokenizer.chat_template:
         raise ValueError("chat is true but the tokenizer has no chat template: set template")
     turns = [{"role": "user", "content": text}]
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    return render(tokenizer, row, turns, config.prompt_field)
 
 
 def _demo_text(config: DataConfig, row: SourceRow) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -81,3 +82,43 @@ class Order:
         if self.shuffle:
             random.Random(f"{self.seed}/{epoch}").shuffle(rows)
         return rows
+
+
+class MixedOrder:
+    """Infinite epochs over several sources, visited in fixed proportions.
+
+    Row indices count through the sources. Every prefix of the order has each source's share, to
+    within one row.
+
+    Args:
+        sizes: number of rows of each source.
+        weights: the sources' relative shares, > 0.
+        seed: of the order within each source.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.shares = [weight / sum(weights) for weight in weights]
+        self.orders = [Order(size, seed + i) for i, size in enumerate(sizes)]
+
+    def take(self, k: int) -> list[int]:
+        """The next `k` row indices."""
+        return [self._next() for _ in range(k)]
+
+    def _next(self) -> int:
+        taken = [order.position for order in self.orders]
+        behind = [share * (sum(taken) + 1) - n for share, n in zip(self.shares, taken, strict=True)]
+        source = behind.index(max(behind))
+        return self.starts[source] + self.orders[source].take(1)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for `load_state_dict`, in plain JSON types."""
+        return {"sources": [order.state_dict() for order in self.orders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`. Raises ValueError if it belongs to other sources."""
+        states = state.get("sources", ())
+        if len(states) != len(self.orders):
+            raise ValueError(f"this run has {len(self.orders)} sources, the saved {len(states)}")
+        for order, saved in zip(self.orders, states, strict=True):
+            order.load_state_dict(saved)

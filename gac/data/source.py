@@ -1,7 +1,8 @@
-"""Reads rows from JSON lines (plain or gzipped), saved Hugging Face datasets, or the Hub."""
+"""Reads rows from JSON, CSV, parquet and arrow files, and from Hugging Face datasets."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -13,7 +14,9 @@ from typing import Any, NoReturn
 
 from gac.errors import DataError, MissingData, import_extra
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson")
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `datasets`
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".gz", *TABLES)
+FORMATS = "a .jsonl, .json, .csv, .parquet or .arrow file"
 
 
 @dataclass(frozen=True)
@@ -66,26 +69,89 @@ class SourceRow:
 def read_rows(source: str) -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
-    `source` is a JSON-lines file (`.jsonl`, `.jsonl.gz`), the folder of a saved Hugging Face
-    dataset (`folder`, or `folder:split` if it has several splits), or a dataset on the Hub
-    (`owner/name:split` or `owner/name:configuration:split`). `~` and `$NAME` are expanded.
+    `source` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, also with `.gz`, `.parquet`, `.arrow`), a
+    folder with a saved Hugging Face dataset or with data files (`folder`, or `folder:split` if it
+    has several splits), or a dataset on the Hub (`owner/name`, `owner/name:split` or
+    `owner/name:configuration:split`). `~` and `$NAME` are expanded.
 
     Raises:
         MissingData: a path that does not exist.
-        DataError: a line that is not a JSON object.
-        ValueError: a Hub name without a split.
+        DataError: a row that cannot be parsed.
+        ValueError: a dataset with several splits, but none is named.
         MissingExtra: a Hugging Face dataset, but `datasets` is not installed.
     """
     source = os.path.expandvars(source)
     path = Path(source).expanduser()
     if path.is_file():
-        return _read_lines(path)
+        return _read_file(path)
     folder, _, split = source.partition(":")
     if Path(folder).expanduser().is_dir():
         return _read_saved(Path(folder).expanduser(), split)
-    if source.endswith(JSON_LINES) or source.startswith(("/", ".", "~", "$")):
+    if source.endswith(SUFFIXES) or source.startswith(("/", ".", "~", "$")):
         raise MissingData(f"data source {source!r}: no such file or folder")
     return _read_hub(source)
+
+
+def _read_file(path: Path) -> Iterator[SourceRow]:
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix in TABLES:
+        return _read_table(path, TABLES[suffix])
+    if suffix in (".csv", ".tsv"):
+        return _read_csv(path, "," if suffix == ".csv" else "\t")
+    if suffix == ".json":
+        return _read_json(path)
+    return _read_lines(path)
+
+
+def _read_table(path: Path, kind: str) -> Iterator[SourceRow]:
+    datasets = import_extra("datasets", f"reading {path.name}")
+    try:
+        table = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        yield from _enumerate(table, str(path))
+    except (OSError, ValueError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise DataError(f"{path}: not a valid {kind} file ({problem})") from error
+
+
+def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
+    """Every field is text; an empty field is null."""
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        try:
+            for number, row in enumerate(rows, start=2):  # the header is line 1
+                if None in row or None in row.values():
+                    expected = len(rows.fieldnames or ())
+                    raise DataError(
+                        f"{path}, row {number}: its number of fields differs from the {expected} "
+                        "of the header: quote fields that contain separators"
+                    )
+                fields = {name: value or None for name, value in row.items()}
+                yield SourceRow(fields, str(path), number)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: not valid UTF-8 CSV ({error})") from error
+
+
+def _read_json(path: Path) -> Iterator[SourceRow]:
+    """A list of objects, an object with such a list as its only value, or JSON lines."""
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            rows = json.load(file)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a second line
+            yield from _read_lines(path)
+            return
+        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
+    if isinstance(rows, dict):
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(rows) == len(lists) == 1 else [rows]
+    for number, fields in enumerate(rows, start=1):
+        if not isinstance(fields, dict):
+            raise DataError(
+                f"{path}, row {number}: expected an object, found {type(fields).__name__}"
+            )
+        yield SourceRow(fields, str(path), number)
 
 
 def _read_lines(path: Path) -> Iterator[SourceRow]:
@@ -113,18 +179,16 @@ def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 
 def _datasets() -> Any:
-    return import_extra("datasets", "reading a Hugging Face dataset (unlike a .jsonl file)")
+    return import_extra("datasets", "reading a Hugging Face dataset")
 
 
 def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
     try:
         saved = _datasets().load_from_disk(str(folder))
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data source {str(folder)!r} is a folder without a saved dataset: give a .jsonl file "
-            "in it, or a folder written by datasets' save_to_disk"
-        ) from error
+    except FileNotFoundError:  # not written by `save_to_disk`
+        saved = _read_folder(folder)
     if isinstance(saved, dict):
+        split = split or (next(iter(saved)) if len(saved) == 1 else "")
         if split not in saved:
             raise ValueError(
                 f"data source {str(folder)!r}: split {split!r} is not one of {', '.join(saved)}; "
@@ -134,8 +198,21 @@ def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
     return _enumerate(saved, f"{folder}:{split}" if split else str(folder))
 
 
+def _read_folder(folder: Path) -> Any:
+    """The splits of a folder with data files, as `datasets` finds them."""
+    try:
+        return _datasets().load_dataset(str(folder), streaming=True)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data source {str(folder)!r} is a folder without a dataset: give {FORMATS} in it, or "
+            "a folder written by datasets' save_to_disk"
+        ) from error
+
+
 def _read_hub(source: str) -> Iterator[SourceRow]:
     name, *rest = source.split(":")
+    if not rest and "/" in name:
+        rest = ["train"]
     if len(rest) not in (1, 2) or not all([name, *rest]):
         raise ValueError(
             f"data source {source!r}: no such file, and not a Hub dataset 'name:split' or "

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in names of a model's configuration
 ALL_LINEAR = "all-linear"
+# families in which peft accepts no adapters on `out_proj` and `conv1d`
+MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear
     ]
+    if model.config.model_type in MAMBA:
+        special += ["out_proj", "conv1d"]
     try:
         return peft.get_peft_model(
             model,

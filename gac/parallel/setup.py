@@ -165,6 +165,8 @@ def shard(
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names]
+    nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
+    layers = [layer for layer in layers if layer not in nested]
     loading.to_meta(model)
     for layer in layers:
         fully_shard(layer, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=True)

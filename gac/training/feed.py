@@ -8,7 +8,8 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.balance import assign_rows, rebalance
-from gac.data.examples import Example, Order, load_demos, load_prompts
+from gac.data.examples import Example, load_demos, load_prompts, prompt_order
+from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, demo_row
 from gac.data.shift import ShiftingOrder
 from gac.faults.preflight import check_budget
@@ -29,7 +30,7 @@ class Feed:
         self.demo_batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
         self.rank, self.ranks = rank, ranks
         self.own = slice(rank, None, ranks)
-        self.orders: dict[str, Order | ShiftingOrder] = {}
+        self.orders: dict[str, Order | MixedOrder | ShiftingOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.completions)
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
@@ -40,7 +41,7 @@ class Feed:
         self.uses_balancing = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
-            self.prompt_order = Order(len(self.prompts), config.seed)
+            self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
             _check_divisible("rollouts.prompts", self.prompt_batch, ranks)
         if not needs.demos:
