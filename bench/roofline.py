@@ -257,8 +257,7 @@ def count() -> dict[str, Any]:
     }
     for arch in (90, 100):
         for kernel in inspect_cuda.compile_kernels(arch):
-            if kernel.kernel != "scale_kernel":
-                counts[f"sm_{arch}"][inspect_cuda.title(kernel)] = list(kernel.passes)
+            counts[f"sm_{arch}"][inspect_cuda.title(kernel)] = list(kernel.passes)
     keys = {kernel.count for kernel in (*GIVEN_LOGITS, *LINEAR_FORM)}
     for configuration in inspect.triton_configurations():
         name = f"{configuration.launch.kernel.__name__} {configuration.name}"

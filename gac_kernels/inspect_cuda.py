@@ -73,7 +73,7 @@ def compile_kernels(arch: int) -> Iterator[Compiled]:
             int(match["stores"]),
             int(match["loads"]),
             int(match["stack"]),
-            cuda.shared_bytes(slots) if name != "scale_kernel" else 0,
+            cuda.shared_bytes(slots),
             text,
             passes(text),
             seconds / len(matches),
@@ -90,7 +90,7 @@ def _signature(symbol: str) -> tuple[str, tuple[torch.dtype, ...]]:
 
     For example from `_ZN...10row_kernelIf13__nv_bfloat16EEvT_...`.
     """
-    match = re.search(r"\d(row_kernel|sketch_kernel|scale_kernel)I(\w+?)EE?v", symbol)
+    match = re.search(r"\d(row_kernel|sketch_kernel)I(\w+?)EE?v", symbol)
     if match is None:
         raise RuntimeError(f"unknown kernel in the output of nvcc: {symbol}")
     dtypes: list[torch.dtype] = []

@@ -4,6 +4,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <type_traits>
 
 #include "plan.h"
 #include "rows.h"
@@ -20,23 +21,20 @@ using Program = void (*)(const Arguments&, char*);
 
 template <class In, class Out>
 Program program_of(const Arguments& a) {
-  return a.signs ? row_program<In, Out, true> : row_program<In, Out, false>;
-}
-
-template <class In>
-Program program_of(const Arguments& a) {
-  switch (a.out ? a.out_dtype : a.dtype) {
-    case kBFloat16: return program_of<In, BFloat16>(a);
-    case kFloat16: return program_of<In, Float16>(a);
-    default: return program_of<In, float>(a);
+  if constexpr (std::is_same_v<In, float>) {
+    if (a.signs) return row_program<In, Out, true>;
   }
+  return row_program<In, Out, false>;
 }
 
+// The same dtypes as `kernel_of` in launch.cu.
 Program program_of(const Arguments& a) {
-  switch (a.dtype) {
-    case kBFloat16: return program_of<BFloat16>(a);
-    case kFloat16: return program_of<Float16>(a);
-    default: return program_of<float>(a);
+  if (a.dtype == kBFloat16) return program_of<BFloat16, BFloat16>(a);
+  if (a.dtype == kFloat16) return program_of<Float16, Float16>(a);
+  switch (a.out ? a.out_dtype : a.dtype) {
+    case kBFloat16: return program_of<float, BFloat16>(a);
+    case kFloat16: return program_of<float, Float16>(a);
+    default: return program_of<float, float>(a);
   }
 }
 

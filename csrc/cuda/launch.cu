@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 
 #include "plan.h"
 #include "rows.h"
@@ -25,46 +26,25 @@ __global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_consta
   row_program<In, Out, true>(a, memory);
 }
 
-// tensor *= factor; returns immediately if the factor is 1.
-template <class T>
-__global__ void __launch_bounds__(256) scale_kernel(T* tensor, int64_t count, const float* factor) {
-  const float multiplier = *factor;
-  if (multiplier == 1) return;
-  constexpr int kWidth = kWordBytes / sizeof(T);
-  const int64_t step = int64_t(gridDim.x) * blockDim.x;
-  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (int64_t word = first; word < count / kWidth; word += step) {
-    Word packed = reinterpret_cast<const Word*>(tensor)[word];
-    T* values = reinterpret_cast<T*>(&packed);
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) values[e] = from_float<T>(to_float(values[e]) * multiplier);
-    reinterpret_cast<Word*>(tensor)[word] = packed;
-  }
-  for (int64_t i = count / kWidth * kWidth + first; i < count; i += step)
-    tensor[i] = from_float<T>(to_float(tensor[i]) * multiplier);
-}
-
 using Kernel = void (*)(Arguments);
 
+// The dtypes that the library launches: a gradient has its logits' dtype, and in the linear form
+// float32 logits also have a half-precision gradient. Only these have a sketch, as does float32.
 template <class In, class Out>
 Kernel kernel_of(const Arguments& a) {
-  return a.signs ? sketch_kernel<In, Out> : row_kernel<In, Out>;
-}
-
-template <class In>
-Kernel kernel_of(const Arguments& a) {
-  switch (a.out ? a.out_dtype : a.dtype) {
-    case kBFloat16: return kernel_of<In, BFloat16>(a);
-    case kFloat16: return kernel_of<In, Float16>(a);
-    default: return kernel_of<In, float>(a);
+  if constexpr (std::is_same_v<In, float>) {
+    if (a.signs) return sketch_kernel<In, Out>;
   }
+  return row_kernel<In, Out>;
 }
 
 Kernel kernel_of(const Arguments& a) {
-  switch (a.dtype) {
-    case kBFloat16: return kernel_of<BFloat16>(a);
-    case kFloat16: return kernel_of<Float16>(a);
-    default: return kernel_of<float>(a);
+  if (a.dtype == kBFloat16) return kernel_of<BFloat16, BFloat16>(a);
+  if (a.dtype == kFloat16) return kernel_of<Float16, Float16>(a);
+  switch (a.out ? a.out_dtype : a.dtype) {
+    case kBFloat16: return kernel_of<float, BFloat16>(a);
+    case kFloat16: return kernel_of<float, Float16>(a);
+    default: return kernel_of<float, float>(a);
   }
 }
 
@@ -120,40 +100,13 @@ cudaError_t launch(const Arguments& a, cudaStream_t stream) {
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
 
-cudaError_t scale(void* tensor, int64_t count, const float* factor, int32_t dtype, int32_t device,
-                  cudaStream_t stream) {
-  cudaError_t error = cudaSetDevice(device);
-  int multiprocessors = 0;
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  const int blocks = 8 * multiprocessors;
-  switch (dtype) {
-    case kBFloat16:
-      scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<BFloat16*>(tensor), count, factor);
-      break;
-    case kFloat16:
-      scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<Float16*>(tensor), count, factor);
-      break;
-    default: scale_kernel<<<blocks, 256, 0, stream>>>(static_cast<float*>(tensor), count, factor);
-  }
-  return cudaGetLastError();
-}
-
 }  // namespace
 }  // namespace gac::cuda
 
-// These functions return null on success, and otherwise the reason why the launch failed.
+// Returns null on success, and otherwise the reason why the launch failed.
 extern "C" const char* gac_cuda_rows(const gac::cuda::Arguments* a, void* stream) {
   if (a->rows == 0) return nullptr;
   if (const char* reason = gac::cuda::launch_error(*a)) return reason;
   const cudaError_t error = gac::cuda::launch(*a, static_cast<cudaStream_t>(stream));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-extern "C" const char* gac_cuda_scale(void* tensor, int64_t count, const float* factor,
-                                      int32_t dtype, int32_t device, void* stream) {
-  const cudaError_t error = gac::cuda::scale(tensor, count, factor, dtype, device,
-                                             static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

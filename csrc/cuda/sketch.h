@@ -16,7 +16,7 @@ constexpr int kMaxSketch = 64;
 
 template <class In>
 struct Sketch {
-  static constexpr int kWidth = kWordBytes / sizeof(In);
+  static constexpr int kWidth = kWordBytes / sizeof(In);  // 4: only float32 logits are sketched
   static_assert(kConsumers * kWidth % kMaxSketch == 0 && kTileWords % kConsumers == 0);
   SignBytes signs;  // signs from word 0 on, at or before the row's first
   float sums[kWidth] = {};
@@ -54,16 +54,11 @@ struct Sketch {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += shuffle_xor(sums[e], step);
     }
-    if (size < kWidth) {  // 4 buckets, 8 elements per word
-#pragma unroll
-      for (int e = 0; e < kWidth / 2; ++e) sums[e] += sums[e + kWidth / 2];
-    }
     if (lane * kWidth >= size) return;
     const int first = (s.begin + thread()) * kWidth - s.shift;
     float* part = a.parts + ((n * cluster_size() + cluster_rank()) * kWarps + thread() / 32) * size;
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e)
-      if (e < size) part[(first + e) & (size - 1)] = sums[e];
+    for (int e = 0; e < kWidth; ++e) part[(first + e) & (size - 1)] = sums[e];
   }
 };
 

@@ -105,7 +105,6 @@ def library() -> ctypes.CDLL:
     """
     loaded = ctypes.CDLL(str(build_cuda.build()))
     loaded.gac_cuda_rows.restype = ctypes.c_char_p
-    loaded.gac_cuda_scale.restype = ctypes.c_char_p
     return loaded
 
 
@@ -138,7 +137,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 
 def _batch_backend(device: torch.device) -> ModuleType:
-    """The backend that runs `plan` and `reduce` on `device`."""
+    """The backend that runs `plan`, `reduce` and `scale_` on `device`."""
     return reference if triton.unavailable(device, torch.float32) else triton
 
 
@@ -198,20 +197,7 @@ def row_loss(
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    supported = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype in DTYPES
-    if not supported:
-        tensor.mul_(factor)
-        return
-    factor = factor.to(device=tensor.device, dtype=torch.float32)
-    _call(
-        library().gac_cuda_scale,
-        tensor.device,
-        ctypes.c_void_p(tensor.data_ptr()),
-        ctypes.c_int64(tensor.numel()),
-        ctypes.c_void_p(factor.data_ptr()),
-        DTYPES.index(tensor.dtype),
-        tensor.device.index,
-    )
+    _batch_backend(tensor.device).scale_(tensor, factor)
 
 
 def _launch(
