@@ -29,12 +29,11 @@ from gac_kernels import HeadSketch, LossOutput, LossSpec
 from .demonstrations import demo_norm, row_of, tokenized
 from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
 from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer, FusedLoss
-from .trl_head import FusedHead, apply_fused_head
+from .trl_head import apply_fused_head
 
 __all__ = [
     "FusedGRPOMixin",
     "FusedGRPOTrainer",
-    "FusedHead",
     "GACMixin",
     "GACTrainer",
     "apply_fused_head",

@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gac_kernels import linear_token_logprobs
+
+from .patch import Patch
 
 HOOK = "_ChunkedLogProbFunction"
 SUPPORTED = "1.10 and later"
@@ -62,16 +63,10 @@ def head_override(function: Override) -> Iterator[None]:
         _override.reset(token)
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed() -> contextlib.AbstractContextManager[Any]:
     """Use our head within the context, whether or not `apply_fused_head` was called."""
-    utils = _trl_utils()
-    before = getattr(utils, HOOK)
-    setattr(utils, HOOK, FusedLogProbs)
-    try:
-        yield
-    finally:
-        setattr(utils, HOOK, before)
+    on = getattr(_trl_utils(), HOOK) is FusedLogProbs
+    return contextlib.nullcontext() if on else apply_fused_head()
 
 
 def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
@@ -124,35 +119,7 @@ class FusedLogProbs:
         return values if outputs is not None else values[:2]
 
 
-class FusedHead:
-    """Handle of an installed fused head; `undo`, or the end of a `with` block, removes it."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def undo(self) -> None:
-        """Give TRL its own head back; a second call is a no-op."""
-        import trl.trainer.utils
-
-        if getattr(trl.trainer.utils, HOOK) is FusedLogProbs:
-            setattr(trl.trainer.utils, HOOK, self._original)
-
-    def __enter__(self) -> FusedHead:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
-
-
-_original: Any = None
-
-
-def apply_fused_head() -> FusedHead:
+def apply_fused_head() -> Patch:
     """Compute the log-probs, entropies and further outputs of every TRL trainer with our kernels.
 
     Applies to all models that TRL's trainers (SFT, DPO, KTO, RLOO, GRPO and others) have given a
@@ -164,13 +131,7 @@ def apply_fused_head() -> FusedHead:
     Raises:
         ImportError: the installed TRL has no such hook; the message names the supported versions.
     """
-    global _original
-    utils = _trl_utils()
-    current = getattr(utils, HOOK)
-    if current is not FusedLogProbs:
-        _original = current
-        setattr(utils, HOOK, FusedLogProbs)
-    return FusedHead(_original)
+    return Patch((_trl_utils(), HOOK, FusedLogProbs))
 
 
 def _trl_utils() -> Any:

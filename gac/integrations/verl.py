@@ -37,6 +37,9 @@ from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, shard, tokenized
 from .rollouts import rollout_moments
+from .verl_head import apply_fused_head
+
+__all__ = ["GACPolicyLoss", "GACWorker", "apply_fused_head"]
 
 INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_token_len_per_gpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,3 +159,33 @@ def test_the_example_learns():
     assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
     assert rows[-1]["reward"] > rows[0]["reward"]
     assert len({row["gac/mu"] for row in rows}) > 1
+
+
+def test_fused_head_equals_verl_s_own():
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    from gac.integrations.verl import apply_fused_head
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 16, generator=draw, requires_grad=True)
+    weight = torch.randn(33, 16, generator=draw, requires_grad=True)
+    labels = torch.randint(0, 33, (2, 7), generator=draw)
+    own = FusedLinearForPPO.forward
+    results = []
+    for fused in (False, True):
+        if fused:
+            patch = apply_fused_head()
+            assert apply_fused_head() is not None  # a second call is a no-op
+            assert FusedLinearForPPO.forward is not own
+        # verl flattens its outputs for [B, T, H] in some versions
+        logps, entropy = (
+            x.reshape(2, 7) for x in FusedLinearForPPO()(hidden, weight, labels, temperature=0.7)
+        )
+        total = (logps * torch.linspace(-1, 1, 7)).sum() + 0.3 * entropy.sum()
+        results.append((logps, entropy, *torch.autograd.grad(total, (hidden, weight))))
+    torch.testing.assert_close(results[1], results[0])
+    kernel = sys.modules["verl.utils.kernel.linear_cross_entropy"]
+    flat, _ = kernel.linear_cross_entropy(hidden, weight, labels, 0.7, "none")
+    torch.testing.assert_close(flat, results[0][0].flatten())
+    patch.undo()
+    assert FusedLinearForPPO.forward is own
