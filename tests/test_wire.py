@@ -311,7 +311,7 @@ def answered(kind, *message):
     return framed(json.dumps([kind, list(message), ""]).encode())
 
 
-FUNCTION = ["object", [0, [1, "function", "object", [], ["__call__"]]]]
+FUNCTION = ["function", 0]
 NAMES = answered("value", None) + answered("value", [1], FUNCTION, ["dict", None, ["f", [0]]])
 SPEC = {
     "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"],

@@ -71,9 +71,11 @@ class _Judge:
         names = [f"test {n}" for n in range(1, len(self._tests) + 1)]
         trees = list(map(_parsed, ["setup", *names], [spec["setup"], *self._tests]))
         self._setup, *self._codes = map(_compile, ["setup", *names], trees)
-        self._used, self._bound, self._constants = _words(trees)
-        self._used_in_setup, _, _ = _words(trees[:1])
-        self._called = _names_called(trees)
+        setup, words = _words(trees[:1]), _words(trees[1:])
+        self._used, self._bound, self._constants, self._called = (
+            first | second for first, second in zip(setup, words, strict=True)
+        )
+        self._used_in_setup = setup[0]
         reference = _parse(spec["reference"])
         self._defined = names_defined(reference) & self._used
         self._entries = self._defined - names_defined(trees[0])
@@ -236,14 +238,18 @@ def append_check_call(tests: list[str], entry_point: str) -> list[str]:
     ]
 
 
-def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str]]:
-    """The names that are read and those that are bound anywhere, and all string constants."""
+def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str], set[str]]:
+    """Names that are read, names that are bound, string constants, and names that are called."""
     read: set[str] = set()
     bound: set[str] = set()
     constants: set[str] = set()
+    called: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                called.add(node.func.id)
         elif isinstance(node, ast.Constant):
             if isinstance(node.value, str):
                 constants.add(node.value.strip())
@@ -255,12 +261,7 @@ def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str]]:
             bound.add(node.arg)
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             bound.add(node.name)
-    return read, bound, constants
-
-
-def _names_called(trees: list[ast.Module]) -> set[str]:
-    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    return read, bound, constants, called
 
 
 def names_defined(tree: ast.Module) -> set[str]:

@@ -168,6 +168,13 @@ _VALUES: dict[str, type] = {
 }
 
 
+class RemoteFunction(Remote):
+    # a proxy for a Python function; the class of functions is not described each time
+    __doc__ = vars(Remote)["__doc__"]
+    __call__ = _METHODS["__call__"]
+    __repr__ = _METHODS["__repr__"]
+
+
 class _Live(_RemoteBase):
     """Base of copies of the lists, dicts and sets that are attributes of the program's objects.
 
@@ -280,6 +287,11 @@ class SolverClient:
             live = _LIVE[type(items[0])](items[0])
             object.__setattr__(live, "_remote_", (self, content))
             return live
+        if tag == "function" and type(content) is int:
+            if content not in self._objects:
+                self._objects[content] = function = RemoteFunction()
+                object.__setattr__(function, "_remote_", (self, content))
+            return self._objects[content]
         number, description, *text = content
         if type(number) is not int:
             raise TypeError("an object needs a number")

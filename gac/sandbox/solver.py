@@ -164,6 +164,8 @@ class _Objects:
             return "class", self._describe(value), None
         if issubclass(kind, BaseException):
             return "error", [self._number(value), self._describe(kind), _text(value)], value.args
+        if kind is types.FunctionType:
+            return "function", self._number(value), None
         if kind is Live:
             return "live", self._number(value.value), [value.value]
         content = [self._number(value), self._describe(kind)]
