@@ -1,82 +1,144 @@
 """Builds the CUDA library of `csrc/cuda` with nvcc: `python -m gac_kernels.build_cuda`.
 
-The library has a plain C interface, so it needs no torch headers and works with every torch
+By default it is built for the GPUs that are present, or for every supported one on a machine
+without a GPU; `--arch 90a` builds for a GPU that is elsewhere. The library has a plain C interface
+and its own copy of the CUDA runtime, so it needs no torch headers and works with every torch
 version. Its file name contains a hash of its sources and flags: changed sources are rebuilt, and a
-stale library is never loaded.
+stale library is never loaded. nvcc may come from the CUDA toolkit or from pip:
+
+    python -m pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*"
+    python -m pip install "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*"
+    python -m pip install "nvidia-cuda-cccl==13.0.*"
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 PACKAGE = Path(__file__).parent
 # next to the package in a checkout, inside it when installed from a wheel
 SOURCES = next((p for p in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if p.is_dir()), PACKAGE)
-# Hopper and Blackwell: clusters and bulk copies need compute capability 9.0
-ARCHITECTURES = ("90a", "100")
+# by compute capability: Hopper and Blackwell; clusters and bulk copies need 9.0
+ARCHITECTURES = {(9, 0): "90a", (10, 0): "100"}
 FLAGS = ("-std=c++20", "-O3", "--compiler-options", "-fPIC")
+NO_COMPILER = 77  # exit code without nvcc
+
+
+class NoCompilerError(RuntimeError):
+    """There is no nvcc."""
 
 
 def find_nvcc() -> str | None:
-    """Find nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda."""
+    """Find nvcc in CUDA_HOME, on the PATH, in /usr/local/cuda or among pip's packages."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    return shutil.which(candidates[0]) or shutil.which("nvcc") or shutil.which(candidates[-1])
+    first, *rest = [candidates[0], "nvcc", candidates[-1]]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        rest += map(str, sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True))
+    return next(filter(None, map(shutil.which, (first, *rest))), None)
+
+
+def architectures() -> tuple[str, ...]:
+    """Those of the GPUs that are present and supported, or all supported ones without a GPU."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return tuple(ARCHITECTURES.values())
+    present = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return tuple(sorted({ARCHITECTURES[x] for x in present if x in ARCHITECTURES}))
 
 
 @functools.cache
-def library_path() -> Path:
-    """Path of the library for the current sources, built or not."""
-    digest = hashlib.sha256(repr((ARCHITECTURES, FLAGS)).encode())
+def _digest() -> str:
+    digest = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(
         [*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*.h"), *SOURCES.glob("cuda/*.cu")]
     ):
         digest.update(path.read_bytes())
-    name = f"_cuda-{digest.hexdigest()[:12]}.so"
-    if os.access(PACKAGE, os.W_OK) or (PACKAGE / name).exists():
-        return PACKAGE / name
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "gac" / name  # the package directory is not writable
+    return digest.hexdigest()[:12]
+
+
+def library_path(targets: Sequence[str] | None = None) -> Path:
+    """Path of a library of the current sources for these architectures, built or not.
+
+    targets: default: `architectures()`. A library that was built for more of them is used too.
+    """
+    wanted = architectures() if targets is None else targets
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gac"
+    for folder in (PACKAGE, cache):
+        for path in sorted(folder.glob(f"_cuda-{_digest()}-*.so")):
+            if set(wanted) <= set(path.stem.split("-")[2:]):
+                return path
+    name = f"_cuda-{_digest()}-{'-'.join(wanted)}.so"
+    # the cache if the package directory is not writable
+    return (PACKAGE if os.access(PACKAGE, os.W_OK) else cache) / name
 
 
 def compile_source(*options: str) -> str:
     """Run nvcc on launch.cu and return its output. Raises RuntimeError if it fails."""
     nvcc = find_nvcc()
     if nvcc is None:
-        raise RuntimeError("nvcc was not found: put it on the PATH or set CUDA_HOME")
+        raise NoCompilerError("nvcc was not found: put it on the PATH or set CUDA_HOME")
     source = SOURCES / "cuda" / "launch.cu"
     if not source.exists():
         raise RuntimeError(f"{source} does not exist: reinstall gac")
-    command = [nvcc, *FLAGS, *options, str(source)]
+    command = [nvcc, *FLAGS, *_pip_library(Path(nvcc)), *options, str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
     return result.stdout + result.stderr
 
 
-def build() -> Path:
-    """Path of the library, compiled first if necessary. Raises RuntimeError if the build fails."""
-    path = library_path()
+def _pip_library(nvcc: Path) -> list[str]:
+    """The option that finds the CUDA runtime of pip's packages, which is in lib, not in lib64."""
+    libraries = nvcc.resolve().parents[1] / "lib"
+    return [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
+
+
+def build(targets: Sequence[str] | None = None) -> Path:
+    """Path of the library, compiled first if necessary. Raises RuntimeError if the build fails.
+
+    targets: architectures such as "90a"; default: `architectures()`.
+    """
+    wanted = architectures() if targets is None else targets
+    path = library_path(wanted)
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-        compile_source(*targets, "-shared", "-o", str(built))
+        options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
+        compile_source(*options, "--threads", "0", "-shared", "-o", str(built))
         built.replace(path)  # atomic: another process may be building it too
     return path
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m gac_kernels.build_cuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES.values())
     try:
-        print(build())
+        print(build(parser.parse_args(arguments).arch))
+    except NoCompilerError as error:
+        print(f"skipped: {error}")
+        sys.exit(NO_COMPILER)
     except RuntimeError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

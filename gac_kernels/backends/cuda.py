@@ -111,6 +111,8 @@ def library() -> ctypes.CDLL:
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if torch.version.hip:
+        return "an AMD GPU has no thread-block clusters"  # some report capability 9.0, like Hopper
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.cuda.get_device_capability(device) not in _CAPABILITIES:

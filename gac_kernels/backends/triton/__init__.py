@@ -37,7 +37,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return _interpreter_error()
     if device.type != "cuda":
         return f"it does not run on {device.type!r}; on a CPU, set TRITON_INTERPRET=1 before import"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    # AMD's capability numbers mean something else; Triton compiles for all of its supported GPUs
+    if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -50,15 +51,23 @@ class Launch(NamedTuple):
     programs: int
     arguments: dict[str, Any]
     warps: int
+    """Of 32 threads; on AMD GPUs with 64 threads, half as many are launched."""
 
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of `device`; asynchronous."""
         if not self.programs:
             return
+        warps = max(32 * self.warps // warp_size(device), 1)
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[(self.programs,)](
-                **self.arguments, num_warps=self.warps, enable_fp_fusion=True
-            )
+            self.kernel[(self.programs,)](**self.arguments, num_warps=warps, enable_fp_fusion=True)
+
+
+@functools.cache
+def warp_size(device: torch.device) -> int:
+    """Threads of a warp: 32, or 64 on some AMD GPUs."""
+    if not torch.version.hip or device.type != "cuda":
+        return 32
+    return torch.cuda.get_device_properties(device).warp_size
 
 
 def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
