@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, linear
+from ._ops import add_op_namespace_prefix, ops
 from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
@@ -69,7 +70,7 @@ def _check_values(
 
 
 @torch.library.custom_op(
-    "gac_kernels::loss",
+    add_op_namespace_prefix("loss"),
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor advantages, "
@@ -192,7 +193,7 @@ def fused_loss(
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """Compute either fused loss in compiled code."""
-    outputs = torch.ops.gac_kernels.loss(
+    outputs = ops.loss(
         *operands,
         *_to_tensors(inputs),
         encode(spec),
@@ -210,7 +211,7 @@ def fused_loss(
 
 
 @torch.library.custom_op(
-    "gac_kernels::logprobs",
+    add_op_namespace_prefix("logprobs"),
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, float temperature, "
@@ -239,7 +240,7 @@ def _(rows, weight, bias, targets, temperature, softcap, backend, dtype, chunk_b
 
 
 @torch.library.custom_op(
-    "gac_kernels::logprobs_backward",
+    add_op_namespace_prefix("logprobs_backward"),
     mutates_args=(),
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor stats, "
@@ -294,7 +295,7 @@ def _backward_logprobs(ctx: Any, d_stats: Tensor) -> tuple[Any, ...]:
     *inputs, stats = ctx.saved_tensors
     # lse, entropy, and the upstream gradients of logps and entropy
     columns = torch.stack([stats[2], stats[1], d_stats[0], d_stats[1]])
-    grads = torch.ops.gac_kernels.logprobs_backward(*inputs, columns, *ctx.settings, ctx.needs)
+    grads = ops.logprobs_backward(*inputs, columns, *ctx.settings, ctx.needs)
     needed = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
     return (*needed, *(None,) * 7)
 
@@ -311,7 +312,7 @@ def token_logprobs(
     options: GemmOptions,
 ) -> tuple[Tensor, ...]:
     """Compute either form of the log-probabilities, and MORE_OUTPUTS if `more`, [N] each."""
-    stats = torch.ops.gac_kernels.logprobs(
+    stats = ops.logprobs(
         *operands, targets, *scaling, backend, *options[:2], more
     )
     logps, entropy, _, *extra = stats.unbind()
