@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAMS = '''
+PROGRAMS = """
 === a fraction class with operators
 from math import gcd
 class Frac:
@@ -491,4 +491,4 @@ assert o.count == 5
 try: o.count = -1
 except ValueError as e: assert e.args == ("negative",)
 else: assert False
-'''
+"""

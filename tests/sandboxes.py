@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Program, JudgeSpec
+from gac.sandbox.pool import JudgeSpec, Program
 
 GOOD = Program("def add(a, b): return a + b")
 SUITE = JudgeSpec(("assert add(1, 2) == 3",))

@@ -61,6 +61,7 @@ def test_training_earns_more_reward(folder, tmp_path):
             "data.limit=24",
             f"data.prompts={folder / 'train.jsonl'}",
             "eval.data.prompts=null",
+            "eval.every=0",
             "export=false",
             "rollouts.prompts=4",
             "rollouts.completions=4",

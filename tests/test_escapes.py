@@ -110,10 +110,10 @@ def parse_report(outcome: RunResult) -> Report:
 @pytest.mark.parametrize("name", escapes.SYSTEM)
 def test_no_system_attempt_succeeds(pool, name):
     outcome = run(pool, escapes.script(name), cpu_seconds=5)
-    found = parse_report(outcome)
-    assert found.ended, f"stopped early: {outcome}"
-    assert not found.done and not found.broken
-    assert set(found.refused) == set(escapes.operations(name))
+    report = parse_report(outcome)
+    assert report.ended, f"stopped early: {outcome}"
+    assert not report.done and not report.broken
+    assert set(report.refused) == set(escapes.operations(name))
 
 
 def test_attempts_succeed_without_the_layers(unprotected_pool):
@@ -177,12 +177,12 @@ def test_no_fake_passes(pool):
 
 def test_fakes_fool_a_grader_in_the_same_process(unprotected_pool):
     fakes = all_fakes()
-    found = unprotected_pool.map(
+    grades = unprotected_pool.map(
         lambda fake: grade_naively(unprotected_pool, fake[0]), list(fakes.values())
     )
-    early = [name for name, (ended, _) in zip(fakes, found, strict=True) if not ended]
+    early = [name for name, (ended, _) in zip(fakes, grades, strict=True) if not ended]
     assert not early  # a program that breaks before its trick would prove nothing
-    fooled = {name for name, (_, passed) in zip(fakes, found, strict=True) if passed}
+    fooled = {name for name, (_, passed) in zip(fakes, grades, strict=True) if passed}
     expected = {name for name, (_, fools) in fakes.items() if fools}
     assert fooled == expected
     assert len(fooled) >= 16

@@ -86,9 +86,9 @@ def test_paired_difference_is_narrower_than_two_intervals():
     rng = np.random.default_rng(2)
     hard = rng.normal(0, 1, 100)
     first, second = hard + 0.2 + rng.normal(0, 0.1, 100), hard
-    found = paired_difference(first.tolist(), second.tolist())
-    assert found.pairs == 100 and found.difference == pytest.approx(0.2, abs=0.03)
-    assert 0 < found.ci95[0] < found.difference < found.ci95[1] < 0.3
+    difference = paired_difference(first.tolist(), second.tolist())
+    assert difference.pairs == 100 and difference.difference == pytest.approx(0.2, abs=0.03)
+    assert 0 < difference.ci95[0] < difference.difference < difference.ci95[1] < 0.3
     with pytest.raises(ValueError, match="3 and 2 values"):
         paired_difference([1, 2, 3], [1, 2])
 

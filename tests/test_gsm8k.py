@@ -11,7 +11,7 @@ from gac.config import load
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 
-from .tiny import metrics, write_reader
+from .tiny import metrics, write_bpe_model
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.yaml"
 
@@ -21,7 +21,7 @@ def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("GAC_DATA", str(data_dir))
     with gzip.open(source, "rt") as file:
         rows = [json.loads(line) for _, line in zip(range(500), file, strict=False)]
-    write_reader(tmp_path / "model", [r["prompt"] + r["solution"] for r in rows])
+    write_bpe_model(tmp_path / "model", [r["prompt"] + r["solution"] for r in rows])
     config = load(
         TrainConfig,
         EXAMPLE,
@@ -41,7 +41,7 @@ def test_two_steps_on_real_rows(data_dir, tmp_path, monkeypatch):
         ],
     )
     out = train(config)
-    found = metrics(out)
-    assert len(found) == 2 and all(math.isfinite(r["grad_norm"]) for r in found)
-    assert found[0]["demo_loss"] > 0 and found[0]["sft_variance"] > 0
+    metric_rows = metrics(out)
+    assert len(metric_rows) == 2 and all(math.isfinite(r["grad_norm"]) for r in metric_rows)
+    assert metric_rows[0]["demo_loss"] > 0 and metric_rows[0]["sft_variance"] > 0
     assert (out / "model" / "model.safetensors").exists()

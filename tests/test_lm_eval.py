@@ -21,7 +21,7 @@ from gac.data import read_rows
 from gac.evaluation.suite import EvalConfig, read_samples, run_suite
 from gac.training.trainer import train
 
-from .tiny import tiny_config, write_reader
+from .tiny import tiny_config, write_bpe_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval (optional)")
 TASKS = Path(__file__).parents[1] / "examples" / "lm_eval"
@@ -45,7 +45,7 @@ def rows(data_dir) -> dict[str, list[Mapping[str, Any]]]:
 def model(rows, task, tmp_path_factory) -> Path:
     """The model exported by `gac export` after a one-step run."""
     folder = tmp_path_factory.mktemp("model")
-    write_reader(folder / "init", [row["prompt"] for part in rows.values() for row in part])
+    write_bpe_model(folder / "init", [row["prompt"] for part in rows.values() for row in part])
     start = {"path": str(folder / "init"), "random_init": True}
     train(tiny_config(task, folder / "run", steps=1, eval={}, model=start))
     assert cli.main(["export", str(folder / "run"), str(folder / "exported")]) == cli.OK
@@ -92,25 +92,25 @@ def theirs(
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / f"gac_{name}.yaml").write_text(text)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1),
         tasks=[f"gac_{name}"],
         log_samples=True,
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     )
-    samples = found["samples"][f"gac_{name}"]
+    samples = results["samples"][f"gac_{name}"]
     mean = sum(s["score"] for s in samples) / len(samples)
-    assert found["results"][f"gac_{name}"]["score,none"] == pytest.approx(mean)
+    assert results["results"][f"gac_{name}"]["score,none"] == pytest.approx(mean)
     return {s["doc"]["id"]: (s["resps"][0][0], s["score"]) for s in samples}
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_responses_and_scores_match_on_real_rows(name, model, rows, tmp_path):
     file = write(tmp_path / SOURCES[name], rows[name])
-    mine = ours(name, model, file)
-    assert len(mine) == 4 and all(text for text, _ in mine.values())
-    assert theirs(name, model, file) == mine
+    own = ours(name, model, file)
+    assert len(own) == 4 and all(text for text, _ in own.values())
+    assert theirs(name, model, file) == own
 
 
 def test_scores_match_when_some_answers_are_correct(model, rows, tmp_path):
@@ -121,6 +121,6 @@ def test_scores_match_when_some_answers_are_correct(model, rows, tmp_path):
         for i, row in enumerate(rows["gsm8k"])
     ]
     file = write(tmp_path / "wanted.jsonl.gz", wanted)
-    mine = ours("gsm8k", model, file, "reward=exact")
-    assert [score for _, score in mine.values()] == [0, 1, 0, 1]
-    assert theirs("gsm8k", model, file, {"gac_grader.math": "gac_grader.exact"}) == mine
+    own = ours("gsm8k", model, file, "reward=exact")
+    assert [score for _, score in own.values()] == [0, 1, 0, 1]
+    assert theirs("gsm8k", model, file, {"gac_grader.math": "gac_grader.exact"}) == own

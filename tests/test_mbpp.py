@@ -17,7 +17,7 @@ from gac.rewards.code import CodeReward
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 
-from .tiny import metrics, write_reader
+from .tiny import metrics, write_bpe_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mbpp.yaml"
@@ -28,7 +28,7 @@ COUNTS = {f"reward_{name}" for name in ("dropped", "timeouts", "stalled", "crash
 def model(data_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     rows = [row.fields for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))]
-    write_reader(folder, [row["prompt"] + row["answer"] for row in rows])
+    write_bpe_model(folder, [row["prompt"] + row["answer"] for row in rows])
     return folder
 
 
@@ -55,9 +55,9 @@ def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
 
 def test_two_steps_on_real_rows(overrides):
     config = load(TrainConfig, EXAMPLE, overrides)
-    found = metrics(train(config))
-    assert len(found) == 2 and all(math.isfinite(row["grad_norm"]) for row in found)
-    for row in found:
+    rows = metrics(train(config))
+    assert len(rows) == 2 and all(math.isfinite(row["grad_norm"]) for row in rows)
+    for row in rows:
         # a random model writes no program that passes; the rows themselves are sound
         assert row["reward_mean"] == 0 and row["reward_dropped"] == 0
         assert row.keys() >= COUNTS
@@ -75,7 +75,7 @@ class FixedAnswers(CodeReward):
 
 def test_reward_counters_are_in_the_metrics(overrides):
     reward = "{name: 'tests.test_mbpp:Written', timeout: 1, setup_field: test_setup_code}"
-    overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null"]
+    overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
     config = load(TrainConfig, EXAMPLE, overrides)
     (row,) = metrics(train(config))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
@@ -95,5 +95,5 @@ def test_every_demonstration_earns_the_reward(overrides):
 
 
 def test_check_passes_on_the_example(overrides):
-    found = check(EXAMPLE, ["data.limit=5"])
-    assert (found.rows, found.failing) == (5, ())
+    report = check(EXAMPLE, ["data.limit=5"])
+    assert (report.rows, report.failing) == (5, ())

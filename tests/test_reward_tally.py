@@ -21,15 +21,15 @@ class Flaky(Reward):
 
     def __init__(self) -> None:
         self.rows = self.calls = self.closed = 0
-        self.made.append(self)
+        self.instances.append(self)
 
     def outcomes(self, completions, examples):
         self.calls += 1
-        found = []
+        scores = []
         for _ in completions:
             self.rows += 1
-            found.append(ValueError("no score") if self.rows % 5 == 0 else self.rows % 2)
-        return found
+            scores.append(ValueError("no score") if self.rows % 5 == 0 else self.rows % 2)
+        return scores
 
     def counts(self):
         return {"calls": self.calls}
@@ -39,7 +39,7 @@ class Flaky(Reward):
 
 
 def run(task, out, caplog, on_error):
-    Flaky.made.clear()
+    Flaky.instances.clear()
     reward = {"name": "tests.test_reward_tally:Flaky", "on_error": on_error}
     with caplog.at_level(logging.WARNING, "gac"):
         train(tiny_config(task, out, reward=reward, eval={"data": {"prompts": None}}))
@@ -47,7 +47,7 @@ def run(task, out, caplog, on_error):
 
 def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
     run(task, tmp_path / "run", caplog, "drop")
-    (reward,) = Flaky.made
+    (reward,) = Flaky.instances
     rows = metrics(tmp_path / "run")
     assert [row["reward_calls"] for row in rows] == [1, 1, 1, 1]
     assert [row["reward_dropped"] for row in rows] == [
@@ -63,5 +63,5 @@ def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
 def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
     with pytest.raises(RewardError, match="'flaky'.*no score.*on_error: drop"):
         run(task, tmp_path / "run", caplog, "raise")
-    (reward,) = Flaky.made
+    (reward,) = Flaky.instances
     assert reward.closed == 1 and "reward flaky, in this process: 1 calls" in caplog.text

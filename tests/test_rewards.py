@@ -212,9 +212,9 @@ def test_choice_agrees_with_worked_answers_whose_final_letter_is_right(data_dir)
 
 
 def test_format_matches_the_whole_completion_or_a_part():
-    whole = build_reward({"name": "format", "pattern": r"<think>.*</think>.+"})
-    assert score(whole, "<think>a\nb</think> 7\n", None) == 1.0
-    assert score(whole, "so <think>a</think> 7", None) == 0.0
+    strict = build_reward({"name": "format", "pattern": r"<think>.*</think>.+"})
+    assert score(strict, "<think>a\nb</think> 7\n", None) == 1.0
+    assert score(strict, "so <think>a</think> 7", None) == 0.0
     part = build_reward({"name": "format", "pattern": r"\d", "full": False})
     assert [score(part, text) for text in ("a7b", "ab")] == [1.0, 0.0]
 
@@ -272,7 +272,7 @@ UNSCORABLE = {
 @pytest.mark.parametrize("case", UNSCORABLE.values(), ids=UNSCORABLE.keys())
 def test_unscorable_row_raises_with_its_id_and_completion(case):
     spec, completion, message = case
-    with pytest.raises(RewardError, match=f"'row5': .*{message}; completion: '{completion}'") as e:
+    with pytest.raises(RewardError, match=f"'row5': .*{message}.*; completion: '{completion}'") as e:
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
 

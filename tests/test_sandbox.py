@@ -172,12 +172,12 @@ def test_sandbox_works_without_capabilities(kind):
 
 def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
     monkeypatch.setenv("GAC_SECRET", "hunter2")
-    found = prints(
+    printed = prints(
         pool,
         "import os, sys\n"
         "print(dict(os.environ), sys.path, sys.argv, 'torch' in sys.modules, 'gac' in sys.modules)",
     )
-    assert found == "{} [] [''] False False\n"
+    assert printed == "{} [] [''] False False\n"
 
 
 def test_neither_the_solver_nor_the_server_has_the_tests(pool):

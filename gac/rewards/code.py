@@ -201,7 +201,7 @@ class CodeReward(Reward):
             )
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
-        prompt = prompt if entry_point and entry_point in names_defined(prompt) else ""
+        prompt = prompt if entry_point and entry_point in definitions_of(prompt) else ""
         return TestSpec(
             JudgeSpec(
                 tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial
@@ -314,7 +314,7 @@ def _dedented(line: str, width: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def names_defined(text: str) -> frozenset[str]:
+def definitions_of(text: str) -> frozenset[str]:
     """Names of the functions and classes at the top level of `text`; empty if it is invalid."""
     body = _parsed(text)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

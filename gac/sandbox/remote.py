@@ -168,7 +168,7 @@ _VALUES: dict[str, type] = {
 }
 
 
-class RemoteFunction(Remote):
+class _Function(Remote):
     # a proxy for a Python function; the class of functions is not described each time
     __doc__ = vars(Remote)["__doc__"]
     __call__ = _METHODS["__call__"]
@@ -289,7 +289,7 @@ class SolverClient:
             return live
         if tag == "function" and type(content) is int:
             if content not in self._objects:
-                self._objects[content] = function = RemoteFunction()
+                self._objects[content] = function = _Function()
                 object.__setattr__(function, "_remote_", (self, content))
             return self._objects[content]
         number, description, *text = content
