@@ -76,8 +76,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         message, exit_code = known
-        print(f"gac: {message}", file=sys.stderr)
+        if _first_to_report(message):
+            print(f"gac: {message}", file=sys.stderr)
         return exit_code
+
+
+def _first_to_report(message: str) -> bool:
+    """Whether no other process that torchrun started has reported the same error."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
+        return True
+    import datetime
+    import zlib
+
+    from torch.distributed import TCPStore
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"gac/error/{attempt}/{zlib.crc32(message.encode())}"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(address, port, timeout=datetime.timedelta(seconds=5))
+        return store.add(key, 1) == 1
+    except (RuntimeError, ValueError):  # the launcher has exited
+        return True
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -284,6 +304,7 @@ def _train(options: argparse.Namespace) -> int:
     from gac.config import load
     from gac.training.run_config import TrainConfig
 
+    _find_rewards_next_to(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
     from gac.parallel import setup
@@ -303,11 +324,18 @@ def _train(options: argparse.Namespace) -> int:
     return OK
 
 
+def _find_rewards_next_to(config: Path | None) -> None:
+    """Let a reward be a module in the folder of the configuration file."""
+    if config is not None:
+        sys.path.append(str(config.parent.resolve()))
+
+
 def _eval(options: argparse.Namespace) -> int:
     from gac.config import load
     from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
+    _find_rewards_next_to(options.config)
     config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
@@ -349,6 +377,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
+    _find_rewards_next_to(options.config)
     result = check(options.config, options.set, options.min_reward)
     for row in result.failing:
         print(row)

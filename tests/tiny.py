@@ -14,7 +14,13 @@ from gac.rewards.base import RowReward
 from gac.training.run_config import TrainConfig
 
 # keys of metrics.jsonl that measure wall-clock time
-TIMING_KEYS = ("seconds", "sampling_seconds", "sampling_share", "responses_per_second")
+TIMING_KEYS = (
+    "seconds",
+    "reward_seconds",
+    "sampling_seconds",
+    "sampling_share",
+    "responses_per_second",
+)
 
 
 def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import math
+import signal
 import tempfile
 import traceback
 import warnings
@@ -39,6 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "FSDP2": {"parallel.mode": "fsdp"},
 }
 FALLBACK = "padding rows"  # in the warning about a model that cannot be packed
+SECONDS = 200  # limit of a mode
 TOLERANCE = 2e-3  # relative difference of losses and gradient norms between modes
 INTRODUCTION = """\
 # Tested models
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _out_of_time)
     results = {}
     for family in options.families or families():
         results[family] = try_family(family, options.debug)
@@ -91,6 +94,7 @@ def try_family(family: str, debug: bool) -> dict[str, str]:
         results: dict[str, str] = {}
         expected: dict[str, float] = {}
         for mode, keys in MODES.items():
+            signal.alarm(SECONDS)
             try:
                 with _one_process_group(mode == "FSDP2"), _warnings() as messages:
                     losses = _train(folder, mode, keys)
@@ -104,9 +108,15 @@ def try_family(family: str, debug: bool) -> dict[str, str]:
                 fallback = any(FALLBACK in message for message in messages)
                 expected = expected or losses
                 results[mode] = "padded" if fallback else _compare(mode, losses, expected)
+            finally:
+                signal.alarm(0)
             if mode == "padded" and results[mode] != "yes":
                 return {"model": results[mode]}
     return results
+
+
+def _out_of_time(number: int, frame: object) -> None:
+    raise TimeoutError(f"no result after {SECONDS} s")
 
 
 def _compare(mode: str, losses: dict[str, float], expected: dict[str, float]) -> str:

@@ -71,9 +71,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "zamba": {"num_hidden_layers": 3},
+    "zamba": {"num_hidden_layers": 6},
+    "zamba2": {"num_hidden_layers": 6},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "reformer": {"is_decoder": True},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "xlm": {"emb_dim": HIDDEN, "n_words": VOCABULARY},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "ministral": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -96,21 +103,25 @@ def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
     special = SPECIAL.get(family, {})
     small: dict[str, Any] = {}
     for name, value in values.items():
-        inner = getattr(config, name, None)
+        inner = vars(config).get(name)
         if isinstance(inner, PreTrainedConfig):
             small[name] = {**_shrunk(inner, inner.model_type), "model_type": inner.model_type}
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(SIZES[name], value)
-        elif name == "layer_types" or name.endswith("_layer_types"):
-            small[name] = _kinds(value)
+        elif isinstance(value, list) and value and all(isinstance(x, str) for x in value):
+            small[name] = _kinds(value) if "layer" in name else value
         elif name in ("pad_token_id", "eos_token_id", "bos_token_id"):
             small[name] = ("pad_token_id", "eos_token_id", "bos_token_id").index(name)
+    if "kv_lora_rank" in values:  # latent attention has as many heads for keys and values
+        small["num_key_value_heads"] = HEADS
+    layers = special.get("num_hidden_layers", LAYERS)
+    for name in ("layer_types", "layers_block_type"):
+        if small.get(name):
+            small[name] = (small[name] * layers)[:layers]
     return {**small, **special}
 
 
-def _kinds(types: list[str] | None) -> list[str] | None:
+def _kinds(types: list[str]) -> list[str]:
     """One layer of each of the first kinds, LAYERS in total."""
-    if not types:
-        return None
     kinds = list(dict.fromkeys(types))[:LAYERS]
     return kinds * (LAYERS // len(kinds)) + kinds[: LAYERS % len(kinds)]

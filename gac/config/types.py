@@ -78,7 +78,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def unknown_name_message(where: str, key: Any, valid: Mapping[str, Any], noun: str) -> str:
     """Error message for a key or name that is not in `valid`."""
     suggestion = did_you_mean(str(key), valid)
-    listed = ", ".join(valid)
+    listed = ", ".join(valid) or f"none ({where.rpartition('.')[0] or 'it'} has no {noun}s)"
     if len(valid) > MAX_LISTED_NAMES:
         closest = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.0)
         listed = f"{', '.join(closest)} and {len(valid) - len(closest)} more; the help lists them"

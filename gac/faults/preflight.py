@@ -33,6 +33,9 @@ MAY_CHANGE_ON_RESUME = {
     "guards",
     "parallel",
     "rollouts.vllm",
+    "rollouts.sample_every",
+    "rollouts.sample_prompts",
+    "rollouts.print_samples",
 }
 
 

@@ -22,6 +22,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -71,6 +73,10 @@ def make_accelerator(
     """Join the process group set up by torchrun or accelerate. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp: parallel.mode=fsdp shards the model")
+    available = {tracker.value for tracker in get_available_trackers()}
+    for tracker in trackers:
+        if tracker in LoggerType.list() and tracker not in available:
+            raise ConfigError(f"trackers: {tracker!r} is not installed: pip install {tracker}")
     _join(config.timeout)
     accelerator = Accelerator(
         # otherwise accelerate does not connect the processes on machines without a GPU

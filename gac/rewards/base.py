@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import signal
+import sys
+import threading
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +52,8 @@ class Reward(ABC):
     """
     dropped = 0
     """Rows dropped so far."""
+    deadline: float | None = 600.0
+    """Seconds after which a call of a user's function fails; None: no deadline."""
 
     @abstractmethod
     def outcomes(
@@ -95,7 +102,9 @@ class Reward(ABC):
         outcome = as_outcome(outcome)
         if not isinstance(outcome, Exception):
             return outcome
-        problem = f"{type(outcome).__name__}: {outcome}"
+        problem = f"{type(outcome).__name__}: {outcome}{_location(outcome)}"
+        if isinstance(outcome, TimeoutError):
+            problem += f"; prompt: {example.prompt_text!r:.200}"
         error = RewardError(problem, self.name, example.id, completion)
         if self.on_error == "raise":
             raise error from outcome
@@ -104,6 +113,33 @@ class Reward(ABC):
         level = logging.WARNING if self.dropped == 1 else logging.DEBUG
         logger.log(level, "row dropped: %s", error)
         return None
+
+
+def _location(error: Exception) -> str:
+    """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
+    frames = traceback.extract_tb(error.__traceback__)
+    prefixes = (sys.prefix, sys.base_prefix, __file__.removesuffix("rewards/base.py"))
+    own = [frame for frame in frames if not frame.filename.startswith((*prefixes, "<"))]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TimeoutError in the block after `seconds`; in the main thread only."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"no result after {seconds:g} s (key `deadline` of the reward)")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 class RowReward(Reward):

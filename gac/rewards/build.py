@@ -32,7 +32,7 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
             value, ...}`, or `{"sum": [{"reward": spec, "weight": 1.0}, ...]}`. A function is called
             with (completion, example) and the options, or with lists of both if `batch: true`. A
             `Reward` subclass is constructed with the options. The outermost mapping may also set
-            `on_error`.
+            `on_error`, and `deadline`: seconds after which a call of a function fails.
         on_error: how to handle rows that cannot be scored, "raise" or "drop".
 
     Raises:
@@ -42,10 +42,16 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
     if isinstance(spec, Mapping) and "on_error" in spec:
         on_error = spec["on_error"]
         spec = {key: value for key, value in spec.items() if key != "on_error"}
+    deadline: Any = Reward.deadline
+    if isinstance(spec, Mapping) and "deadline" in spec:
+        deadline = spec["deadline"]
+        spec = {key: value for key, value in spec.items() if key != "deadline"}
+        if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+            raise ValueError(f"deadline must be a number of seconds > 0 or null, got {deadline!r}")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")
     reward = _build(spec)
-    reward.on_error = on_error
+    reward.on_error, reward.deadline = on_error, deadline
     return reward
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .base import Reward, RowOutcome, RowReward, as_outcome
+from .base import Reward, RowOutcome, RowReward, as_outcome, time_limit
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -25,6 +31,8 @@ class SumReward(Reward):
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[RowOutcome]:
+        for reward, _ in self._terms:
+            reward.deadline = self.deadline
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
         return [self._add(row) for row in zip(*columns, strict=True)]
 
@@ -58,7 +66,8 @@ class CallableReward(RowReward):
         self._function, self._options = function, options
 
     def score(self, completion: str, example: Example) -> float:
-        return self._function(completion, example, **self._options)
+        with time_limit(self.deadline):
+            return self._function(completion, example, **self._options)
 
 
 class BatchCallableReward(CallableReward):
@@ -73,7 +82,10 @@ class BatchCallableReward(CallableReward):
         if not completions:
             return []
         try:
-            values = list(self._function(list(completions), list(examples), **self._options))
+            with time_limit(self.deadline):
+                values = list(self._function(list(completions), list(examples), **self._options))
+        except TimeoutError as error:
+            return [error] * len(completions)
         except Exception as error:  # user code may raise anything
             if len(completions) == 1:
                 return [error]
@@ -91,17 +103,24 @@ class BatchCallableReward(CallableReward):
 def load_callable(name: str) -> Callable[..., Any]:
     """Import the callable named `package.module:function`.
 
+    `path/file.py:function` loads a file, relative to the current folder, or to one in `sys.path`,
+    which contains the folder of the configuration file.
+
     Raises:
-        ValueError: no such module, no such name in it, or not callable.
+        ValueError: no such module or file, no such name in it, or not callable.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute = name.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        if module_name.endswith(".py") or "/" in module_name:
+            module = _load_file(name, module_name)
+        else:
+            module = importlib.import_module(module_name)
+        found = getattr(module, attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its own imports is missing
         raise ValueError(
-            f"reward {name!r}: no module {error.name!r}; install it, "
+            f"reward {name!r}: no module {error.name!r}; give its file as `path/file.py:function`, "
             "or add its folder to PYTHONPATH"
         ) from error
     except AttributeError as error:
@@ -109,3 +128,28 @@ def load_callable(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"reward {name!r}: {attribute} is not callable")
     return found
+
+
+def _load_file(name: str, path: str) -> ModuleType:
+    """Import the file of reward `name`, once."""
+    folders = [Path(), *map(Path, sys.path)]
+    file = next((file for folder in folders if (file := folder / path).is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"reward {name!r}: no file {path!r} in this folder or next to the configuration file"
+        )
+    module_name = f"reward_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"reward {name!r}: {str(file)!r} is not a Python file")
+    sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code may raise anything
+        del sys.modules[module_name]
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward {name!r}: {file}, line {line}: {problem}") from error
+    return module

@@ -28,12 +28,13 @@ WEIGHTS = ("disk", "nccl")
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Cache of the `paged` engine; on a CPU set all three, e.g. to 64, 128 and 32."""
+    """Cache of the `paged` engine."""
 
     max_batch_tokens: int | None = None
-    """Tokens per forward; null: chosen from the free GPU memory."""
+    """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
     num_blocks: int | None = None
-    """Blocks of the cache, each one page per layer; null: chosen from the free GPU memory."""
+    """Blocks of the cache, each one page per layer; null: chosen from the free GPU memory, or on a
+    CPU what all responses need."""
     page_size: int = 256
     """Tokens per page, >= 4."""
 
@@ -102,6 +103,23 @@ class RolloutConfig:
     advantages: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
+    resample: int = 0
+    """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
+    reward, and hence no advantage, by the next prompts, at most this many times per step."""
+    skip_truncated: bool = False
+    """Overlong filtering (DAPO): responses cut off at `max_new_tokens` have no loss; their rewards
+    still count in their group."""
+    overlong_tokens: int | None = None
+    """Soft overlong punishment (DAPO): the reward of a response falls linearly by up to
+    `overlong_penalty` over this many last tokens before `max_new_tokens`; null: none."""
+    overlong_penalty: float = 1.0
+    """Largest reduction of the reward by `overlong_tokens`."""
+    sample_every: int = 10
+    """Steps between the entries of samples.jsonl; 0: none."""
+    sample_prompts: int = 2
+    """Prompts per entry, each with all its responses and rewards."""
+    print_samples: bool = False
+    """Also print these samples in the terminal."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "prompts", "completions", "max_new_tokens", "reuse", "batch")
@@ -110,6 +128,14 @@ class RolloutConfig:
         require_one_of(ENGINES, self, "engine")
         require_one_of(ADVANTAGES, self, "advantages")
         minimum = self.completions * (self.max_new_tokens + 1)
+        if (
+            self.overlong_tokens is not None
+            and not 1 <= self.overlong_tokens <= self.max_new_tokens
+        ):
+            raise ValueError(
+                f"overlong_tokens={self.overlong_tokens!r}: use a number from 1 to "
+                f"max_new_tokens={self.max_new_tokens}, or null"
+            )
         if self.batch_tokens is not None and self.batch_tokens < minimum:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens!r}: the {self.completions} rollouts of a prompt "

@@ -14,6 +14,8 @@ from gac.models.causal_lm import stop_tokens
 
 from .generation import PagedConfig, Responses, SamplingParams, generation_config, sampling_mode
 
+CPU_BATCH = 256  # tokens per forward on a CPU
+
 
 @torch.no_grad()
 def generate_paged(
@@ -29,9 +31,14 @@ def generate_paged(
     """
     stops = stop_tokens(tokenizer, params.stop)
     settings = generation_config(params, stops, tokenizer.pad_token_id)
+    # on a CPU, transformers would take most of the machine's memory: allow what all responses need
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    blocks = params.samples * sum(
+        -(-(len(prompt) + params.max_new_tokens) // config.page_size) for prompt in prompts
+    )
     pages = ContinuousBatchingConfig(
-        max_batch_tokens=config.max_batch_tokens,
-        num_blocks=config.num_blocks,
+        max_batch_tokens=config.max_batch_tokens or (CPU_BATCH if on_cpu else None),
+        num_blocks=config.num_blocks or (blocks if on_cpu else None),
         page_size=config.page_size,
         seed=int(torch.randint(2**31, ())),
         auto_switch_to_flash=False,  # the same attention as in training

@@ -5,6 +5,7 @@ Legend: Q prompts, K rollouts per prompt.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import time
@@ -18,6 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.data.rows import Batch, Row, demo_row
+from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
@@ -26,6 +28,7 @@ from .engines import Engine, Policy
 from .generation import RolloutConfig
 from .plan import Sampling, Stage
 
+logger = logging.getLogger(__name__)
 Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 
 
@@ -35,16 +38,25 @@ class SamplingStats(NamedTuple):
     responses: int = 0
     tokens: int = 0  # of all responses
     seconds: float = 0.0  # excluding reward computation
+    reward_seconds: float = 0.0
+    groups: int = 0  # prompts with at least two scored rollouts
+    flat_groups: int = 0  # those whose rewards are all equal, before any resampling
+    resampled: int = 0  # prompts that were replaced
+    truncated: int = 0  # responses without a stop token
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns: totals over all ranks, and the mean time per rank."""
-        responses, tokens, seconds = collectives.total(self)
-        seconds /= world_size()
+        total = SamplingStats(*collectives.total(self))
+        seconds = total.seconds / world_size()
         return {
-            "sampled_responses": int(responses),
-            "sampled_tokens": int(tokens),
+            "sampled_responses": int(total.responses),
+            "sampled_tokens": int(total.tokens),
             "sampling_seconds": seconds,
-            "responses_per_second": responses / seconds if seconds else None,
+            "responses_per_second": total.responses / seconds if seconds else None,
+            "reward_seconds": total.reward_seconds / world_size(),
+            "groups_without_signal": total.flat_groups / total.groups if total.groups else None,
+            "resampled_prompts": int(total.resampled),
+            "truncated": total.truncated / total.responses if total.responses else None,
         }
 
 
@@ -58,6 +70,8 @@ class Rollouts:
     """Rewards of all scored rollouts, including those that are not trained on."""
     stats: SamplingStats
     """Amount and duration of the sampling."""
+    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and number of the rewards of each of several data sources."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
 
@@ -69,6 +83,50 @@ class Sample(NamedTuple):
     response: tuple[int, ...]
     reward: float  # nan: dropped
     train_prefix: bool
+    truncated: bool = False  # at `max_new_tokens`, without a stop token
+
+
+def _scored(group: Sequence[Sample]) -> list[float]:
+    """Rewards of the sampled responses of a group, without dropped ones."""
+    return [s.reward for s in group if s.response and not math.isnan(s.reward)]
+
+
+def source_means(sources: dict[str, tuple[float, int]]) -> dict[str, float]:
+    """Metrics column `reward_mean/NAME` of each data source, over all ranks."""
+    totals: dict[str, tuple[float, int]] = {}
+    for own in collectives.gather(sources):
+        for name, (reward, number) in own.items():
+            before = totals.get(name, (0.0, 0))
+            totals[name] = before[0] + reward, before[1] + number
+    return {f"reward_mean/{name}": s / n for name, (s, n) in sorted(totals.items()) if n}
+
+
+def is_flat(group: Sequence[Sample]) -> bool:
+    """Whether all rewards of a group of at least two are equal, so that all advantages are 0."""
+    rewards = _scored(group)
+    return len(rewards) > 1 and min(rewards) == max(rewards)
+
+
+class SignalWatch:
+    """Warns once if no group of this process has had different rewards for several samplings."""
+
+    PATIENCE = 10
+
+    def __init__(self) -> None:
+        self.without, self.warned = 0, False
+
+    def update(self, stats: SamplingStats) -> None:
+        """Count one sampling."""
+        silent = stats.groups > 0 and stats.flat_groups == stats.groups
+        self.without = self.without + 1 if silent else 0
+        if self.without >= self.PATIENCE and not self.warned and rank() == 0:
+            self.warned = True
+            logger.warning(
+                "all rollouts of each prompt have had the same reward for %d steps, so they teach "
+                "nothing: check the reward on samples.jsonl, choose prompts of another difficulty, "
+                "or set rollouts.resample",
+                self.without,
+            )
 
 
 def scatter_logps(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
@@ -90,11 +148,17 @@ class Sampler:
         reward: Any,
         plan: Sampling,
         credit: Crediting,
+        more: Callable[[int], Sequence[Example]] | None = None,
     ) -> None:
+        """more: returns this rank's next prompts, for `rollouts.resample`; called on all ranks."""
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
-        self.plan, self.credit = plan, credit
+        self.plan, self.credit, self.more = plan, credit, more
         self.stats = SamplingStats()
         self.stages = plan.stages or (Stage(config.completions),)
+        self.stops = set(stop_tokens(tokenizer, config.stop))
+        self.samples: list[dict[str, Any]] = []
+        """The first prompts of the last step, with responses and rewards, for people to read."""
+        self.signal = SignalWatch()
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
@@ -102,13 +166,18 @@ class Sampler:
         began = time.perf_counter()
         policy = self.engine(model)
         self.stats = SamplingStats(seconds=time.perf_counter() - began)
-        groups: list[list[Sample]] = [[] for _ in examples]
-        for stage in self.stages:
-            self._sample(policy, examples, stage, groups)
+        examples, groups = self._groups(policy, list(examples))
+        self.samples = [
+            self._readable(example, group)
+            for example, group in list(zip(examples, groups, strict=True))[
+                : self.config.sample_prompts
+            ]
+        ]
         rewards = torch.tensor([[s.reward for s in g] for g in groups], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
         rows: list[Row] = []
+        sources: dict[str, tuple[float, int]] = {}
         for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
             if self.plan.pairs:
                 own = _pair(example, group)
@@ -117,8 +186,56 @@ class Sampler:
             # numbered as in a single process, so that ids are unique across ranks
             unit = i * world_size() + rank()
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
-        scored = [s.reward for group in groups for s in group if s.response]
-        return Rollouts(rows, [r for r in scored if not math.isnan(r)], self.stats)
+            if example.source:
+                total, number = sources.get(example.source, (0.0, 0))
+                scored = _scored(group)
+                sources[example.source] = (total + sum(scored), number + len(scored))
+        self.signal.update(self.stats)
+        all_scored = [reward for group in groups for reward in _scored(group)]
+        return Rollouts(rows, all_scored, self.stats, sources)
+
+    def _groups(
+        self, policy: Policy, examples: list[Example]
+    ) -> tuple[list[Example], list[list[Sample]]]:
+        """Sample all groups, and again for new prompts in place of those without signal."""
+        groups = self._sample_all(policy, examples)
+        flat = [i for i, group in enumerate(groups) if is_flat(group)]
+        counts = sum(len(_scored(group)) > 1 for group in groups), len(flat)
+        self.stats = self.stats._replace(groups=counts[0], flat_groups=counts[1])
+        for _ in range(self.config.resample if self.more is not None else 0):
+            if not collectives.largest([len(flat)])[0]:
+                break
+            assert self.more is not None
+            new = list(self.more(len(flat)))
+            for i, example, group in zip(flat, new, self._sample_all(policy, new), strict=True):
+                examples[i], groups[i] = example, group
+            self.stats = self.stats._replace(resampled=self.stats.resampled + len(new))
+            flat = [i for i in flat if is_flat(groups[i])]
+        return examples, groups
+
+    def _sample_all(self, policy: Policy, examples: Sequence[Example]) -> list[list[Sample]]:
+        groups: list[list[Sample]] = [[] for _ in examples]
+        for stage in self.stages:
+            self._sample(policy, examples, stage, groups)
+        return groups
+
+    def _readable(self, example: Example, group: Sequence[Sample]) -> dict[str, Any]:
+        responses = [list(sample.prefix + sample.response) for sample in group]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        demo = example.demo
+        return {
+            "id": example.id,
+            "prompt": example.prompt_text,
+            "responses": [
+                {
+                    "text": text,
+                    "reward": None if math.isnan(sample.reward) else sample.reward,
+                    "truncated": sample.truncated,
+                }
+                for text, sample in zip(texts, group, strict=True)
+            ],
+            "demonstration": demo and self.tokenizer.decode(list(demo), skip_special_tokens=True),
+        }
 
     def _sample(
         self, policy: Policy, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
@@ -134,15 +251,30 @@ class Sampler:
         ]
         began = time.perf_counter()
         responses = policy(starts, stage.size)
-        stage_stats = len(responses), sum(map(len, responses)), time.perf_counter() - began
-        self.stats = SamplingStats(*map(operator.add, self.stats, stage_stats))
+        stage_stats = SamplingStats(
+            len(responses), sum(map(len, responses)), time.perf_counter() - began
+        )
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
         responses = [() if complete[q] else r for q, r in zip(owners, responses, strict=True)]
         full = [prefixes[q] + r for q, r in zip(owners, responses, strict=True)]
+        truncated = [bool(r) and r[-1] not in self.stops for r in responses]
+        began = time.perf_counter()
         scores = self._scores(full, [examples[q] for q in owners])
+        scores = [s - self._penalty(r) for s, r in zip(scores, responses, strict=True)]
+        seconds = time.perf_counter() - began
+        stage_stats = stage_stats._replace(reward_seconds=seconds, truncated=sum(truncated))
+        self.stats = SamplingStats(*map(operator.add, self.stats, stage_stats))
         for i, (q, response, score) in enumerate(zip(owners, responses, scores, strict=True)):
             train_prefix = i % stage.size >= stage.size - stage.trained
-            groups[q].append(Sample(prefixes[q], response, score, train_prefix))
+            groups[q].append(Sample(prefixes[q], response, score, train_prefix, truncated[i]))
+
+    def _penalty(self, response: tuple[int, ...]) -> float:
+        """Soft overlong punishment: 0 up to the last `overlong_tokens`, then rising linearly."""
+        tokens = self.config.overlong_tokens
+        if tokens is None:
+            return 0.0
+        over = len(response) - (self.config.max_new_tokens - tokens)
+        return self.config.overlong_penalty * min(max(over / tokens, 0.0), 1.0)
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
         """One reward per response; nan if the response was dropped."""
@@ -171,7 +303,8 @@ class Sampler:
             switch = len(prompt) + len(sample.prefix)
             start = len(prompt) if sample.train_prefix else switch
             ids = prompt + sample.prefix + sample.response
-            if rollout_weight and not math.isnan(sample.reward) and start < len(ids):
+            skipped = math.isnan(sample.reward) or (sample.truncated and self.config.skip_truncated)
+            if rollout_weight and not skipped and start < len(ids):
                 is_demo = not sample.response  # the prefix is the complete demonstration
                 row = Row(ids, start, is_demo, advantage, weight=rollout_weight, switch=switch)
                 rows.append(row)

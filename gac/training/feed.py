@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -14,6 +16,8 @@ from gac.data.rows import Row, demo_row
 from gac.data.shift import ShiftingOrder
 from gac.faults.preflight import check_budget
 from gac.methods.base import StepNeeds
+from gac.parallel import collectives
+from gac.training.input_checks import check_positions, check_tokens
 from gac.training.run_config import TrainConfig
 
 
@@ -28,7 +32,7 @@ class Feed:
     ) -> None:
         self.method, self.steps = config.method, config.steps
         self.demo_batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
         self.orders: dict[str, Order | MixedOrder | ShiftingOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
@@ -77,6 +81,13 @@ class Feed:
         indices = self.prompt_order.take(self.prompt_batch)
         return [self.prompts[i] for i in indices[self.own]]
 
+    def more_examples(self, number: int) -> list[Example]:
+        """This rank's next `number` prompts; every rank calls it, with its own number."""
+        numbers = collectives.gather(number)
+        indices = self.prompt_order.take(sum(numbers))
+        before = sum(numbers[: self.rank])
+        return [self.prompts[i] for i in indices[before : before + number]]
+
     def demo_rows(self, step: int) -> list[Row]:
         """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
         if not (self.separate_demos and self.method.needs(step).demos):
@@ -97,11 +108,14 @@ class Feed:
     def check_budgets(self, config: TrainConfig) -> int:
         """Maximum number of tokens of a prompt with its response.
 
-        Raises ConfigError if a row of the run may exceed a token budget.
+        Raises ConfigError if a row of the run may exceed a token budget or the model's positions,
+        or has a token that is not in the model's vocabulary.
         """
+        check_tokens(config.model, self.tokenizer, itertools.chain(*self._sources()))
         rollouts = config.rollouts
         row = self.longest_row(rollouts.max_new_tokens)
         check_budget("micro_tokens", config.micro_tokens, row, self.unit)
+        check_positions(config.model, row)
         longest = self.longest_start() + rollouts.max_new_tokens
         tokens, unit = rollouts.batch_tokens, rollouts.completions
         check_budget("rollouts.batch_tokens", tokens, longest, unit)
@@ -116,10 +130,15 @@ class Feed:
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
-        sources = [self.prompts] if self.trains_on_prompt_demos else []
-        for examples in sources + (self.demos if self.separate_demos else []):
+        sources = self._sources()[0 if self.trains_on_prompt_demos else 1 :]
+        for examples in sources:
             lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
         return max(lengths)
+
+    def _sources(self) -> list[Sequence[Example]]:
+        """The prompts, if any are sampled, and the sets of demonstrations."""
+        prompts = self.prompts if "prompt_order" in self.orders else []
+        return [prompts, *(self.demos if self.separate_demos else [])]
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from gac.errors import RunError
+from gac.rollouts.generation import RolloutConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Logbook:
@@ -58,12 +62,13 @@ class Record:
 
     def __init__(self, out: Path, accelerator: Accelerator) -> None:
         self.metrics, self.evals = Logbook(out / "metrics.jsonl"), Logbook(out / "eval.jsonl")
+        self.texts = Logbook(out / "samples.jsonl")
         self.accelerator = accelerator
 
     def truncate(self, step: int | None) -> None:
         """Truncate the logs to the checkpoint of `step`; None clears them for a fresh run."""
         if self.accelerator.is_main_process:
-            for book in (self.metrics, self.evals):
+            for book in (self.metrics, self.evals, self.texts):
                 book.truncate(-1 if step is None else step)
 
     def step(self, row: dict[str, Any]) -> None:
@@ -72,6 +77,19 @@ class Record:
             self.metrics.append(row)
         numbers = {k: v for k, v in row.items() if v is not None and k != "step"}
         self.accelerator.log(numbers, step=row["step"])
+
+    def samples(self, step: int, prompts: list[dict[str, Any]], config: RolloutConfig) -> None:
+        """Log a few prompts with their responses and rewards, for people to read."""
+        if not (self.accelerator.is_main_process and config.sample_every and prompts):
+            return
+        self.texts.append({"step": step, "prompts": prompts})
+        if config.print_samples:
+            for prompt in prompts:
+                responses = [
+                    f"  [{response['reward']}] {response['text']}"
+                    for response in prompt["responses"]
+                ]
+                logger.info("step %d: %s\n%s", step, prompt["prompt"], "\n".join(responses))
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Log an evaluation; step 0 is before the first optimizer step."""

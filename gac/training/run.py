@@ -73,7 +73,13 @@ class Run:
         )
         eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
         self.sampler = Sampler(
-            config.rollouts, engine, self.tokenizer, reward, self.plan, self.method.credit
+            config.rollouts,
+            engine,
+            self.tokenizer,
+            reward,
+            self.plan,
+            self.method.credit,
+            self.feed.more_examples,
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)

@@ -25,7 +25,7 @@ from gac.methods.base import next_mix
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import closing_reward
-from gac.rollouts.sampling import Rollouts, SamplingStats
+from gac.rollouts.sampling import Rollouts, SamplingStats, source_means
 from gac.training.export import export_checkpoint
 from gac.training.run_config import TrainConfig
 from gac.training.skipped import SkippedStep
@@ -106,6 +106,8 @@ class Trainer(Run):
             seconds = time.perf_counter() - started
             row |= {"sampling_share": row["sampling_seconds"] / seconds, "seconds": seconds}
             self.record.step(row)
+            if self.rollouts and (self.step - 1) % max(self.config.rollouts.sample_every, 1) == 0:
+                self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
             _update_bar(bar, row)
             if self.guard.exhausted:
                 self._abort()
@@ -269,6 +271,7 @@ class Trainer(Run):
         fresh = self.rollouts if step.number % self.config.rollouts.reuse == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
+            **(source_means(fresh.sources) if fresh else {}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
