@@ -22,10 +22,8 @@ from .sketch import HeadSketch, SketchFactors
 from .sketcher import Sketcher
 from .tokens import Tokens, TokenTerms, has_zero_gradient
 
-# With at least this many elements, a weight gradient has more GEMM tiles than a GPU has
-# multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
-# only once.
-NO_SPLIT_K = 1 << 24
+# device types on which reading a count makes the host wait for the device
+ASYNCHRONOUS = {"cuda"}
 
 
 class Scaling(NamedTuple):
@@ -83,14 +81,10 @@ class Accumulator:
             self.bias += grad.sum(0, dtype=self.head.accum_dtype)
 
     def _weight(self, single_chunk: bool) -> Tensor:
-        """Allocate the weight's gradient [V, H] in float32 or better.
-
-        For a single chunk, in the weight's dtype if a GEMM can output it; but float16 gradients
-        are still scaled (`tokens.scale_for_float16`) and remain in float32.
-        """
-        head, dtype = self.head, self.head.accum_dtype
-        if single_chunk and head.gemm_dtype == head.weight_dtype != torch.float16:
-            dtype = head.weight_dtype if head.weight.numel() >= NO_SPLIT_K else dtype
+        """Allocate the weight's gradient [V, H], in float32 or better unless one GEMM writes it."""
+        head = self.head
+        rounded = single_chunk and head.writes_rounded(head.weight.numel())
+        dtype = head.weight_dtype if rounded else head.accum_dtype
         return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
 
     def finish(self) -> InputGradients:
@@ -109,19 +103,39 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def partition_tokens(live: Tensor, has_gradient: Tensor) -> tuple[Tensor, int, int]:
+def partition_tokens(live: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Order the tokens [rows with a gradient | forward-only rows | rows without a loss].
 
-    Returns (order [N], number of rows with a gradient, number of rows with a loss). This is the
-    only host synchronization on a GPU: launch as much as possible before it, or the device idles
-    afterwards.
+    Returns (order [N], counts): the numbers of rows with a gradient and of rows with a loss, for
+    `read_counts`.
     """
     if capturing(live.device):
-        return torch.arange(len(live), device=live.device), len(live), len(live)
+        return torch.arange(len(live), device=live.device), live
     group = 2 - live.to(torch.int8) - has_gradient.to(torch.int8)
-    order = group.argsort(stable=True)
-    gradient_rows, live_rows = torch.stack([has_gradient.sum(), live.sum()]).tolist()
-    return order, gradient_rows, live_rows
+    return group.argsort(stable=True), torch.stack([has_gradient.sum(), live.sum()])
+
+
+def read_counts(counts: Tensor, tokens: int) -> tuple[int, int]:
+    """The numbers of rows with a gradient and of rows with a loss.
+
+    This is the only host synchronization on a GPU: launch as much as possible before it, or the
+    device idles afterwards.
+    """
+    if capturing(counts.device):
+        return tokens, tokens
+    gradient_rows, live_rows = counts.tolist()
+    return gradient_rows, live_rows
+
+
+def early_logits(hidden: Tensor, head: Projection, order: Tensor, live: Tensor) -> Tensor | None:
+    """Logits of the first rows in `order`, as many as the first block can have.
+
+    Computed before their number is known, so that the device has work while the host waits for it.
+    None if the host would not wait, or if the logits belong into the buffer of a whole chunk.
+    """
+    if hidden.device.type not in ASYNCHRONOUS or capturing(hidden.device) or not head.rounds:
+        return None
+    return head.logits(gather(hidden, order[: head.block], live, head))
 
 
 def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Projection) -> Tensor:
@@ -137,32 +151,44 @@ def gather(hidden: Tensor, index: Tensor, live: Tensor, head: Projection) -> Ten
 def forward_chunks(
     hidden: Tensor,
     head: Projection,
-    order: Tensor,  # int64: the tokens to process
+    order: Tensor,  # int64 [N]
     live: Tensor,  # bool [N]
-    row_fn: Callable[[Tensor, Tensor], None],  # (tokens [M], logits [1, M, V])
+    row_fn: Callable[[slice, Tensor], None],  # (span of `order`, logits [1, M, V])
+    rows: tuple[int, int],  # start and end in `order`
+    first: Tensor | None = None,  # logits of the first rows in `order`
 ) -> None:
     """Pass the logits of each block to `row_fn`, which only reads them."""
-    for span in spans(0, len(order), head.block):
-        index = order[span]
-        row_fn(index, head.logits(gather(hidden, index, live, head))[None])
+    for span in spans(*rows, head.block):
+        if first is not None and span.start == 0:
+            logits = first[: span.stop]
+        else:
+            logits = head.logits(gather(hidden, order[span], live, head))
+        row_fn(span, logits[None])
 
 
 def forward_backward_chunks(
     hidden: Tensor,
     order: Tensor,
     live: Tensor,
-    row_fn: Callable[[Tensor, Tensor, Tensor], None],  # (tokens [M], logits, gradient [1, M, V])
+    row_fn: Callable[[slice, Tensor, Tensor], None],  # (span, logits, gradient [1, M, V])
     sums: Accumulator,
+    count: int,  # rows with a gradient, the first in `order`
+    first: Tensor | None = None,
 ) -> None:
     """Pass the logits of each block to `row_fn`, which writes their gradient; accumulate it."""
-    head, single_chunk = sums.head, len(order) <= sums.head.chunk
-    for span in spans(0, len(order), head.chunk):
+    head = sums.head
+    chunk_rows = head.chunk_rows(count, sums.needs.weight)
+    for span in spans(0, count, chunk_rows):
         index = order[span]
         rows, grad = gather(hidden, index, live, head), head.gradient(len(index))
         for block in spans(0, len(index), head.block):
-            logits = head.logits(rows[block], grad[block])
-            row_fn(index[block], logits[None], grad[block][None])
-        sums.add(grad, rows, index, single_chunk)
+            if first is not None and span.start == block.start == 0:
+                logits = first[: block.stop]
+            else:
+                logits = head.logits(rows[block], grad[block])
+            part = slice(span.start + block.start, span.start + block.stop)
+            row_fn(part, logits[None], grad[block][None])
+        sums.add(grad, rows, index, single_chunk=count <= chunk_rows)
 
 
 def fused_loss(
@@ -186,19 +212,26 @@ def fused_loss(
     terms = hidden.new_zeros(len(TokenTerms._fields), len(hidden), dtype=head.accum_dtype)
     sums = Accumulator(head, hidden, needs)
     sketcher = None if sketch is None else Sketcher(sketch, head, len(hidden))
-    order, gradient_rows, live_rows = partition_tokens(tokens.live, has_gradient)
+    order, counts = partition_tokens(tokens.live, has_gradient)
+    ordered, results = tokens.select(order), torch.empty_like(terms)
+    first = early_logits(hidden, head, order, tokens.live)
+    gradient_rows, live_rows = read_counts(counts, len(order))
     if not need_gradient:
         gradient_rows = 0
 
-    def row_fn(index: Tensor, logits: Tensor, out: Tensor | None = None) -> None:
-        sketch_rows = None if sketcher is None or out is None else sketcher.new_rows(len(index))
-        block = backend.row_loss(logits, tokens.select(index), spec, out, sketch_rows, softcap)
-        terms.index_copy_(1, index, torch.stack(block))
+    def row_fn(span: slice, logits: Tensor, out: Tensor | None = None) -> None:
+        sketch_rows = None
+        if sketcher is not None and out is not None:
+            sketch_rows = sketcher.new_rows(logits.shape[1])
+        block = backend.row_loss(logits, ordered.part(span), spec, out, sketch_rows, softcap)
+        torch.stack(block, out=results[:, span])
         if sketcher is not None and sketch_rows is not None:
-            sketcher.store(index, sketch_rows)
+            sketcher.store(order[span], sketch_rows)
 
-    forward_backward_chunks(hidden, order[:gradient_rows], tokens.live, row_fn, sums)
-    forward_chunks(hidden, head, order[gradient_rows:live_rows], tokens.live, row_fn)
+    forward_backward_chunks(hidden, order, tokens.live, row_fn, sums, gradient_rows, first)
+    rest = gradient_rows, live_rows
+    forward_chunks(hidden, head, order, tokens.live, row_fn, rest, first)
+    terms.index_copy_(1, order[:live_rows], results[:, :live_rows])
     if sketcher is None:
         return TokenTerms(*terms), sums.finish(), None
     for span in spans(0, gradient_rows, head.chunk):
@@ -218,13 +251,17 @@ def token_stats(
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N], 2 N H V FLOPs."""
     live = targets != IGNORE
     stats = hidden.new_zeros(6 if more else 3, len(hidden), dtype=head.accum_dtype)
-    order, _, live_rows = partition_tokens(live, torch.zeros_like(live))
+    order, counts = partition_tokens(live, torch.zeros_like(live))
+    ordered, results = targets[order], torch.empty_like(stats)
+    first = early_logits(hidden, head, order, live)
+    _, live_rows = read_counts(counts, len(order))
 
-    def row_fn(index: Tensor, logits: Tensor) -> None:
-        block = backend.row_stats(logits, targets[index], *scaling, more)
-        stats.index_copy_(1, index, torch.stack(block))
+    def row_fn(span: slice, logits: Tensor) -> None:
+        block = backend.row_stats(logits, ordered[span], *scaling, more)
+        torch.stack(block, out=results[:, span])
 
-    forward_chunks(hidden, head, order[:live_rows], live, row_fn)
+    forward_chunks(hidden, head, order, live, row_fn, (0, live_rows), first)
+    stats.index_copy_(1, order[:live_rows], results[:, :live_rows])
     return stats
 
 
@@ -244,13 +281,15 @@ def token_grads(
     live = targets != IGNORE
     has_gradient = live & (stats[2:] != 0).any(0)
     sums = Accumulator(head, hidden, needs)
-    order, gradient_rows, _ = partition_tokens(live, has_gradient)
+    order, counts = partition_tokens(live, has_gradient)
+    ordered, columns = targets[order], stats.index_select(1, order)
+    first = early_logits(hidden, head, order, live)
+    gradient_rows, _ = read_counts(counts, len(order))
 
-    def row_fn(index: Tensor, logits: Tensor, out: Tensor) -> None:
-        columns = stats.index_select(1, index)
+    def row_fn(span: slice, logits: Tensor, out: Tensor) -> None:
         backend.row_grads(
-            logits, targets[index], *columns, scaling.temperature, out, scaling.softcap
+            logits, ordered[span], *columns[:, span], scaling.temperature, out, scaling.softcap
         )
 
-    forward_backward_chunks(hidden, order[:gradient_rows], live, row_fn, sums)
+    forward_backward_chunks(hidden, order, live, row_fn, sums, gradient_rows, first)
     return sums.finish()

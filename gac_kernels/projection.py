@@ -23,6 +23,10 @@ from .reference import compute_dtype
 # rows of gradients.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
 ALIGN = 128  # rows of a GEMM tile
+# With at least this many elements, a weight gradient has more GEMM tiles than a GPU has
+# multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
+# only once.
+NO_SPLIT_K = 1 << 24
 
 
 class GemmOptions(NamedTuple):
@@ -64,6 +68,11 @@ class Projection:
         budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
         vocab_size = options.vocab_size or weight.shape[0]
         self.chunk, self.block = self._chunk_sizes(budget, vocab_size)
+        self._largest_chunk = self.chunk
+        weight_size = vocab_size * weight.shape[1]
+        if options.chunk_bytes is None and self.writes_rounded(weight_size):
+            sums = self.accum_dtype.itemsize * weight_size
+            self._largest_chunk = self._chunk_sizes(budget + sums, vocab_size, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
         self._gradient = self._logits
         if self.rounds:
@@ -74,7 +83,27 @@ class Projection:
         """Whether the gradient of the logits is rounded to the operands' dtype for the GEMMs."""
         return self.gemm_dtype != self.accum_dtype
 
-    def _chunk_sizes(self, budget: int, vocab_size: int) -> tuple[int, int]:
+    def writes_rounded(self, weight_size: int) -> bool:
+        """Whether one GEMM can write the rounded gradient of a weight with this many elements.
+
+        float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
+        """
+        same = self.gemm_dtype == self.weight_dtype != torch.float16
+        return self.rounds and same and weight_size >= NO_SPLIT_K
+
+    def chunk_rows(self, count: int, weight_gradient: bool) -> int:
+        """Rows per chunk of `count` rows.
+
+        Several chunks sum the gradient of the weight in float32. A single chunk needs no sum, and
+        may take its memory too.
+        """
+        return (
+            count if weight_gradient and self.chunk < count <= self._largest_chunk else self.chunk
+        )
+
+    def _chunk_sizes(
+        self, budget: int, vocab_size: int, block: int | None = None
+    ) -> tuple[int, int]:
         """Choose the rows per chunk and the rows per block for a memory budget in bytes.
 
         Without rounding, the gradient overwrites the logits, so a chunk is a single block.
@@ -86,7 +115,7 @@ class Projection:
             rows = _whole_tiles(budget // row_bytes)
             return rows, rows
         # about 2 rows of logits for 9 rows of gradients
-        block = _whole_tiles(4 * budget // (13 * row_bytes))
+        block = block or _whole_tiles(4 * budget // (13 * row_bytes))
         chunk_row_bytes = self.gemm_dtype.itemsize * (vocab_size + 2 * self.weight.shape[1])
         chunk = (budget - block * row_bytes) // chunk_row_bytes
         return max(_whole_tiles(chunk), block), block

@@ -43,6 +43,11 @@ class Tokens(NamedTuple):
         # mypy knows neither the length nor the types of an unpacked slice
         return Tokens(*selected, *self[8:])  # type: ignore[arg-type, call-arg]
 
+    def part(self, span: slice) -> Tokens:
+        """The tokens in `span`, in the same fields as `select`, as views."""
+        parts = [None if x is None else x[span] for x in self[:8]]
+        return Tokens(*parts, *self[8:])  # type: ignore[arg-type, call-arg]
+
     def spread(self, x: Tensor) -> Tensor:
         """Give each token its sequence's value: [S] -> [N]."""
         return x[self.sequence]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gac_kernels import fused_linear_gac_loss, linear, linear_token_logprobs, projection, reference
+from gac_kernels.backends import reference as reference_backend
 from gac_kernels.projection import GemmOptions, Projection, spans
 
 from .cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
@@ -97,7 +99,7 @@ def test_single_chunk_writes_bfloat16_weight_gradient(monkeypatch: pytest.Monkey
     log = emulate(monkeypatch, torch.bfloat16)
     via_float32, d_via_float32 = run(fused_linear_gac_loss, batch)
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
-    monkeypatch.setattr(linear, "NO_SPLIT_K", 0)
+    monkeypatch.setattr(projection, "NO_SPLIT_K", 0)
     log.clear()
     direct, d_direct = run(fused_linear_gac_loss, batch)
     assert [gemm[1:] for gemm in weight_gemms(log)] == [(torch.bfloat16, False)]
@@ -202,6 +204,9 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower_bound <= memory.peak <= lower_bound + 110_000
 
 
+VIEWS = {"slice", "t", "transpose", "view", "detach", "empty", "permute", "unsqueeze", "new_empty"}
+
+
 class Launches(TorchDispatchMode):
     """Records the names of the operators in order, and of host synchronizations."""
 
@@ -228,7 +233,6 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
     batch = build(BY_NAME["k2"])
     leaves = batch.hidden, batch.weight
     inputs = batch.targets, batch.advantages, batch.is_demo
-    views = {"slice", "t", "transpose", "view", "detach", "empty", "permute"}
     with Launches(monkeypatch) as launches:
         out = fused_linear_gac_loss(*leaves, *inputs, **batch.keywords)
         forward, launches.names = launches.names, []
@@ -243,4 +247,79 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
         before = set(names[:sync])
         assert {"argsort", "sort"} & before and {"zeros", "new_zeros"} & before
         between = names[sync + 1 : names.index("mm", sync)]
-        assert [name for name in between if name not in views] == ["index_select"]
+        assert [name for name in between if name not in VIEWS] == ["index_select"]
+
+
+def count_rows(log: list[Gemm]) -> int:
+    """Rows of all logits GEMMs."""
+    return sum(gemm.shape[0] for gemm in log if gemm.shape[1:] == (H, V))
+
+
+def test_first_block_is_multiplied_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU. Values and gradients are those of a run without it; a masked hidden state of nan,
+    whose logits may be computed early, is ignored.
+    """
+    batch = build(BY_NAME["k2"], torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    batch.hidden.data[batch.targets == -100] = torch.nan
+    results = []
+    for devices in (set(), {"cpu"}):
+        log = emulate(monkeypatch, torch.bfloat16)
+        monkeypatch.setattr(linear, "ASYNCHRONOUS", devices)
+        with Launches(monkeypatch) as launches:
+            out, grads = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+        results.append([count_rows(log), out.loss, out.logps, *grads])
+        assert ("mm" in launches.names[: launches.names.index("sync")]) == bool(devices)
+        logps, entropy = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        (grad,) = torch.autograd.grad(logps.sum() + entropy.sum(), batch.weight)
+        results[-1] += [logps, entropy, grad]
+    (rows, *values), (early_rows, *early) = results
+    assert all(torch.equal(x, y) for x, y in zip(values, early, strict=True))
+    assert early_rows == rows, "a block was multiplied twice"
+
+
+def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In addition to its GEMM; inputs are gathered and results scattered once for all blocks."""
+    emulate(monkeypatch, torch.bfloat16)
+    multiply, row_loss = projection.multiply, reference_backend.row_loss
+
+    def gemm(*arguments, **keywords) -> None:
+        launches.names.append("gemm")
+        with no_dispatch():
+            multiply(*arguments, **keywords)
+
+    def rows(*arguments):
+        launches.names.append("row kernel")
+        with no_dispatch():
+            return row_loss(*arguments)
+
+    monkeypatch.setattr(projection, "multiply", gemm)
+    monkeypatch.setattr(reference_backend, "row_loss", rows)
+    with Launches(monkeypatch) as launches:
+        batch = build(BY_NAME["k2"], torch.bfloat16)
+        run(fused_linear_gac_loss, batch, backend="reference", chunk_bytes=(2 * 4 + 9 * 2) * V)
+    first = launches.names.index("gemm")
+    second = launches.names.index("gemm", first + 1)
+    block = [name for name in launches.names[first + 1 : second] if name not in VIEWS]
+    assert block == ["add_", "row kernel", "stack"]  # the first adds the bias
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "tokens", "rows"),
+    [(152064, 3584, 8192, 8192), (152064, 3584, 32768, 2304), (151936, 1536, 8192, 2304)],
+)
+def test_a_single_chunk_may_use_the_memory_of_the_float32_sum(
+    vocab_size: int, hidden_size: int, tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2.5-7B with 8192 tokens; not with an explicit budget or without a gradient to sum."""
+    emulate(monkeypatch, torch.bfloat16)
+    large = head(vocab_size, hidden_size, torch.bfloat16)
+    assert large.chunk_rows(tokens, weight_gradient=True) == rows
+    assert large.chunk_rows(tokens, weight_gradient=False) == 2304
+    assert large.chunk_rows(1000, weight_gradient=True) == 2304  # a single chunk in any case
+    several = projection.CHUNK_BYTES["cuda"] + 4 * vocab_size * hidden_size
+    assert 4 * large.block * vocab_size + 2 * rows * (vocab_size + 2 * hidden_size) <= several
+    explicit = head(vocab_size, hidden_size, torch.bfloat16, chunk_bytes=1000 << 20)
+    assert explicit.chunk_rows(tokens, weight_gradient=True) == 2304
+    small = head(101, 24, torch.bfloat16)
+    assert small.chunk_rows(10**9, weight_gradient=True) == small.chunk
