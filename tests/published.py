@@ -163,7 +163,7 @@ LOSSES = {
     "dpo": dpo,
     "ipo": ipo,
     "constant": mixture(0.58),
-    "guarded": mixture(0.4),
+    **dict.fromkeys(["guarded", "guarded-probing"], mixture(0.4)),
     "hpcd": mixture(0.9),
     "wcf": mixture(0.0),
     "chord-mu": mixture(0.9),

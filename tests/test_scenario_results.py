@@ -113,6 +113,7 @@ def test_studies_have_disjoint_seeds_and_fixed_scenarios():
         "gate": 7,
         "confirmation": 7,
         "alarm": 9,
+        "fourth": 13,
     }
     alarm = STUDIES["alarm"]
     groups = results.groups(alarm, known_finals(alarm, results.DOCS / "none"))

@@ -1,9 +1,9 @@
-"""Runs the gate studies: `python -m tools.scenario_study [gate|confirmation|alarm]`.
+"""Runs the gate studies: `python -m tools.scenario_study [gate|confirmation|alarm|fourth]`.
 
-Their protocols are in docs/study.md, docs/confirmation.md and docs/alarm.md. Runs the cells of a
-grid in order of importance, seed by seed, one at a time by default. Finished runs are kept: rerun
-an interrupted command to resume. Cells whose results `python -m tools.scenario_results` has already
-written to docs/ are skipped.
+Their protocols are in docs/: study.md, confirmation.md, alarm.md and fourth_study.md. Runs the
+cells of a grid in order of importance, seed by seed, one at a time by default. Finished runs are
+kept: rerun an interrupted command to resume. Cells whose results `python -m tools.scenario_results`
+has already written to docs/ are skipped.
 """
 
 from __future__ import annotations
@@ -91,9 +91,19 @@ ALARMED: dict[str, dict[str, Any]] = {
 }
 """The constants, gates with an alarm, and a constant of 0.4 that only the alarm can shut off."""
 
+FOURTH: dict[str, dict[str, Any]] = {
+    **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
+    "guarded-probing": {"name": "guarded-probing"},
+    "guarded": {"name": "guarded"},
+    "gac": FIRST["gac"],
+    "chord": FIRST["chord"],
+}
+"""The default, its version without a remaining share, the published controller and schedules."""
+
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")
 HARDER = ("half", "turn")
+NEWEST = ("burst", "flicker", "sources", "mistaken")
 
 
 class Study(NamedTuple):
@@ -151,6 +161,13 @@ STUDIES = {
         (((*MAIN, *OTHER), ALARMED), (HARDER, ALARMED)),
         "alarm",
         "scenario_alarm.json",
+    ),
+    "fourth": Study(
+        "guarded-probing",
+        range(30, 40),
+        (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH),),
+        "fourth_study",
+        "scenario_fourth.json",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 Each changes the demonstrations, the rewards or the base model of `base`, the demo's own setting.
 The command writes the data, the base models and OUT/NAME.yaml; then run, for example, `gac train
-OUT/spoil.yaml --set method=gac-gated` or `gac study OUT/spoil.yaml --methods ...`.
+OUT/spoil.yaml --set method=guarded-probing` or `gac study OUT/spoil.yaml --methods ...`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Scenario:
     """File of the demonstrations, without .jsonl."""
     later: str | None = None
     """File of the demonstrations after the change; None: the same."""
+    shifts: tuple[tuple[float, str], ...] = ()
+    """Further changes of the demonstrations: fraction of the run, file without .jsonl."""
     flipped: float = 0.0
     """Fraction of the rewards that are flipped after the change."""
     op: str | None = None
@@ -67,6 +69,22 @@ SCENARIOS = {
         demos="plus",
         later="demos",
     ),
+    "burst": Scenario(
+        "demonstrations whose digits are random for a tenth of the run after the change",
+        shifts=((0.4, "wrong"), (0.5, "demos")),
+    ),
+    "flicker": Scenario(
+        "after the change, random digits in every second twentieth of the run",
+        shifts=tuple((0.4 + 0.05 * i, "demos" if i % 2 else "wrong") for i in range(12)),
+    ),
+    "sources": Scenario(
+        "demonstrations of subtraction and of addition, alternating every tenth of the run",
+        shifts=tuple((0.1 * i, "plus" if i % 2 else "demos") for i in range(1, 10)),
+    ),
+    "mistaken": Scenario(
+        "after the change, every first digit of a solution is too large by one, modulo ten",
+        later="mistaken",
+    ),
 }
 BASES = {  # data file, seeds to try, accepted subtraction accuracy
     "first": ("base", range(5), (0.01, 0.10)),
@@ -80,7 +98,7 @@ def write_scenarios(
 ) -> dict[str, TrainConfig]:
     """Write the data, train the missing base models and write out/NAME.yaml for each name."""
     task = out / "task"
-    if not (task / "plus.jsonl").exists():
+    if not (task / "mistaken.jsonl").exists():
         write_task(task, seed=0)
         write_scenario_data(task, seed=0)
     bases = {}
@@ -102,6 +120,7 @@ def write_scenario_data(task: Path, seed: int) -> None:
     - sparse.jsonl: like base.jsonl, with fewer subtractions.
     - eval_minus.jsonl: 200 held-out subtractions.
     - plus.jsonl: 256 additions of the same quality as demos.jsonl.
+    - mistaken.jsonl: demos.jsonl, with one systematic mistake.
     """
     rng = random.Random(f"scenarios:{seed}")
     demos = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
@@ -113,6 +132,13 @@ def write_scenario_data(task: Path, seed: int) -> None:
     write_rows(task / "sparse.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
     write_rows(task / "eval_minus.jsonl", rows(rng, ["-"] * 200))
     write_rows(task / "plus.jsonl", rows(rng, ["+"] * 256, {"+": 0.3}))
+    mistaken = [row | {"solution": _increase(row["solution"])} for row in demos]
+    write_rows(task / "mistaken.jsonl", mistaken)
+
+
+def _increase(solution: str) -> str:
+    """The solution with a first digit that is larger by one, modulo ten."""
+    return f"{(int(solution[0]) + 1) % 10}{solution[1:]}"
 
 
 def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig:
@@ -120,9 +146,10 @@ def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig
     scenario, task, change = SCENARIOS[name], out / "task", int(CHANGE * steps)
     config = method_config(out, base, "grpo", 0, steps)
     data = dataclasses.replace(config.data, demos=str(task / f"{scenario.demos}.jsonl"))
-    if scenario.later is not None:
-        shift = DemoShift(change, str(task / f"{scenario.later}.jsonl"))
-        data = dataclasses.replace(data, demo_shifts=(shift,))
+    files = {} if scenario.later is None else {change: scenario.later}
+    files |= {round(share * steps): file for share, file in scenario.shifts}
+    shifts = (DemoShift(n, str(task / f"{file}.jsonl")) for n, file in files.items() if n > 0)
+    data = dataclasses.replace(data, demo_shifts=tuple(shifts) or None)
     evaluation = dataclasses.replace(config.eval, every=steps // 4)
     if scenario.op is not None:
         data = dataclasses.replace(data, where={"op": scenario.op})

@@ -18,7 +18,7 @@ from .gradnorm import GradNorm
 from .gradnorm_ctrl import GradNormControl
 from .grpo import DAPO, GRPO, GSPO, DrGRPO
 from .gta import GTA
-from .guarded import Guarded
+from .guarded import Guarded, GuardedProbing
 from .hpt import HPT
 from .kl_ctrl import KLControl
 from .luffy import LUFFY
@@ -45,7 +45,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
-    (Guarded, GAC, *GAC_VARIANTS),
+    (Guarded, GuardedProbing, GAC, *GAC_VARIANTS),
 )
 METHODS: dict[str, type[Method]] = {m.name: m for family in _FAMILIES for m in family}
 """Name in the configuration -> method."""

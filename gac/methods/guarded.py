@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
+from gac.errors import require
 
 from .base import Mix, Observation, State
 from .constant import Constant
+from .preset import preset
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,13 @@ class Guarded(Constant):
     mu: float = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
     mu_suspect: float = 0.0
-    """Weight of the demonstrations while the alarm is on, in [0, mu]."""
+    """Weight of the demonstrations while the alarm is on, in [0, 1]."""
     alarm: Alarm = Alarm()
     """Detects lasting rises of the demonstration loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.mu_suspect <= 1, "mu_suspect", self.mu_suspect, "a number in [0, 1]")
 
     def init(self) -> State:
         return {"alarm": None}
@@ -40,3 +46,12 @@ class Guarded(Constant):
 
     def report(self, state: State) -> dict[str, float | None]:
         return {"demos_suspect": float(is_suspect(state["alarm"]))}
+
+
+GuardedProbing = preset(
+    Guarded,
+    "guarded-probing",
+    "guarded that keeps a small share of suspect demonstrations: if the policy learns them easily, "
+    "they are used again.",
+    mu_suspect=0.02,
+)

@@ -23,9 +23,13 @@ from gac_kernels import LossSpec
 def upgrade_config(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Upgrade a configuration saved by an earlier version; returned unchanged if that fails."""
     method = saved.get("method")
-    if isinstance(method, Mapping) and "gate" in method and "alarm" not in method:
-        # gates had no alarm in earlier versions
-        saved = {**saved, "method": {**method, "alarm": None}}
+    if isinstance(method, Mapping):
+        if "gate" in method and "alarm" not in method:  # gates had no alarm in earlier versions
+            saved = {**saved, "method": {**method, "alarm": None}}
+        alarm = method.get("alarm")
+        if isinstance(alarm, Mapping) and "slack" not in alarm:  # a threshold for another test
+            alarm = {key: value for key, value in alarm.items() if key != "threshold"}
+            saved = {**saved, "method": {**method, "alarm": alarm}}
     try:
         return dump(load(TrainConfig, saved))
     except ConfigError:
@@ -47,7 +51,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS[
-        "gac-gated"
+        "guarded-probing"
     ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
     data: DataConfig = DataConfig()
