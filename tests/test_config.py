@@ -289,3 +289,14 @@ def test_a_prior_is_chosen_by_its_name():
     old["method"]["prior"] = {"high": 0.8, "low": 0.2, "hold": 1, "decay": 9}
     assert upgrade_config(old)["method"]["prior"] == {"name": "cosine", **old["method"]["prior"]}
     assert upgrade_config({"removed_key": 1}) == {"removed_key": 1}
+
+
+def test_a_run_with_the_earlier_default_adapters_can_resume():
+    from gac.training.run_config import TrainConfig, upgrade_config
+
+    old = dump(load(TrainConfig, {"model": {"path": "x", "lora": {"targets": None}}}))
+    assert upgrade_config(old)["model"]["lora"]["targets"] is None
+    resumed = load(
+        TrainConfig, old | {"model": {"path": "x", "lora": {}}}, ["model.lora.targets=null"]
+    )
+    assert resumed == load(TrainConfig, old)

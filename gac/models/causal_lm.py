@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.errors import ConfigError, import_extra
+from gac.errors import ConfigError, import_extra, require, require_at_least, require_one_of
 from gac.models.head import Head, attach_head, check_head, patch_forward
 from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
 from gac.models.weights import base_folder, meta_model, read_model
@@ -52,18 +52,15 @@ class LoraConfig:
     """LoRA alpha; the adapters are scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout on the adapters' input."""
-    targets: tuple[str, ...] | str = ALL_LINEAR
+    targets: tuple[str, ...] | str | None = ALL_LINEAR
     """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
-    a regular expression."""
+    a regular expression; null: peft's choice for the model, the default of earlier versions."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "alpha"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a number >= 1")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r}: use a number in [0, 1)")
-        if not self.targets:
-            raise ValueError(f"targets={self.targets!r}: use {ALL_LINEAR}, or name some modules")
+        require_at_least(1, self, "rank", "alpha")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number in [0, 1)")
+        named = self.targets is None or len(self.targets) > 0
+        require(named, "targets", self.targets, f"{ALL_LINEAR}, or name some modules")
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,7 @@ class ModelConfig:
     """Train adapters only; null: all weights."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
+        require_one_of(DTYPES, self, "dtype")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -222,7 +218,7 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
     model.enable_input_require_grads()  # needed by gradient checkpointing
-    targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+    targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
     # a subclass, such as a router, may not return a tensor
     special = [
         name

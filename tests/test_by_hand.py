@@ -1,0 +1,210 @@
+"""Small rules of the trainer and the reports, against values computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gac.data import Example
+from gac.demo.task import make_tokenizer
+from gac.errors import RunError
+from gac.faults import checkpoint, preflight
+from gac.faults.stopping import StopRequest
+from gac.integrations.demonstrations import encode
+from gac.methods.sft_budget import SFTBest
+from gac.parallel.setup import _policy
+from gac.report.groups import Group
+from gac.report.page import headline
+from gac.report.table import Context
+from gac.rollouts.advantages import group_advantages, group_credit
+from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.plan import Sampling, Stage
+from gac.rollouts.sampling import Sampler, _prefix
+from gac.study import runs
+from gac.study.page import headline as study_headline
+from gac.training.optim import OptimConfig, learning_rate, make_optimizer
+
+from .test_report import grouped, write_run
+
+
+def test_fsdp_reduces_gradients_in_float32():
+    for precision, compute in (("bf16", torch.bfloat16), ("no", None)):
+        policy = _policy(precision)
+        assert (policy.param_dtype, policy.reduce_dtype) == (compute, torch.float32)
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.55), ("cosine", 0.55)])
+def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, middle):
+    """Warm-up of 2 steps, the peak at step 2, half-way at step 4, the last step at `final`."""
+    config = OptimConfig(lr=1.0, warmup=2, final=0.1, schedule=schedule)
+    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 4, 6)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, middle, 0.1])
+
+
+def test_only_matrices_are_decayed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    matrices, vectors = make_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert [p.dim() for p in matrices["params"]] == [2]
+    assert [p.dim() for p in vectors["params"]] == [1, 1, 1]  # a bias, and a norm's two vectors
+
+
+def example(demo=(5, 6, 7)):
+    return Example("0", (4,), "a", "b", demo, {})
+
+
+def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
+    plan = Sampling(demos="prompt", stages=(Stage(1, prefix=1.0), Stage(1)))
+
+    def reward(texts, examples):
+        return [float(i == 0) for i in range(len(texts))]
+
+    reward.set_step = lambda step: None
+
+    def engine(model):
+        return lambda prompts, samples: [(8, 1)] * len(prompts) * samples
+
+    config = RolloutConfig(prompts=1, completions=2, max_new_tokens=4)
+    sampler = Sampler(config, engine, make_tokenizer(), reward, plan, group_credit)
+    assert sampler(None, [example()]).rewards == [1.0]  # of the second stage only
+
+
+def test_a_share_of_a_short_demonstration_is_rounded_up():
+    assert _prefix(example(), [], Stage(1, prefix=0.2)) == (5,)  # 0.6 tokens
+    assert _prefix(example(), [], Stage(1, prefix=0.5)) == (5, 6)  # 1.5 tokens
+
+
+@pytest.mark.parametrize("kind", ["std", "centered", "batch"])
+def test_equal_rewards_have_advantages_of_exactly_0(kind):
+    """The mean of three times 0.7 is not exactly 0.7 in float64."""
+    rewards = torch.tensor([[0.7, 0.7, 0.7], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    assert (0.7 + 0.7 + 0.7) / 3 != 0.7
+    assert group_advantages(rewards, kind)[0].tolist() == [0.0] * 3
+
+
+def test_advantages_over_the_batch_use_its_sample_deviation():
+    """Rewards 0, 1, 1, 1: group means 0.5 and 1, batch variance 0.75 / 3 = 0.25."""
+    advantages = group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]).double(), "batch")
+    assert advantages.flatten().tolist() == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001, 0, 0])
+
+
+def test_a_second_interrupt_takes_effect_immediately():
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_path, monkeypatch):
+    """Otherwise a power failure could leave an empty progress file, or no checkpoint at all."""
+    events = []
+    sync, rename = os.fsync, Path.rename
+
+    def record_sync(file):
+        events.append(Path(f"/proc/self/fd/{file}").resolve().name)
+        sync(file)
+
+    def record_rename(*paths):
+        events.append("rename")
+        return rename(*paths)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    (tmp_path / ".writing").mkdir()
+    checkpoint._publish(tmp_path / ".writing", tmp_path / "step-00000001", {"step": 1})
+    assert events == [checkpoint.PROGRESS, "rename", tmp_path.name]
+
+
+def test_a_checkpoint_needs_the_weights_and_two_moments(tmp_path, monkeypatch):
+    """30 float32 weights, 20 of them trained: 4 (30 + 2 x 20) = 280 bytes per checkpoint."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(20)), torch.zeros(10)])
+    model[1].requires_grad_(False)
+    free = SimpleNamespace(free=2 * 280)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    preflight.check_space(tmp_path, model, checkpoints=2)
+    free.free -= 1
+    with pytest.raises(RunError, match="2 checkpoints"):
+        preflight.check_space(tmp_path, model, checkpoints=2)
+
+
+def test_the_untrained_model_is_never_the_best(tmp_path):
+    rows = [{"step": step, "accuracy": a} for step, a in ((0, 0.9), (5, 0.6), (10, 0.4))]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text('{"seconds": 2.0}\n{"seconds": 0.5}\n')
+    config = SimpleNamespace(out=str(tmp_path), method=SFTBest())
+    assert runs._summary(config) == {"final": rows[1], "seconds": 2.5}
+
+
+def test_a_study_says_which_methods_are_ahead_and_which_behind():
+    intervals = {"base": None, "better": [0.1, 0.2], "worse": [-0.2, -0.1], "same": [-0.1, 0.1]}
+    methods = {name: {"against_baseline": {"ci95": ends}} for name, ends in intervals.items()}
+    text = study_headline({"setting": {"baseline": "base"}, "methods": methods})
+    assert "ahead of base: better; behind base: worse." in text and "same" not in text
+
+
+def test_the_spread_of_two_experiments_combines_their_deviations(tmp_path):
+    """Both have a standard deviation of 7.07 points, 10.0 combined; the gap is 8 points."""
+    groups: list[Group] = []
+    for name, shift in (("low", 0.0), ("high", 0.08)):
+        paths = [write_run(tmp_path / f"{name}-{s}", seed=s, name=name) for s in (0, 1)]
+        for seed, path in enumerate(paths):
+            row = {"step": 40, "accuracy": 0.5 + shift + seed / 10}
+            (path / "eval.jsonl").write_text(json.dumps(row) + "\n")
+        groups += grouped(*paths)
+    text = headline(groups, Context(10, None))
+    assert "8.0 points above low" in text and "within the spread" in text and "is 10.0." in text
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>.{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
+    """Text after the last EOS, such as the line break of a template, is cut."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT
+    roles = ("assistant", "user", "assistant")
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles, 1)]
+    encoded = encode(
+        {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
+    )
+    assert encoded["start"] == 1
+    assert tokenizer.decode(encoded["ids"]) == "01<eos>.23<eos>"
+
+
+def test_unknown_log_probs_of_a_server_are_rejected():
+    vllm = pytest.importorskip("gac.rollouts.vllm", reason="needs the extra `vllm`")
+    server = object.__new__(vllm.Server)
+    server.config = SimpleNamespace(url="http://server")
+    model = tiny_policy()
+    ids = list(range(2 * vllm.PROBE))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, vllm.PROBE - 1 : -1]
+    logps = (
+        logits.log_softmax(-1).gather(1, torch.tensor(ids[vllm.PROBE :])[:, None])[:, 0].tolist()
+    )
+    server._compare(model, ids, logps)
+    with pytest.raises(RunError, match="differ from the trainer's by nan"):
+        server._compare(model, ids, [math.nan, *logps[1:]])
+
+
+def tiny_policy():
+    from transformers import AutoModelForCausalLM
+
+    from gac.demo.task import model_config
+
+    return AutoModelForCausalLM.from_config(model_config(32, 0, 1)).eval()
