@@ -349,3 +349,22 @@ print(triton.unavailable(torch.device("cpu"), torch.float32))
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
     )
     assert "TRITON_INTERPRET" in result.stdout, result.stderr
+
+
+def test_a_rollout_far_from_its_sampling_policy_has_no_gradient() -> None:
+    """With a ratio of e^50 and a negative advantage, nothing else bounds the gradient."""
+    logits = torch.full((1, 1, 5), -50.0, device=DEVICE)
+    logits[..., 2] = 50.0
+    one = torch.ones(1, device=DEVICE)
+    batch = {
+        "logits": logits,
+        "targets": torch.full((1, 1), 2, device=DEVICE),
+        "advantages": -one,
+        "is_demo": one == 0,
+        "old_logps": torch.full((1, 1), -50.0, device=DEVICE),
+    }
+    out, grad = evaluate(batch, backend="triton")
+    assert out.loss.isfinite() and (grad == 0).all()
+    near = torch.zeros(1, 1, 5, device=DEVICE)
+    _, grad = evaluate(dict(batch, logits=near, old_logps=near[..., 0] - 31), backend="triton")
+    assert (grad != 0).any()
