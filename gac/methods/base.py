@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from gac.control.term_pair import TermPair
 from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
 from gac.rollouts.plan import Sampling
-from gac_kernels import LossSpec, Signals, TokenMoments
+from gac_kernels import DemoWeight, LossSpec, Signals, TokenMoments
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
@@ -224,6 +224,17 @@ class Method:
         state: the state with which the step ran, so the columns explain the step's own mu.
         """
         return {}
+
+
+@dataclass(frozen=True)
+class TokenWeighted(Method):
+    """Base class of the methods that choose only the token weight of the fused loss."""
+
+    weight: DemoWeight = DemoWeight.ONE
+    """Token weight of the demonstrations: one, p, phi, shaped or trust."""
+
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, demo_weight=self.weight))
 
 
 def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:

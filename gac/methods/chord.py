@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.schedules import MixSchedule
-from gac_kernels import DemoWeight, LossSpec
+from gac_kernels import DemoWeight
 
-from .base import Loss, Method, Mix, Observation, State
+from .base import Mix, Observation, State, TokenWeighted
 from .preset import preset
 
 
 @dataclass(frozen=True)
-class CHORD(Method):
+class CHORD(TokenWeighted):
     """mu follows a schedule; `weight` weights demonstration tokens. The defaults are CHORD-mu."""
 
     name: ClassVar[str] = "chord-mu"
@@ -22,11 +22,6 @@ class CHORD(Method):
 
     schedule: MixSchedule = MixSchedule.chord_mu()
     """mu as a function of the step."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations: phi for CHORD-phi."""
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.schedule(last.step))

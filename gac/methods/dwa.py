@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gac.control.solvers import DWAState, dwa_step, dwa_weights
 
 from .base import Mix, Observation, State
-from .loss_weights import LossWeights, positive_losses
+from .loss_weights import LossWeights, from_plain, positive_losses, to_plain
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,10 @@ class DWA(LossWeights):
         dwa_weights(DWAState(), self.temperature)
 
     def init(self) -> State:
-        return _plain(DWAState())
+        return to_plain(DWAState())
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        fields: dict[str, Any]
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
-        before = DWAState(**fields)
+        before = from_plain(DWAState, state)
         losses = positive_losses(last)
         after = before if losses is None else dwa_step(before, losses, self.window) or before
-        return _plain(after), Mix.weights(*dwa_weights(after, self.temperature))
-
-
-def _plain(state: DWAState) -> State:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in state._asdict().items()}
+        return to_plain(after), Mix.weights(*dwa_weights(after, self.temperature))

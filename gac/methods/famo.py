@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gac.control.solvers import FAMOState, famo_step, famo_weights
 from gac.control.term_pair import TermPair
 
 from .base import Mix, Observation, State, StepNeeds
-from .loss_weights import LossWeights
+from .loss_weights import LossWeights, from_plain, to_plain
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class FAMO(LossWeights):
         return StepNeeds(losses_after=True)
 
     def init(self) -> State:
-        return {"famo": _plain(FAMOState()), "losses": None}
+        return {"famo": to_plain(FAMOState()), "losses": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        famo = _restore(state["famo"])
+        famo = from_plain(FAMOState, state["famo"])
         if last.losses_before is not None and last.losses_after is not None:
             before, after = self._bounded(last.losses_before), self._bounded(last.losses_after)
             new = famo_step(famo, before, after, self._floors, lr=self.lr, decay=self.decay)
             if new is not None:
-                famo, state = new, {"famo": _plain(new), "losses": list(last.losses_before)}
+                famo, state = new, {"famo": to_plain(new), "losses": list(last.losses_before)}
         if state["losses"] is None:
             return state, Mix(0.5)
         losses = self._bounded(TermPair(*state["losses"]))
@@ -58,12 +58,3 @@ class FAMO(LossWeights):
 
     def _bounded(self, losses: TermPair) -> TermPair:
         return TermPair(*map(max, losses, self._floors))
-
-
-def _restore(plain: State) -> FAMOState:
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-    return FAMOState(**fields)
-
-
-def _plain(state: FAMOState) -> State:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in state._asdict().items()}

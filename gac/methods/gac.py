@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gac.control.alarm import alarm_message, is_suspect
@@ -11,13 +11,13 @@ from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import GateState
 from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import ProxySignals, Source
-from gac_kernels import DemoWeight, LossSpec, Signals
+from gac_kernels import DemoWeight, Signals
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds
+from .base import Mix, Observation, State, StepNeeds, TokenWeighted
 
 
 @dataclass(frozen=True)
-class GAC(ControllerConfig, Method):
+class GAC(ControllerConfig, TokenWeighted):
     """The guided adaptive controller; most fields are those of `ControllerConfig`."""
 
     name: ClassVar[str] = "gac"
@@ -47,9 +47,6 @@ class GAC(ControllerConfig, Method):
                 "gate: these signals do not include the inner product of the two gradients; "
                 "set signals: gradients or sketch"
             )
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))
 
     def init(self) -> State:
         return {

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from gac.control.solvers import Gram, Weights, with_unit_rl
-from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds
+from .base import Mix, Observation, State, StepNeeds, TokenWeighted
 
 
 @dataclass(frozen=True)
-class GramSolver(Method):
+class GramSolver(TokenWeighted):
     """Weights the two gradients by a function of their inner products."""
 
     family: ClassVar[str] = "gradient solver"
@@ -22,11 +21,6 @@ class GramSolver(Method):
 
     unit_rl: bool = False
     """Divide the RL gradient by its norm first, as the paper's baselines do."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))
 
     def init(self) -> State:
         return {"skipped": 0, "cosine": None}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, TypeVar
 
 from gac.control.term_pair import TermPair
-from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Observation
+from .base import Observation, State, TokenWeighted
 
+Solver = TypeVar("Solver")  # the state of a solver, a named tuple
 MIN_LOSS = 1e-3  # lower bound of a loss, so that ratios are finite
 
 
@@ -24,14 +25,18 @@ def positive_losses(last: Observation) -> TermPair | None:
     return TermPair(max(last.demo_loss, MIN_LOSS), max(1 - last.reward_mean, MIN_LOSS))
 
 
+def to_plain(state: NamedTuple) -> State:
+    """A solver's state in plain JSON types."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in state._asdict().items()}
+
+
+def from_plain(kind: Callable[..., Solver], plain: State) -> Solver:
+    """Inverse of `to_plain`, for a state of type `kind`."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()})
+
+
 @dataclass(frozen=True)
-class LossWeights(Method):
+class LossWeights(TokenWeighted):
     """Weights from the history of the two losses."""
 
     family: ClassVar[str] = "loss weighting"
-
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from gac.errors import require
 from gac.rollouts.plan import Sampling
-from gac_kernels import DemoWeight, LossSpec
+from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Observation, State
+from .base import Loss, Mix, Observation, State, TokenWeighted
 
 
 @dataclass(frozen=True)
-class MultiTask(Method):
+class MultiTask(TokenWeighted):
     """The RL loss plus a constant times the SFT loss of the same prompts' demonstrations."""
 
     name: ClassVar[str] = "multitask"
@@ -22,14 +22,12 @@ class MultiTask(Method):
 
     sft_coef: float = 1.0
     """Factor of the SFT loss, >= 0."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
         require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight, demo_reduction="token"))
+        return super().loss(replace(base, demo_reduction="token"))
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt")

@@ -7,17 +7,16 @@ chosen so that the rule gives this mu at the mean measurement.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.errors import require
-from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State
+from .base import Mix, Observation, State, TokenWeighted
 
 
 @dataclass(frozen=True)
-class Rule(Method):
+class Rule(TokenWeighted):
     """mu is a function of one quantity measured in training."""
 
     family: ClassVar[str] = "rule"
@@ -33,8 +32,6 @@ class Rule(Method):
     """Smallest mu afterwards."""
     mu_max: float = 0.98
     """Largest mu afterwards."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
         require(self.sign in (1, -1), "sign", self.sign, "1 or -1")
@@ -44,9 +41,6 @@ class Rule(Method):
                 f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
                 "use 0 <= mu_min <= mu_init <= mu_max <= 1"
             )
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))
 
     def measured(self, last: Observation) -> float | None:
         """The measured quantity that drives the rule; None if not measured."""

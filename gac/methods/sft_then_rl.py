@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.errors import require
-from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds
+from .base import Mix, Observation, State, StepNeeds, TokenWeighted
 
 
 @dataclass(frozen=True)
-class SFTThenRL(Method):
+class SFTThenRL(TokenWeighted):
     """Only demonstrations for some steps, then only rollouts; one optimizer throughout."""
 
     name: ClassVar[str] = "sft-then-rl"
@@ -21,14 +20,9 @@ class SFTThenRL(Method):
 
     sft_steps: int = 400
     """Steps of SFT."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
 
     def __post_init__(self) -> None:
         require(self.sft_steps >= 0, "sft_steps", self.sft_steps, "a number >= 0")
-
-    def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, demo_weight=self.weight))
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(rollouts=step >= self.sft_steps, demos=step < self.sft_steps)
