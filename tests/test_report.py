@@ -371,6 +371,8 @@ def test_page_is_self_contained(report):
         "(b) Response length",
         "(c) Entropy",
         "(d) Policy loss",
+        "Demonstration loss",
+        "Gradient norm",
         "(e) Mixing weight μ",
         "(g) RL variance σᵣ²",
         "(h) Disagreement Δg̃²",

@@ -15,8 +15,9 @@ from gac.errors import import_extra
 from .evaluations import Evaluation, draw, sections
 from .explanations import HOW_TO_READ, SYMBOLS, definitions
 from .groups import Group, differences
-from .plots import COLORS, DASHES, MIXING, TRAINING, Panel, evaluation_panels
+from .plots import COLORS, DASHES, MIXING, OPTIMIZATION, TRAINING, Panel, evaluation_panels
 from .reading import Run
+from .samples import samples, time_shares
 from .statistics import mean_sd
 from .table import FINAL, Column, Context, Table, progress, summarize, tables, write_cell
 
@@ -33,6 +34,7 @@ def render(
     panels = {
         "Held-out accuracy": evaluation_panels(groups),
         "Training": TRAINING,
+        "Optimization": OPTIMIZATION,
         "Mixing": MIXING,
     }
     return render_template(
@@ -44,6 +46,7 @@ def render(
         tables=[_table(table, groups) for table in tables(groups, context)],
         note=_note(groups),
         figures=[(name, _figures(section, plots)) for name, section in panels.items()],
+        samples=samples(groups),
         how_to_read=HOW_TO_READ,
         symbols=SYMBOLS,
         definitions=definitions(context),
@@ -224,6 +227,8 @@ def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:
                 state += f" of {run.steps_planned} (unfinished or still running)"
             if run.unreadable:
                 state += f"; {run.unreadable} unreadable line(s) skipped"
+            if shares := time_shares(run):
+                state += f"; {shares}"
             rows.append(
                 {
                     "label": group.label,

@@ -96,6 +96,25 @@ TRAINING = (
         "with one update per rollout and centered advantages it is 0 up to rounding.",
     ),
 )
+OPTIMIZATION = (
+    Panel(
+        "demo_loss",
+        "Demonstration loss",
+        "nats per token",
+        "demo_loss",
+        "The demonstration term. With the default weight phi it can rise while the model learns: "
+        "tokens that the model finds unlikely have almost no weight at first.",
+    ),
+    Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
+    Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay."),
+    Panel(
+        "groups_without_signal",
+        "Groups without signal",
+        "share of prompts",
+        "groups_without_signal",
+        "Prompts whose rollouts all have the same reward: they teach nothing in this step.",
+    ),
+)
 MIXING = (
     Panel(
         "e_mu",
@@ -177,7 +196,7 @@ def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
     from matplotlib import rc_context
 
     out.mkdir(parents=True, exist_ok=True)
-    panels = [*evaluation_panels(groups), *TRAINING, *MIXING]
+    panels = [*evaluation_panels(groups), *TRAINING, *OPTIMIZATION, *MIXING]
     panels = [panel for panel in panels if has_data(panel, groups)]
     with rc_context(STYLE):
         files = {panel.key: _draw_single(panel, groups, out) for panel in panels}
