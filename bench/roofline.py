@@ -262,7 +262,7 @@ def count() -> dict[str, Any]:
     for configuration in inspect.triton_configurations():
         name = f"{configuration.launch.kernel.__name__} {configuration.name}"
         if name in keys:
-            report = inspect.compile_triton(configuration, 90)
+            report = inspect.compile_triton(configuration, "90")
             counts["sm_90"][name] = [report.sums, report.gradient]
     for arch in ("sm_90", "sm_100"):  # JSON has no nan, which marks a kernel without that pass
         counts[arch] = {

@@ -116,7 +116,8 @@ def build(targets: Sequence[str] | None = None) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    # git ignores the folder by its suffix, even if this process is killed
+    with tempfile.TemporaryDirectory(dir=path.parent, suffix=".so") as folder:
         built = Path(folder) / path.name
         options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
         compile_source(*options, "--threads", "0", "-shared", "-o", str(built))

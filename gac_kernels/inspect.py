@@ -2,7 +2,9 @@
 
 `python -m gac_kernels.inspect` compiles each kernel for sm_80, sm_90 and sm_100 and prints
 registers, spilled bytes, stack, shared memory and instruction counts: in total, and per logit for
-the pass that sums a row and the pass that writes its gradient.
+the pass that sums a row and the pass that writes its gradient. With `--arch gfx942 gfx950`, it
+compiles the Triton kernels for AMD GPUs, where registers are VGPRs and shared memory is LDS;
+instructions per logit are counted only for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from .inspect_sass import passes
 from .sketch import RowSketch
 from .tokens import Tokens, TokenTerms, plan
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = ("80", "90", "100")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/.*;", re.MULTILINE)
 WIDE_ACCESS = re.compile(r"(?:LDG|STG)\.E\S*\.128")
+AMD_INSTRUCTION = re.compile(r"^\s+(?:[sv]|ds|buffer|global|flat)_\w+", re.MULTILINE)
+AMD_WIDE_ACCESS = re.compile(r"\b(?:global|buffer)_(?:load|store)_dwordx4")
 
 
 class Report(NamedTuple):
@@ -177,22 +181,36 @@ def batch_configurations() -> Iterator[Configuration]:
         yield from (Configuration(name, launch) for launch in launches)
 
 
-def compile_triton(configuration: Configuration, arch: int) -> Report:
-    """Compile one launch as Triton would on that GPU, with all pointers 16-byte aligned."""
+def compile_triton(configuration: Configuration, arch: str) -> Report:
+    """Compile one launch as Triton would on that GPU, with all pointers 16-byte aligned.
+
+    arch: compute capability times 10, such as "90", or the name of an AMD GPU, such as "gfx942".
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from .backends.triton.launch import launch_warps
+
     launch = configuration.launch
     signature, constants, attributes = _specialize(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.warps, "enable_fp_fusion": True}
+    amd = arch.startswith("gfx")
+    # AMD's data-center GPUs, gfx9, have 64 threads per warp
+    target = GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    target = target if amd else GPUTarget("cuda", int(arch), 32)
+    options = {
+        "num_warps": launch_warps(launch.warps, target.warp_size),
+        "enable_fp_fusion": True,
+    }
     triton.knobs.compilation.always_compile = True  # a cached kernel leaves no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source, target=target, options=options)
     seconds = time.perf_counter() - start
+    if amd:
+        return _amd_report(configuration, arch, compiled, seconds)
     sass = _disassemble(compiled.asm["cubin"])
     pass_counts = passes(sass)
     return Report(
@@ -208,6 +226,28 @@ def compile_triton(configuration: Configuration, arch: int) -> Report:
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
         sums=pass_counts.sums,
         gradient=pass_counts.gradient,
+        seconds=seconds,
+    )
+
+
+def _amd_report(configuration: Configuration, arch: str, compiled: Any, seconds: float) -> Report:
+    """The statistics in the assembly of an AMD GPU; a spilled register takes four bytes."""
+    assembly = compiled.asm["amdgcn"]
+    spilled = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    spilled += 4 * _number(r"\.sgpr_spill_count:\s+(\d+)", assembly)
+    return Report(
+        kernel=configuration.launch.kernel.__name__,
+        config=configuration.name,
+        arch=arch,
+        registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
+        spill_stores=spilled,
+        spill_loads=spilled,
+        stack=_number(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
+        shared=compiled.metadata.shared,
+        instructions=len(AMD_INSTRUCTION.findall(assembly)),
+        wide_accesses=len(AMD_WIDE_ACCESS.findall(assembly)),
+        sums=math.nan,
+        gradient=math.nan,
         seconds=seconds,
     )
 
@@ -264,7 +304,7 @@ def _number(pattern: str, log: str) -> int:
     return int(match[1])
 
 
-def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
+def triton_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
     """The Triton kernels on each architecture."""
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise RuntimeError(
@@ -276,7 +316,7 @@ def triton_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
             yield compile_triton(configuration, arch)
 
 
-def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
+def cuda_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
     """The kernels of csrc/cuda, if nvcc is found.
 
     Thread-block clusters need compute capability 9.0.
@@ -286,7 +326,7 @@ def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
     if build_cuda.find_nvcc() is None:
         print("nvcc not found: skipping the kernels of csrc/cuda")
         return
-    for arch in (a for a in architectures if a >= 90):
+    for arch in (int(a) for a in architectures if a.isdigit() and int(a) >= 90):
         for kernel in inspect_cuda.compile_kernels(arch):
             dtypes = " to ".join(str(t).removeprefix("torch.") for t in kernel.dtypes)
             yield Report(
@@ -306,7 +346,7 @@ def cuda_reports(architectures: tuple[int, ...]) -> Iterator[Report]:
             )
 
 
-SOURCES: dict[str, Callable[[tuple[int, ...]], Iterator[Report]]] = {
+SOURCES: dict[str, Callable[[tuple[str, ...]], Iterator[Report]]] = {
     "triton": triton_reports,
     "cuda": cuda_reports,
 }
@@ -336,10 +376,16 @@ def _text(value: str | int | float) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gac_kernels.inspect", description=__doc__)
     parser.add_argument(
-        "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capability times 10"
+        "--arch",
+        nargs="+",
+        default=ARCHITECTURES,
+        help="compute capability times 10, or names of AMD GPUs such as gfx942",
     )
     parser.add_argument("--source", nargs="+", choices=sorted(SOURCES), default=sorted(SOURCES))
     options = parser.parse_args(arguments)
+    for arch in options.arch:
+        if not re.fullmatch(r"\d{2,3}|gfx\w{3,4}", arch):
+            parser.error(f"--arch {arch}: use a number such as 90, or a name such as gfx942")
     reports = [r for source in options.source for r in SOURCES[source](tuple(options.arch))]
     print(table(reports))
     spilled = sum(r.spill_stores + r.spill_loads > 0 for r in reports)

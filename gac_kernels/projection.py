@@ -10,6 +10,7 @@ Notation: V vocabulary size, H hidden size, M rows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -179,8 +180,26 @@ def _whole_tiles(rows: int) -> int:
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the GEMM operands: only CUDA has half-precision GEMMs with float32 output."""
-    return dtype if device.type == "cuda" else compute_dtype(dtype)
+    """Dtype of the GEMM operands: half precision only if a GEMM can output float32."""
+    half = device.type == "cuda" and has_float32_output(device.type, dtype)
+    return dtype if half else compute_dtype(dtype)
+
+
+@functools.cache
+def has_float32_output(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether GEMMs of this dtype can output float32.
+
+    Those of a CPU cannot, nor those of some builds of PyTorch for AMD GPUs: their operands are
+    copied to float32.
+    """
+    operand = torch.ones(16, 16, dtype=dtype, device=device_type)
+    out = torch.zeros(16, 16, dtype=compute_dtype(dtype), device=device_type)
+    try:
+        multiply(operand, operand, out)
+        multiply(operand, operand, out, accumulate=True)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:

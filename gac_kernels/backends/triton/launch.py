@@ -57,9 +57,14 @@ class Launch(NamedTuple):
         """Launch on the current stream of `device`; asynchronous."""
         if not self.programs:
             return
-        warps = max(32 * self.warps // warp_size(device), 1)
+        warps = launch_warps(self.warps, warp_size(device))
         with torch.cuda.device(device if device.type == "cuda" else -1):
             self.kernel[(self.programs,)](**self.arguments, num_warps=warps, enable_fp_fusion=True)
+
+
+def launch_warps(warps: int, size: int) -> int:
+    """The number of warps of `size` threads that replaces `warps` of 32 threads."""
+    return max(32 * warps // size, 1)
 
 
 @functools.cache
