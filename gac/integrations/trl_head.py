@@ -96,11 +96,11 @@ class FusedLogProbs:
         TRL 1.10 passes (targets, temperature, chunk size, softcap, logit scale), 1.13 adds the bias
         in front, 1.15 the requested outputs at the end.
         """
-        outputs: tuple[str, ...] | None = None
-        if isinstance(rest[-1], (tuple, list)):
-            *rest, outputs = rest
-        bias = rest[0] if len(rest) == 6 else None
-        targets, temperature, _, softcap, logit_scale = rest[-5:]
+        names = isinstance(rest[-1], (tuple, list))
+        outputs: tuple[str, ...] = tuple(rest[-1]) if names else ("entropy",)
+        arguments = rest[:-1] if names else rest
+        bias = arguments[0] if len(arguments) == 6 else None
+        targets, temperature, _, softcap, logit_scale = arguments[-5:]
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -115,8 +115,8 @@ class FusedLogProbs:
         )
         override = _override.get()
         with torch.autocast(hidden.device.type, enabled=False):
-            values = override(inputs) if override else _log_probs(inputs, outputs or ("entropy",))
-        return values if outputs is not None else values[:2]
+            values = override(inputs) if override else _log_probs(inputs, outputs)
+        return values if names else values[:2]
 
 
 def apply_fused_head() -> Patch:
