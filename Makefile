@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.done
+# errors only: warnings are about pip's own configuration
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test release-check exit-check test-gpu test-integrations \
+.PHONY: setup ext demo test release-check test-versions exit-check test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -13,11 +15,11 @@ setup: $(STAMP)  ## create a .venv with torch and the packages pinned in require
 $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	# torch first, with an exact version: a range would install the latest build with gigabytes of CUDA
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -r requirements/lock.txt
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
+	$(PIP) -r requirements/lock.txt
 	# reference libraries for tests and benchmarks; no dependencies, which would override our pins
-	$(BIN)/python -m pip install -q --no-deps -r requirements/peers.txt
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(PIP) --no-deps -r requirements/peers.txt
+	$(PIP) --no-build-isolation --no-deps -e .
 	touch $(STAMP)
 
 ext: setup  ## rebuild the native kernels; fail on errors
@@ -29,8 +31,11 @@ demo: setup  ## train a tiny model with five methods and compare them
 test: setup  ## run all tests that do not need a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile
 
-release-check: setup  ## build the sdist and the wheel, install each in a fresh environment, and train there
-	$(BIN)/python -m pytest -m release tests/test_packages.py
+release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
+	$(BIN)/python -m tools.release_check
+
+test-versions: setup  ## test one wheel on old and new versions of Python and torch; writes docs/versions.md
+	$(BIN)/python -m tools.versions
 
 exit-check: setup  ## repeat the kill tests ten times, then check the exit codes of 100 jobs (half an hour)
 	for i in 1 2 3 4 5 6 7 8 9 10; do \
