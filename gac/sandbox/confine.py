@@ -104,12 +104,16 @@ def unused_uids(seed: int) -> list[range]:
     return ranges
 
 
-def switch_to_uid(uid: int, capabilities: int = 0) -> None:
-    """Switch to uid and gid `uid`, with no supplementary groups, and keep only `capabilities`."""
-    if capabilities:
-        _prctl(_PR_SET_KEEPCAPS, 1)
+def drop_root(uid: int) -> None:
+    """Switch to uid and gid `uid`, with no supplementary groups; keep only `CAN_SWITCH`."""
+    _prctl(_PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
+    switch_to_uid(uid, CAN_SWITCH)
+
+
+def switch_to_uid(uid: int, capabilities: int = 0) -> None:
+    """Switch to `uid` and keep only `capabilities`."""
     os.setresuid(uid, uid, uid)
     set_capabilities(capabilities)
 

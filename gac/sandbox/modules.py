@@ -75,6 +75,10 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
     os.environ.clear()
+
+
+def settle() -> None:
+    """Arrange this process's memory so that its children write to few of its pages."""
     gc.collect()
     _filling.extend(bytes(size) for size in range(16, 480, 16) for _ in range((32 << 10) // size))
     gc.freeze()  # otherwise a collection in a child would write to every page and so copy it

@@ -16,6 +16,8 @@ import resource
 import select
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from typing import Any
 from . import confine, event_loop, judge, modules, probe, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
+WARM_UP = 20  # runs before the first fork
 SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
@@ -122,10 +125,10 @@ class Zygote:
             return f"uid {os.getuid()}"
         best, other = confine.unused_uids(int.from_bytes(os.urandom(2), "big"))
         try:
-            confine.switch_to_uid(best[0], confine.CAN_SWITCH)
+            confine.drop_root(best[0])
             self.uids = best
         except OSError:  # not in the user namespace of this container
-            confine.switch_to_uid(other[0], confine.CAN_SWITCH)
+            confine.drop_root(other[0])
             self.uids = other
         return f"uids {self.uids[0]} to {self.uids[-1]}"
 
@@ -350,6 +353,28 @@ def _address_space() -> int:
         return 1 << 30
 
 
+def _warm_up() -> None:
+    """Run a program and its tests here a few times.
+
+    Python adapts code to what it sees by writing to it. Done once here, its children need not.
+    """
+    spec = {"tests": ["assert f(2) == 4"], "setup": "", "entry_point": "", "reference": ""}
+    stdout = sys.stdout
+    for _ in range(WARM_UP):
+        questions, to_solver = os.pipe()
+        answers, to_judge = os.pipe()
+        channel = wire.Channel(questions, to_judge)
+        program = {"program": "def f(x): return 2 * x"}
+        thread = threading.Thread(target=solver.answer_questions, args=(program, channel))
+        thread.start()
+        judge.judge({**spec, "all": False}, wire.Channel(answers, to_solver), guard=False)
+        thread.join()
+        channel.close()
+    sys.stdout = stdout
+    for name in ("program", "__tests__"):
+        del sys.modules[name]
+
+
 def main(options: dict[str, Any]) -> None:
     """Load modules, drop privileges, verify the confinement, report it, then serve."""
     control = socket.socket(fileno=options["control"])
@@ -357,6 +382,8 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
+        _warm_up()
+        modules.settle()
         with contextlib.suppress(OSError):  # if memory runs out, programs should die first
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
