@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from gac.config import Choice, ConfigError, choose, describe, dump, load, parse_yaml, save, to_yaml
+from gac.config import (
+    Choice,
+    ConfigError,
+    choose,
+    describe,
+    dump,
+    load,
+    parse_yaml,
+    read_yaml,
+    save,
+    to_yaml,
+)
 
 
 class Color(enum.Enum):
@@ -289,6 +300,20 @@ def test_a_prior_is_chosen_by_its_name():
     old["method"]["prior"] = {"high": 0.8, "low": 0.2, "hold": 1, "decay": 9}
     assert upgrade_config(old)["method"]["prior"] == {"name": "cosine", **old["method"]["prior"]}
     assert upgrade_config({"removed_key": 1}) == {"removed_key": 1}
+
+
+def test_a_file_overrides_the_values_of_its_base(tmp_path):
+    (tmp_path / "base.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: text\nc: 3\n")
+    (tmp_path / "run.yaml").write_text("base: base.yaml\na: {y: [3]}\nb: {z: 4}\n")
+    merged = {"a": {"x": 1, "y": [3]}, "b": {"z": 4}, "c": 3}
+    assert read_yaml(tmp_path / "run.yaml") == merged
+    for base, message in (
+        ("none.yaml", "none.yaml: cannot be read"),
+        ("run.yaml", "base='base.yaml'"),
+    ):
+        (tmp_path / "other.yaml").write_text(f"base: {base}\n")
+        with pytest.raises(ConfigError, match=message):
+            read_yaml(tmp_path / "other.yaml")
 
 
 def test_a_run_with_the_earlier_default_adapters_can_resume():

@@ -60,10 +60,11 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain types only
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; {} if it is empty.
 
-    Raises ConfigError if it cannot be read or contains anything else.
+    The key `base` names another file, relative to this one, whose values the others override.
+    Raises ConfigError if a file cannot be read or contains anything else.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
@@ -73,7 +74,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(data, dict | None):
         raise ConfigError(f"{path}: expected `key: value` lines, got {data!r:.60}")
-    return data or {}
+    data = data or {}
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if is_base:
+        raise ConfigError(f"{path}: base={base!r}: use a file without `base` as a base")
+    return _merged(read_yaml(path.parent / str(base), is_base=True), data)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`; mappings in both are merged key by key."""
+    both = {k: _merged(base[k], v) for k, v in changes.items() if _are_dicts(base.get(k), v)}
+    return base | changes | both
+
+
+def _are_dicts(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def to_yaml(data: Any, inline: bool = False) -> str:

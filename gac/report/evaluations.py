@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,37 +73,64 @@ def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 def draw(evaluations: Sequence[Evaluation]) -> str:
     """Draw each task's accuracy with its interval, one color per folder; returns a base64 PNG."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from .plots import COLORS, DPI, MARKERS, STYLE
+    from .plots import COLORS, MARKERS
 
     tasks = list(dict.fromkeys(name for e in evaluations for name in e.results["tasks"]))
     height = 0.3 * len(tasks) * max(len(evaluations), 2) / 2 + 0.35 * len(evaluations) + 0.9
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
-        axes = figure.subplots()
+
+    def points(axes: Any) -> None:
         for number, evaluation in enumerate(evaluations):
             shift = 0.6 * ((number + 0.5) / len(evaluations) - 0.5)  # side by side within a task
             color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-            rows = evaluation.results["tasks"].items()
-            known = {name: row for name, row in rows if row["accuracy"] is not None}
-            ys = [-tasks.index(name) - shift for name in known]
-            accuracies = [100 * row["accuracy"] for row in known.values()]
-            axes.plot(accuracies, ys, marker, label=str(evaluation.path), color=color)
-            for y, row in zip(ys, known.values(), strict=True):
-                if row["ci95"] is not None:
-                    axes.plot([100 * end for end in row["ci95"]], [y] * 2, linewidth=2, color=color)
-        axes.set_yticks([-i for i in range(len(tasks))], tasks)
+            axes.plot([], [], marker, label=str(evaluation.path), color=color)
+            for name, row in evaluation.results["tasks"].items():
+                y = -tasks.index(name) - shift
+                draw_interval(axes, y, row["accuracy"], row["ci95"], color, marker)
         axes.set_ylim(-len(tasks) + 0.5, 0.5)
-        axes.grid(visible=True, axis="x")
         axes.set_xlim(-1, 101)
-        axes.set_xlabel("accuracy, %")
         if len(evaluations) > 1:
-            figure.legend(loc="outside lower center", ncols=1)
+            axes.figure.legend(loc="outside lower center", ncols=1)
+
+    return interval_figure(tasks, height, "accuracy, %", points)
+
+
+def interval_figure(
+    labels: Sequence[str], height: float, axis: str, draw: Callable[[Any], None]
+) -> str:
+    """A base64 PNG with a horizontal line for each label, on which `draw(axes)` plots percentages.
+
+    height: of the figure, in inches.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from .plots import DPI, STYLE
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_yticks([-i for i in range(len(labels))], labels)
+        axes.grid(visible=True, axis="x")
+        axes.set_xlabel(axis)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def draw_interval(
+    axes: Any,
+    y: float,
+    mean: float | None,
+    interval: Sequence[float] | None,
+    color: str,
+    marker: str = "o",
+) -> None:
+    """Draw a fraction and its interval at height `y`, each if it is known."""
+    if mean is not None:
+        axes.plot([100 * mean], [y], marker, color=color)
+    if interval is not None:
+        axes.plot([100 * end for end in interval], [y] * 2, linewidth=2, color=color)
 
 
 def _read(folder: Path) -> Evaluation:

@@ -8,8 +8,8 @@ from typing import Any
 
 from .reading import Run, flatten
 
-# Keys in which repetitions of an experiment may differ: the seed and the output paths.
-REPETITION_KEYS = ("seed", "out", "output", "out_dir", "output_dir", "run_dir")
+# Keys in which repetitions of an experiment may differ.
+REPETITION_KEYS = ("seed", "out")
 
 
 @dataclass(frozen=True)

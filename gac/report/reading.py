@@ -41,10 +41,8 @@ class Run:
 
     @property
     def steps_planned(self) -> int | None:
-        for key in ("steps", "max_steps", "total_steps"):
-            if isinstance(self.config.get(key), int):
-                return self.config[key]
-        return None
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def tasks(self) -> list[str]:

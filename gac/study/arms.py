@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,10 @@ def arm_config(
     Raises ConfigError; the message names the arm.
     """
     try:
-        shared = load(TrainConfig, {**data, "method": arm.method}, [*arm.changes, *overrides])
-        own = {"name": arm.label, "seed": seed, "out": f"{shared.out}/{arm.label}-{seed}"}
-        changes = [*arm.changes, *overrides, f"seed={seed}"]
-        texts = {key: value for key, value in own.items() if key != "seed"}
-        plain = {**data, "method": arm.method, **texts}
-        other_changes = [c for c in changes if c.partition("=")[0].strip() not in texts]
-        config = load(TrainConfig, plain, other_changes)
+        plain, changes = {**data, "method": arm.method}, [*arm.changes, *overrides]
+        shared = load(TrainConfig, plain, [*changes, f"seed={seed}"])
     except ConfigError as error:
         raise ConfigError(f"{arm.label}: {error}") from error
-    if config.eval.data.prompts is None:
+    if shared.eval.data.prompts is None:
         raise ConfigError("eval.data.prompts: missing; a study compares held-out accuracies")
-    return config
+    return replace(shared, name=arm.label, out=f"{shared.out}/{arm.label}-{seed}")

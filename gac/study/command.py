@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gac.errors import require_at_least, value_errors_as
-from gac.evaluation.cells import align_columns, percent, percent_interval
+from gac.evaluation.cells import align_columns
+from gac.study.results import row_cells
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; the last value of a key wins"
 
@@ -124,11 +125,5 @@ def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
 def table(study: dict[str, Any]) -> str:
     """The comparison as a text table, in percent."""
     lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
-    for label, row in study["methods"].items():
-        against = row["against_baseline"]
-        known = sum(value is not None for value in row["final"])
-        cells = [percent(row["mean"]), percent_interval(row["ci95"])]
-        cells.append(percent(against["difference"], sign="+"))
-        cells.append(percent_interval(against["ci95"], sign="+"))
-        lines.append([label, str(known), *cells])
+    lines += [[label, *row_cells(row)] for label, row in study["methods"].items()]
     return align_columns(lines)

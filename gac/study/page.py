@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gac.config import to_yaml
-from gac.evaluation.cells import percent, percent_interval
+from gac.report.evaluations import draw_interval, interval_figure
 from gac.report.page import render_template
-from gac.report.plots import COLORS, DPI, STYLE
+from gac.report.plots import COLORS
+from gac.study.results import row_cells
 
 COLUMNS = ("seeds", "accuracy", "95 % interval", "against the baseline", "95 % interval")
 HOW_TO_READ = (
@@ -31,10 +30,10 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
         title=f"Study: {setting['config']}",
         headline=headline(study),
         columns=["method", *COLUMNS],
-        rows=[(label, *_cells(row, best)) for label, row in rows.items()],
+        rows=[(label, row_cells(row), row["mean"] == best) for label, row in rows.items()],
         baseline=setting["baseline"],
         how_to_read=HOW_TO_READ,
-        figure=base64.b64encode(draw(rows, setting["baseline"])).decode("ascii"),
+        figure=draw(rows, setting["baseline"]),
         report=report,
         failed=study["failed"],
         setting=to_yaml(dict(setting)),
@@ -57,43 +56,15 @@ def headline(study: Mapping[str, Any]) -> str:
     return f"Differences whose interval excludes 0: {'; '.join(parts)}."
 
 
-def _cells(row: Mapping[str, Any], best: float | None) -> tuple[list[str], bool]:
-    """The table cells of a method, and whether its mean is the highest."""
-    against = row["against_baseline"]
-    known = sum(value is not None for value in row["final"])
-    cells = [
-        str(known),
-        percent(row["mean"]),
-        percent_interval(row["ci95"]),
-        percent(against["difference"], "+"),
-        percent_interval(against["ci95"], "+"),
-    ]
-    return cells, row["mean"] is not None and row["mean"] == best
+def draw(rows: Mapping[str, Any], baseline: str) -> str:
+    """Draw, for each method, a dot per seed, and the mean with its interval as a bar."""
 
-
-def draw(rows: Mapping[str, Any], baseline: str) -> bytes:
-    """Draw a PNG: for each method, a dot per seed, and the mean with its interval as a bar."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 0.34 * len(rows) + 1.1), dpi=DPI, layout="constrained")
-        axes = figure.subplots()
+    def points(axes: Any) -> None:
         for y, (label, row) in enumerate(rows.items()):
-            _draw_row(axes, -y, row, COLORS[1] if label == baseline else COLORS[0])
-        axes.set_yticks([-i for i in range(len(rows))], list(rows))
-        axes.grid(visible=True, axis="x")
-        axes.set_xlabel("final accuracy on held-out problems, %")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+            color = COLORS[1] if label == baseline else COLORS[0]
+            known = [100 * value for value in row["final"] if value is not None]
+            axes.plot(known, [-y] * len(known), ".", color=color, alpha=0.3, markersize=7)
+            draw_interval(axes, -y, row["mean"], row["ci95"], color)
 
-
-def _draw_row(axes: Any, y: int, row: Mapping[str, Any], color: str) -> None:
-    known: Sequence[float] = [100 * value for value in row["final"] if value is not None]
-    axes.plot(known, [y] * len(known), ".", color=color, alpha=0.3, markersize=7)
-    if row["mean"] is None:
-        return
-    axes.plot([100 * row["mean"]], [y], "o", color=color, markersize=6)
-    if row["ci95"] is not None:
-        axes.plot([100 * end for end in row["ci95"]], [y] * 2, color=color, linewidth=2.4)
+    label = "final accuracy on held-out problems, %"
+    return interval_figure(list(rows), 0.34 * len(rows) + 1.1, label, points)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gac.evaluation.cells import percent, percent_interval
 from gac.evaluation.estimates import bootstrap_interval
 
 Finals = Mapping[str, Sequence[float | None]]
@@ -41,6 +42,14 @@ def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
             "against_baseline": {"difference": mean(differences), "ci95": interval(differences)},
         }
     return rows
+
+
+def row_cells(row: Mapping[str, Any]) -> list[str]:
+    """Table cells of a method: seeds, accuracy, interval, difference, interval."""
+    against, known = row["against_baseline"], sum(value is not None for value in row["final"])
+    accuracy = [percent(row["mean"]), percent_interval(row["ci95"])]
+    difference = [percent(against["difference"], "+"), percent_interval(against["ci95"], "+")]
+    return [str(known), *accuracy, *difference]
 
 
 def mean(values: Sequence[float]) -> float | None:
