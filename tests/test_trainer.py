@@ -109,8 +109,9 @@ def test_unmeasured_metrics_are_null(task, tmp_path, method, unmeasured):
 @pytest.mark.parametrize("reduction", ["sequence", "token"])
 def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
-    one_batch = Trainer(tiny_config(task, tmp_path / "a", loss=loss))
-    accumulated = Trainer(tiny_config(task, tmp_path / "b", loss=loss, micro_batch=3))
+    changes = {"loss": loss, "method": "gac"}
+    one_batch = Trainer(tiny_config(task, tmp_path / "a", **changes))
+    accumulated = Trainer(tiny_config(task, tmp_path / "b", **changes, micro_batch=3))
     (row, expected), (other, actual) = next_step(one_batch), next_step(accumulated)
     assert len(expected) == len(actual) > 0
     for x, y in zip(expected, actual, strict=True):
@@ -207,7 +208,7 @@ def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
     calls = []
     record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2}
+    method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2, "alarm": None}
     config = tiny_config(task, tmp_path, method=method, steps=2)
     trainer = Trainer(config)
     trainer.run()
@@ -288,7 +289,7 @@ def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
 def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2}}
-    out = train(tiny_config(task, tmp_path / "run", model=model, steps=2))
+    out = train(tiny_config(task, tmp_path / "run", model=model, steps=2, method="gac"))
     assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6)  # adapters start at zero
 
 
