@@ -34,6 +34,8 @@ __all__ = ["FAILED", "INTERRUPTED", "OK", "USAGE", "main", "make_parser"]
 
 EXAMPLES = """\
 examples:
+  gac init first                                  create a folder for a first run
+  gac train first/run.yaml                        train, and write a report
   gac demo                                        train and compare methods on a tiny task
   gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
   gac report runs/demo                            write a report on all runs in a folder
@@ -110,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_init(commands)
     _add_train(commands)
     _add_eval(commands)
     _add_export(commands)
@@ -124,6 +127,20 @@ def make_parser() -> argparse.ArgumentParser:
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
         )
     return parser
+
+
+def _add_init(commands: argparse._SubParsersAction) -> None:
+    init = commands.add_parser(
+        "init",
+        help="create a folder with everything for a first run",
+        description="Write DIR/run.yaml with comments, data, a reward with a test and a tiny "
+        "model. Nothing is downloaded. Then run `gac train DIR/run.yaml`.",
+    )
+    init.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
+    init.add_argument(
+        "--model", metavar="NAME", help="folder or Hub name of a model, instead of a tiny one"
+    )
+    init.set_defaults(run=_init)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -298,6 +315,14 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP
     )
+
+
+def _init(options: argparse.Namespace) -> int:
+    from gac.demo.project import create_project
+
+    create_project(options.folder, options.model)
+    print(f"Created {options.folder}. Next: gac train {options.folder}/run.yaml")
+    return OK
 
 
 def _train(options: argparse.Namespace) -> int:

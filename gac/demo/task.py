@@ -61,9 +61,9 @@ def reward(completion: str, example: Any) -> float:
     return float(digits_match and completion[-1] == gold[-1])
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     """Create a character-level tokenizer."""
-    tokens = ["<pad>", "<eos>", "<unk>", *ALPHABET]
+    tokens = ["<pad>", "<eos>", "<unk>", *alphabet]
     model = Tokenizer(WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     model.decoder = Fuse()

@@ -1,0 +1,123 @@
+"""Creates a folder with everything that a first run needs: `gac init DIR`."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+from gac.config import save_text
+from gac.errors import ConfigError, writable_folder
+
+RUN = """\
+# Train with: gac train {folder}/run.yaml
+# Override a key with: --set KEY=VALUE. All keys: gac train --help
+# Paths are relative to the folder in which gac runs.
+
+# All results: metrics, samples of text, checkpoints, the final model, report.html
+out: {folder}/run
+
+# A folder with a transformers model, or the name of one on the Hugging Face Hub{note}
+model:
+  path: {model}
+
+# How demonstrations and rewards are combined; list: gac methods
+method: constant
+
+# One row per prompt, as JSON lines, CSV or parquet: `prompt`, the correct `answer` and, for
+# demonstrations, a `solution`; or `messages`, a list of messages in the chat format
+data:
+  prompts: {folder}/data/train.jsonl
+
+# A function of a file next to this one; also: math, exact, choice, code
+reward: reward.py:reward
+
+# In each step: 16 prompts with 8 sampled responses each, and 32 demonstrations
+rollouts:
+  prompts: 16
+  completions: 8
+  max_new_tokens: 8
+demo_batch: 32
+
+steps: {steps}
+optim:
+  lr: {rate}
+
+# Held-out prompts, before training, every 50 steps and at the end
+eval:
+  data:
+    prompts: {folder}/data/eval.jsonl
+  every: 50
+  max_new_tokens: 8
+checkpoint_every: 50
+"""
+REWARD = '''\
+"""The reward of run.yaml. Test it with: python {folder}/reward.py"""
+
+
+def reward(completion, example):
+    """Return a number: how good `completion` (text) is as a response to `example`.
+
+    `example.prompt_text` is the prompt, `example.answer` the field `answer` of the row, and
+    `example.extra` has all fields of the row.
+    """
+    return 1.0 if completion.strip() == example.answer else 0.0
+
+
+def test_reward():
+    class Example:
+        answer = "12"
+
+    assert reward("12", Example) == reward(" 12\\n", Example) == 1.0
+    assert reward("13", Example) == reward("", Example) == 0.0
+
+
+if __name__ == "__main__":
+    test_reward()
+    print("the reward works")
+'''
+
+
+def create_project(folder: Path, model: str | None = None) -> None:
+    """Write run.yaml, data, a reward with its test and, without `model`, a tiny model.
+
+    Raises ConfigError unless `folder` is new or empty and can be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"DIR={str(folder)!r} is not empty: choose a new folder")
+    writable_folder("DIR", folder)
+    (folder / "data").mkdir()
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(sums)
+    for name, part in (("eval", sums[:20]), ("train", sums[20:])):
+        rows = [
+            {"prompt": f"{a}+{b}=", "answer": f"{a + b}", "solution": f"{a + b}"} for a, b in part
+        ]
+        save_text(folder / "data" / f"{name}.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    save_text(folder / "reward.py", REWARD.replace("{folder}", str(folder)))
+    tiny = model is None
+    if tiny:
+        _write_model(folder / "model")
+    values = {
+        "folder": folder,
+        "model": f"{folder}/model" if tiny else model,
+        "note": "\n# This one is tiny and untrained" if tiny else "",
+        "steps": 200 if tiny else 100,
+        "rate": "3.0e-3" if tiny else "1.0e-6",
+    }
+    save_text(folder / "run.yaml", RUN.format(**values))
+
+
+def _write_model(folder: Path) -> None:
+    """A random Qwen2 with 0.3 million parameters that reads and writes ASCII characters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .task import make_tokenizer, model_config
+
+    tokenizer = make_tokenizer(string.printable[:95])
+    tokenizer.save_pretrained(folder)
+    config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
