@@ -1,4 +1,4 @@
-"""Trains a tiny model of every family of transformers; writes docs/models.md: `gac models`.
+"""Trains a tiny model of every family of transformers; writes docs/models.md.
 
 `python -m tools.models_table [FAMILY ...]` builds a random model of each causal language model of
 the installed transformers and trains it for two steps in every mode.
@@ -31,7 +31,7 @@ from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 from tools.tiny_models import families, tiny_config
 
-PAGE = Path("docs/models.md")
+PAGE, RESULTS = Path("docs/models.md"), Path("docs/models.json")
 MODES: dict[str, dict[str, Any]] = {
     "padded": {"micro_tokens": "null"},
     "packed": {"micro_tokens": 64},
@@ -64,19 +64,19 @@ def reward(completion: str, example: Example) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train all families, or those named; write the page unless families are named."""
+    """Train all families, or only those named, and write or update the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _out_of_time)
-    results = {}
+    results = json.loads(RESULTS.read_text()) if options.families and RESULTS.exists() else {}
     for family in options.families or families():
         results[family] = try_family(family, options.debug)
         print(family, json.dumps(results[family]), flush=True)
-    if not options.families:
-        PAGE.write_text(page(results))
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(results))
     return int(any(v.startswith("FAILED") for modes in results.values() for v in modes.values()))
 
 

@@ -14,7 +14,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS
     ),
-    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), LAYERS),
     **dict.fromkeys(
         (
             "num_attention_heads",
@@ -76,6 +76,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "reformer": {"is_decoder": True},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},

@@ -212,12 +212,13 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
+        if config.lora is not None:
+            model.enable_input_require_grads()
     return model if config.lora is None else _add_lora(model, config.lora)
 
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
-    model.enable_input_require_grads()  # needed by gradient checkpointing
     targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
     # a subclass, such as a router, may not return a tensor
     special = [

@@ -196,6 +196,14 @@ def check_head(model: nn.Module) -> bool:
         with torch.no_grad():
             _check_causal(model, patched)
             plain = patched.__dict__["plain_head"] and _verified_head(model, patched)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model type {patched.config.model_type!r} does not work as a causal language model of "
+            f"text ({type(error).__name__}: {problem}); give a decoder-only language model"
+        ) from error
     finally:
         for module in training:
             module.training = True
@@ -264,5 +272,5 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
         return False
     try:
         return bool(model(input_ids=ids, request=lambda head: head.hidden.shape[:2] == ids.shape))
-    except (IndexError, RuntimeError, ValueError):  # something that follows needs the logits
+    except (IndexError, RuntimeError):  # something that follows needs the logits
         return False

@@ -91,7 +91,7 @@ def one_line_errors(key: str, name: str) -> Iterator[None]:
         yield
     except UserError:  # already a one-line error
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
     except Exception as error:
         # compare by name, because safetensors is imported only with the weights

@@ -167,9 +167,12 @@ def shard(
         keep_root: keep the rest gathered from forward to backward.
 
     Raises:
-        RuntimeError: a parameter was left unsharded.
+        ConfigError: a parameter was left unsharded.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
+    if not names:  # the family does not list its layers: take the elements of its longest list
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        names = {type(m).__name__ for m in max(lists, key=len, default=())}
     layers = [m for m in model.modules() if type(m).__name__ in names]
     nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in layers if layer not in nested]
@@ -179,9 +182,10 @@ def shard(
     fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
     unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unsharded or not layers:
-        raise RuntimeError(
-            f"{type(model).__name__} could not be sharded: layers {sorted(names)}, "
-            f"{len(unsharded)} unsharded parameters {unsharded[:3]}; use parallel.mode=ddp"
+        raise ConfigError(
+            f"parallel.mode='fsdp': {type(model).__name__} could not be sharded (layers "
+            f"{sorted(names)}, {len(unsharded)} unsharded parameters {unsharded[:3]}): use "
+            "parallel.mode=ddp"
         )
     loading.fill(model)
     return model
