@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import server
-from gac.sandbox.pool import Pool, Program, SandboxError
+from gac.sandbox.pool import Pool, Program, SandboxError, _MemoryBudget
 
 from .sandboxes import (
     SUITE,
@@ -267,6 +267,40 @@ def test_a_fork_of_the_process_gets_a_server_of_its_own():
         check=True,
     )
     assert run.stdout.split("\n")[:-1] == ["(True,)"] * 4
+
+
+def test_the_thread_limit_holds_per_program():
+    """A thread bomb gets its own limit and takes nothing from the program beside it."""
+    pool = Pool(workers=2)
+    wait = "import threading, time\nevent = threading.Event()\ncount = 0\n"
+    start = (
+        "    threading.Thread(target=event.wait, args=(2,), daemon=True).start()\n    count += 1\n"
+    )
+    bomb = f"{wait}try:\n  while count < 500:\n{start}except RuntimeError: pass\n"
+    modest = f"{wait}time.sleep(0.5)\nfor _ in range(40):\n{start}"
+    texts = [bomb + "time.sleep(2)\nprint(count)", modest + "print(count)"]
+    counts = pool.map(lambda text: prints(pool, text).strip(), texts)
+    own_uids = "uids" in pool.start().active.get("uid", "")
+    pool.close()
+    assert counts[1] == "40" and (not own_uids or counts[0] == "63")
+
+
+def test_programs_wait_until_their_memory_fits():
+    budget, entered = _MemoryBudget(10), threading.Event()
+
+    def large():
+        with budget.reserved(6):
+            entered.set()
+
+    with budget.reserved(6):
+        waiting = threading.Thread(target=large)
+        waiting.start()
+        with budget.reserved(4):
+            assert not entered.wait(0.1)
+    waiting.join(30)
+    assert entered.is_set()
+    with _MemoryBudget(10).reserved(99):  # one program may always run
+        pass
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
