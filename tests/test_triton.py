@@ -368,3 +368,35 @@ def test_a_rollout_far_from_its_sampling_policy_has_no_gradient() -> None:
     near = torch.zeros(1, 1, 5, device=DEVICE)
     _, grad = evaluate(dict(batch, logits=near, old_logps=near[..., 0] - 31), backend="triton")
     assert (grad != 0).any()
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 1), (torch.bfloat16, 3)])
+def test_rows_at_any_address_are_read_in_wide_loads(
+    small_tiles: None, dtype: torch.dtype, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first logits of a row, up to an aligned address, are read separately."""
+    batch = make_batch(vocab=301, dtype=dtype)
+    rows, width, vocab = batch["logits"].shape
+    monkeypatch.setattr(launch, "unaligned", lambda _: True)
+    storage = torch.full((rows, width, vocab + 9), math.nan, device=DEVICE, dtype=dtype)
+    storage[..., offset : offset + vocab] = batch["logits"]
+    batch["logits"] = storage[..., offset : offset + vocab]
+    check(batch)
+    logps, _ = token_logprobs(batch["logits"], batch["targets"], backend="triton")
+    expected, _ = token_logprobs(batch["logits"], batch["targets"], backend="reference")
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "unaligned"),
+    [
+        ((2, 3, 8192), 0, False),
+        ((2, 3, 8192), 3, True),
+        ((2, 3, 8193), 0, True),
+        ((2, 3, 301), 0, False),
+    ],
+    ids=["aligned", "another address", "odd rows", "small"],
+)
+def test_which_rows_are_unaligned(shape: tuple[int, ...], offset: int, unaligned: bool) -> None:
+    storage = torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)
+    assert launch.unaligned(storage[offset:].view(shape)) == unaligned

@@ -75,6 +75,14 @@ def warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size
 
 
+def unaligned(logits: Tensor) -> bool:
+    """Whether rows of a large vocabulary may start at addresses that are no multiple of 16."""
+    multiple = 16 // logits.dtype.itemsize
+    strides = logits.stride()[:2]
+    aligned = logits.data_ptr() % 16 == 0 and all(x % multiple == 0 for x in strides)
+    return logits.shape[-1] >= 8192 and not aligned
+
+
 def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
     """Sizes and strides of `rows` [B, T, V] and, if given, of `out` with the same shape.
 

@@ -112,6 +112,7 @@ def loss_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
+    PEEL: tl.constexpr,
     SKETCH: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -128,7 +129,7 @@ def loss_kernel(
     row = row_at(logits, n, T, stride_b, stride_t)
     if y != NO_LOSS:
         logp, entropy, _, top, log2_mass = row_values(
-            row, y, V, exp2_scale, out is not None, L, R, STAGES
+            row, y, V, exp2_scale, out is not None, PEEL, L, R, STAGES
         )
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
@@ -224,6 +225,7 @@ def loss_launch(
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
+        "PEEL": launch.unaligned(logits),
         "SKETCH": 1 if buckets is None else buckets.shape[1],
     }
     return launch.Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)

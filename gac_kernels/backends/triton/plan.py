@@ -177,7 +177,9 @@ def tokens_kernel(
         i = start + tl.arange(0, BLOCK)
         inside = i < end
         has_loss = tl.load(targets + i, mask=inside, other=NO_LOSS) != NO_LOSS
-        rollout = tl.where(d, False, has_loss)  # `& (d == 0)` fails in the interpreter of Triton 3.9
+        rollout = tl.where(
+            d, False, has_loss
+        )  # `& (d == 0)` fails in the interpreter of Triton 3.9
         uses_advantage = has_loss if SHAPED else rollout
         index = i * 0 + s if PER_SEQUENCE else i
         advantage = tl.load(advantages + index, mask=uses_advantage, other=0.0).to(tl.float32)

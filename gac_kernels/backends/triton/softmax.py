@@ -52,17 +52,33 @@ def gather(top, mass, moment):
 
 @triton.jit
 def read_row(
-    row, V, exp2_scale, REREAD: tl.constexpr, L: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+    row,
+    V,
+    exp2_scale,
+    REREAD: tl.constexpr,
+    PEEL: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Read a row once: the maximum of z, sum 2^d and sum d 2^d.
 
-    REREAD: the row will be read a second time, so it should stay in the cache.
+    REREAD: the row will be read a second time, so it should stay in the cache. PEEL: the row may
+    start at any address, so its first logits are read separately, up to an address that is a
+    multiple of 16; the rest is then read 16 bytes at a time.
     """
     EVICT: tl.constexpr = "evict_last" if REREAD else "evict_first"
     top = tl.full([L], float("-inf"), tl.float32)
     mass = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
     offsets = tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
+    if PEEL:
+        size: tl.constexpr = 16 // R
+        first = ((16 - row.to(tl.int64) % 16) % 16 // size).to(tl.int32)  # at least 1 to V // 16
+        x = tl.load(row + offsets, mask=offsets < first, other=float("-inf"))
+        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
+        row = tl.multiple_of(row + first, 16)
+        V -= first
     full = V // (L * R) * (L * R)  # only the last tile needs a mask
     for start in tl.range(0, full, L * R, num_stages=STAGES):
         x = tl.load(row + start + offsets, eviction_policy=EVICT)
@@ -80,6 +96,7 @@ def row_values(
     V,
     exp2_scale,
     REREAD: tl.constexpr,
+    PEEL: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
@@ -89,7 +106,7 @@ def row_values(
     The latter is the sum of a maximum and log2 of the mass. y outside [0, V) reads nothing and
     gives nan.
     """
-    top, mass, moment = read_row(row, V, exp2_scale, REREAD, L, R, STAGES)
+    top, mass, moment = read_row(row, V, exp2_scale, REREAD, PEEL, L, R, STAGES)
     x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
     log2_mass = tl.log2(mass)
     logp = (tl.fma(x, exp2_scale, -top) - log2_mass) * LN2

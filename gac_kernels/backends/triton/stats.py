@@ -28,6 +28,7 @@ def stats_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
+    PEEL: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -36,7 +37,7 @@ def stats_kernel(
     lse = 0.0
     if y != NO_LOSS:
         row = row_at(logits, n, T, stride_b, stride_t)
-        logp, entropy, lse, _, _ = row_values(row, y, V, exp2_scale, False, L, R, STAGES)
+        logp, entropy, lse, _, _ = row_values(row, y, V, exp2_scale, False, PEEL, L, R, STAGES)
     tl.store(results + n, logp)
     tl.store(results + N + n, entropy)
     tl.store(results + 2 * N + n, lse)
@@ -57,6 +58,7 @@ def stats_launch(
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
+        "PEEL": launch.unaligned(logits),
     }
     return launch.Launch(stats_kernel, targets.numel(), arguments, tile.warps)
 
