@@ -265,6 +265,14 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
     valid = isinstance(controller, (ControllerConfig, Method))
     require(valid, "controller", controller, "a ControllerConfig or a method of gac.methods")
     name = getattr(controller, "name", "ControllerConfig")
+    if isinstance(controller, Method):
+        needs = controller.needs(0)
+        if not (needs.rollouts and needs.demos):
+            kind = "rollouts" if needs.rollouts else "demonstrations"
+            raise ValueError(
+                f"controller={name} trains on only {kind}, so it has nothing to mix: use gac, "
+                "guarded or constant, or leave GAC out"
+            )
     if isinstance(controller, ControllerConfig):
         missing = _missing_inputs(controller, sketches)
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
+from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.data.rows import Batch, collate
 from gac.integrations.mixer import Mixer
@@ -71,6 +72,9 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             raise TypeError(
                 f"demo_dataset is a {type(demo_dataset).__name__}: use a datasets.Dataset"
             )
+        require(
+            is_count(demo_batch, 1), "demo_batch", demo_batch, "a number of demonstrations >= 1"
+        )
         super().__init__(*args, **keywords)
         check_supported("GACTrainer", _unsupported_options(self))
         self.mixer = Mixer(

@@ -81,6 +81,14 @@ class FusedGRPOMixin:
     rollout_out: LossOutput | None = None
     """What the fused loss of the last micro-batch returned; None if it fell back."""
 
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if getattr(self.args, "use_liger_kernel", False):  # type: ignore[attr-defined] # of the host
+            raise ValueError(
+                f"use_liger_kernel=True: {type(self).__name__} computes the loss itself; "
+                "set use_liger_kernel=False"
+            )
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         with installed():
             if torch.is_grad_enabled():
@@ -147,10 +155,6 @@ class FusedGRPOMixin:
         spec: dict[str, Any] = {}
         if self.importance_sampling_level == "sequence":
             spec["ratio"] = "sequence"
-            if off_policy and self.beta != 0 and self.args.use_bias_correction_kl:
-                raise Inexpressible(
-                    "use_bias_correction_kl with importance_sampling_level=sequence"
-                )
         low, high = self.epsilon_low, self.epsilon_high
         match self.loss_type:
             case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":

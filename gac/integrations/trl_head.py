@@ -79,7 +79,7 @@ def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
         temperature=inputs.temperature,
         softcap=inputs.softcap,
         logit_scale=inputs.logit_scale,
-        **({"outputs": extra} if extra else {}),
+        outputs=extra,
     )
     return HeadOutputs(log_probs, entropy if "entropy" in outputs else None)._replace(
         **dict(zip(extra, rest, strict=True))

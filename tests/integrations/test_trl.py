@@ -251,6 +251,18 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
         trl_task.make_trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
 
 
+def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
+    """Its cosine is that of the two terms' gradients of the head, sketched."""
+    trainer, _ = trl_task.make_trainer(
+        model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
+    )
+    trainer.train()
+    cosines = trl_task.column(trainer, "gac/cosine")
+    assert cosines
+    assert all(-1 <= x <= 1 for x in cosines)
+    assert any(x != 0 for x in cosines)
+
+
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
     from peft import PromptTuningConfig
 
@@ -263,11 +275,12 @@ def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
     assert_rejected("does not support peft_config: .*LoRA", peft_config=virtual)
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
     assert_rejected("set use_reentrant to False", gradient_checkpointing=True, **reentrant)
-    assert_rejected("batch=0: use a number of demonstrations", demo_batch=0)
+    assert_rejected("demo_batch=0: use a number of demonstrations", demo_batch=0)
     assert_rejected(
         "demo_dataset is a list: use", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}]
     )
-    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+    assert_rejected("controller=grpo trains on only rollouts", controller=METHODS["grpo"]())
+    for name in ("luffy", "gac-gated"):
         assert_rejected(f"controller={name}.*use gac, chord", controller=METHODS[name]())
     assert_rejected("estimator='biased'", controller=ControllerConfig(estimator="biased"))
 

@@ -213,7 +213,9 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_head_outputs_equal_those_of_trl(softcap, bias):
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=draw, requires_grad=True) for n in (9, 33))
+    hidden, weight = (torch.randn(n, 16, generator=draw) / 2 for n in (9, 33))
+    hidden.requires_grad_()
+    weight.requires_grad_()
     offset = torch.randn(33, generator=draw, requires_grad=True) if bias else None
     targets = torch.randint(0, 33, (9,), generator=draw)
     leaves = [x for x in (hidden, weight, offset) if x is not None]
