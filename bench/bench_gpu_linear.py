@@ -30,7 +30,7 @@ from .smoke import unavailable_reason
 from .timing import Step, Timing, first_line, gemm_step, interleave, peak_mib, runnable
 
 pytestmark = pytest.mark.gpu
-TOKENS = (2048, 8192, 32768)
+TOKENS = tiny((2048, 8192, 32768), (2048, 8192))
 SECONDS = tiny(4, 0)  # per group of providers, over all rounds
 LOGP_TARGET = 2e-4
 GRADIENT_LIMIT = 2**-7  # relative, where eager PyTorch does not run
