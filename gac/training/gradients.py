@@ -72,11 +72,8 @@ class Gradients:
         self.forward, self.loss = forward, loss
         self.accelerator, self.model = forward.accelerator, forward.model
         self.kl_rows = None if loss.spec.kl_coef else kl_rows
-        self.tracked: dict[str, Tensor] = {}  # of one part per term, by part and parameter
-        if averages:
-            named = self._trainable()
-            zeros = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in (0, 1) for n, p in named}
-            self.tracked = zeros
+        terms, named = (0, 1) if averages else (), self._trainable()
+        self.tracked = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in terms for n, p in named}
 
     def __call__(self, step: Step) -> Measured:
         """Forward all rows, and backward those that can have a nonzero gradient."""
