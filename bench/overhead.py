@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,10 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
 class CycleTimes(dict[str, float]):
     """Seconds per cycle: sampling, bare, method, and the parts of the method."""
 
+    def add(self, parts: Mapping[str, float]) -> None:
+        for part, seconds in parts.items():
+            self[part] += seconds
+
 
 def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleTimes]:
     """Run cycles of `steps` steps; returns the times of all but the first (warm-up)."""
@@ -220,9 +224,10 @@ def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleT
             with_method(trainer, rows) if parts.enabled else bare(trainer, rows, mu)
             times[arm] += clock() - began
             parts.enabled = False
-            parts.time_statistics()
-            for part, seconds in parts.seconds.items():
-                times[part] += seconds
+            times.add(parts.seconds)
+        parts.seconds.clear()
+        parts.time_statistics()  # not between the arms, whose caches it would change
+        times.add(parts.seconds)
         trainer.step += 1
     return cycle_times[1:]
 

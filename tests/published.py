@@ -144,6 +144,12 @@ def hpt(rows: list[RowTerms]) -> Tensor:
     return constant_sum(parts, len(rollouts)) + nll(rows)
 
 
+def superrl(rows: list[RowTerms]) -> Tensor:
+    prompts = {r.row.is_demo for r in rows}
+    assert prompts == {True, False}, "one prompt is solved, and another is not"
+    return policy_gradient(rows) + nll(rows)
+
+
 def trapo(rows: list[RowTerms]) -> Tensor:
     """Demonstrated prefix tokens: -p / max(p, 0.1). Sampled tokens: -A times the ratio."""
     assert any(r.demo.any() and not r.demo.all() for r in rows), "no row has both kinds of tokens"
@@ -175,6 +181,7 @@ LOSSES = {
     "luffy": luffy,
     "srft": srft,
     "hpt": hpt,
+    "superrl": superrl,
     "trapo": trapo,
     **dict.fromkeys(["uncertainty"], lambda rows: 0.5 * nll(rows) + 0.5 * policy_gradient(rows)),
     "dwa": lambda rows: nll(rows) + policy_gradient(rows),
@@ -266,6 +273,7 @@ EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
+    "superrl": {"correct": 0.5},
     "srft": {"correct": 0.3},
     "oracle": {"gradient_parts": 2},
     **{

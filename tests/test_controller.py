@@ -115,6 +115,8 @@ def test_early_refresh_then_the_default() -> None:
     config = ControllerConfig(early_update_every=2, early_steps=5)
     assert [t for t in range(31) if config.is_refresh(t)] == [0, 2, 4, 10, 20, 30]
     assert [t for t in range(21) if ControllerConfig().is_refresh(t)] == [0, 10, 20]
+    config = ControllerConfig(early_update_every=5, early_steps=5, update_every=3)
+    assert [t for t in range(10) if config.is_refresh(t)] == [0, 6, 9]  # 5 is not early
     controller = GuidedController(config)
     assert controller.is_refresh()
     controller.update()

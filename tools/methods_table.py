@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.evaluation.cells import markdown_table
+from gac.methods import METHODS
 from gac.methods.listing import families, needs, summary
 
 DOCS = Path("docs")
@@ -74,7 +75,11 @@ def _study(study: dict[str, Any]) -> str:
         seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
         rows.append((f"`{row['name']}`", data, *cells, seconds))
     head = ("method", "demonstrations", "all", "+", "-", "training time (s)")
-    return f"## On the demo task\n\n{text}\n\n{markdown_table(head, rows)}\n"
+    missing = [
+        f"`{name}`" for name in METHODS if name not in {row["name"] for row in study["rows"]}
+    ]
+    note = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    return f"## On the demo task\n\n{text}\n\n{markdown_table(head, rows)}\n{note}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from .sft import DFT, SFT
 from .sft_budget import SFTBest, SFTLight
 from .sft_then_rl import SFTThenRL
 from .srft import SRFT
+from .superrl import SuperRL
 from .trapo import TRAPO
 from .uncertainty import Uncertainty
 
@@ -42,7 +43,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (DPO, IPO),
     (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
     (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl),
-    (MultiTask, LUFFY, SRFT, HPT, TRAPO, GTA),
+    (MultiTask, LUFFY, SRFT, HPT, SuperRL, TRAPO, GTA),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (Guarded, GuardedProbing, GAC, *GAC_VARIANTS),
