@@ -91,7 +91,9 @@ def prepare_for_programs() -> None:
     """
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    # as Python itself sets them at startup
     sys.stdin.mode, sys.stdout.mode = "r", "w"  # type: ignore[misc]
+    # programs that replace sys.stdout find the original here
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout  # type: ignore[misc]
 
     def stack_size(size: int = 0) -> int:

@@ -83,11 +83,11 @@ class Remote(_RemoteBase):
     _container_: type | None = None
 
     @property
-    def __dict__(self) -> Any:  # type: ignore[override]
+    def __dict__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
         return _ask("get", self, "__dict__")
 
     @property
-    def __doc__(self) -> Any:  # type: ignore[override]
+    def __doc__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
         return _ask("get", self, "__doc__")
 
     def __eq__(self, other: object) -> Any:
@@ -428,4 +428,5 @@ def run_coroutines_remotely() -> None:
         return awaited(main) if isinstance(main, Remote) else main
 
     asyncio.run = lambda main, **options: run(local(main), **options)
+    # only in this process, which runs nothing but tests
     asyncio.BaseEventLoop.run_until_complete = lambda self, future: complete(self, local(future))  # type: ignore[method-assign]

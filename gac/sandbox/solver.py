@@ -57,7 +57,7 @@ def run_script(spec: Mapping[str, str]) -> int:
     except BaseException:
         status = 1
     try:  # as Python does on exit
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined] # private
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.__stdout__):
             if stream is not None:
@@ -205,7 +205,7 @@ class _Objects:
             name, text = content
             kind = getattr(builtins, name, None)
             is_error = isinstance(kind, type) and issubclass(kind, BaseException)
-            return kind(text) if is_error else Exception(text)  # type: ignore[misc]
+            return kind(text) if is_error else Exception(text)  # type: ignore[misc] # see is_error
         if tag == "import":
             return find_import(*content)
         if tag == "callback":

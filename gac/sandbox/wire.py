@@ -101,7 +101,7 @@ def encode(value: Any, refer: Callable[[Any], Node | None] | None = None) -> Jso
             if item is not _PENDING:
                 items.append(item)
                 item = _PENDING
-            value = next(rest, _PENDING)  # type: ignore[call-overload]
+            value = next(rest, _PENDING)  # type: ignore[call-overload] # an iterator
             if value is not _PENDING:
                 break
             frames.pop()
