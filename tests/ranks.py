@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import importlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -27,6 +26,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+
+from gac.study import runs
 
 DEADLINE = 240.0  # timeout in seconds for a process in a test
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -119,15 +120,7 @@ def start_server() -> None:
     """Start the fork server if it is not running, without waiting seconds for its imports."""
     for name in PRELOADED:
         importlib.import_module(name)  # the server silently ignores modules it cannot import
-    CONTEXT.set_forkserver_preload(PRELOADED)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # BLAS starts its threads at import
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+    runs.start_server(PRELOADED)
 
 
 def _child(

@@ -15,7 +15,6 @@ import logging
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,10 +137,8 @@ def _run_suite(
         started = time.perf_counter()
         answers[name] = run(job)
         row = summary(answers[name], job.task)
-        counts: Counter[str] = Counter()
-        for rank_counts in collectives.gather(job.reward.counts()):
-            counts.update(rank_counts)
-        row |= {"counts": dict(counts), "seconds": time.perf_counter() - started}
+        counts = collectives.total_counts(job.reward.counts())
+        row |= {"counts": counts, "seconds": time.perf_counter() - started}
         results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
         logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
         _write(out, results, answers)

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from gac.errors import CheckpointError, CheckpointNotFound
-from gac.parallel.collectives import gather, rank, world_size
+from gac.errors import CheckpointError, CheckpointNotFound, UserError
+from gac.parallel.collectives import Result, gather, rank, run_on_all_ranks, world_size
 
 logger = logging.getLogger(__name__)
 # a run without torchrun has one process on purpose
@@ -69,12 +69,12 @@ def save(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _gather_results(lambda: _on_rank_0(lambda: _make_empty(temporary)), folder)
-    _gather_results(lambda: _write(state, temporary), folder)
-    sums = _gather_results(lambda: _checksums(temporary, _own_files(temporary)), folder)
-    files = {name: value for part in sums for name, value in part.items()}
+    _on_all_ranks(lambda: _on_rank_0(lambda: _make_empty(temporary)), folder)
+    _on_all_ranks(lambda: _write(state, temporary), folder)
+    sums = _on_all_ranks(lambda: _checksums(temporary, _own_files(temporary)), folder)
+    files = {name: value for part in gather(sums) for name, value in part.items()}
     content = {"step": step, "stepped": stepped, "files": files, **progress}
-    _gather_results(lambda: _on_rank_0(lambda: _publish(temporary, final, content)), folder)
+    _on_all_ranks(lambda: _on_rank_0(lambda: _publish(temporary, final, content)), folder)
     return final
 
 
@@ -83,8 +83,8 @@ def write_weights(path: Path, model: nn.Module, extra_tensors: dict[str, Tensor]
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _gather_results(lambda: _on_rank_0(lambda: _make_empty(path)), path)
-    _gather_results(lambda: _write(state, path), path)
+    _on_all_ranks(lambda: _on_rank_0(lambda: _make_empty(path)), path)
+    _on_all_ranks(lambda: _write(state, path), path)
 
 
 def load(
@@ -213,26 +213,20 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _gather_results(work: Callable[[], Any], folder: Path) -> list[Any]:
-    """Run `work` on every rank and gather the results.
+def _on_all_ranks(work: Callable[[], Result], folder: Path) -> Result:
+    """Run `work` on every rank; if writing fails on any, all raise CheckpointError."""
 
-    If any rank fails, all raise CheckpointError instead of hanging.
-    """
-    result, fault = None, None
-    try:
-        result = work()
-    except (OSError, CheckpointException) as error:
-        fault = f"rank {rank()}: {_cause(error)}"
-    results = gather((result, fault))
-    faults = [f for _, f in results if f]
-    if faults:
+    def explain(error: Exception) -> UserError:
+        if not isinstance(error, OSError | CheckpointException):
+            raise error
         free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
-        raise CheckpointError(
+        return CheckpointError(
             f"could not write a checkpoint under {folder}, where {free:.1f} MB are free "
-            f"({faults[0]}); free some space or fix the disk, then rerun the command to resume "
-            "from the last finished checkpoint"
+            f"(rank {rank()}: {_cause(error)}); free some space or fix the disk, then rerun the "
+            "command to resume from the last finished checkpoint"
         )
-    return [r for r, _ in results]
+
+    return run_on_all_ranks(work, explain)
 
 
 def _cause(error: BaseException) -> str:

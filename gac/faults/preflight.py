@@ -14,7 +14,7 @@ from torch import nn
 
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.parallel import collectives
-from gac.parallel.collectives import gather, rank
+from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
 # keys of TrainConfig, with all their subkeys, that may change on resume; none of them changes which
@@ -42,22 +42,32 @@ MAY_CHANGE_ON_RESUME = {
 def check_folder(out: Path) -> None:
     """Raise RunDirectoryError unless rank 0 can write to `out` and every rank sees its file."""
     path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
-    fault = None
-    try:
+
+    def fault(error: Exception) -> RunDirectoryError:
+        reason = getattr(error, "strerror", None) or error
+        return RunDirectoryError(
+            f"out={str(out)!r}: the run directory is not writable ({reason}): choose another `out`"
+        )
+
+    def write() -> None:
         if rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"gac")
-    except OSError as error:
-        fault = f"the run directory is not writable ({error.strerror}): choose another `out`"
-    faults = gather(fault)
-    if not any(faults) and not path.exists():
-        fault = f"rank {rank()} does not see rank 0's files: use a shared file system for `out`"
-    faults = [f for f in (*faults, *gather(fault)) if f]
-    if rank() == 0:
-        with contextlib.suppress(OSError):  # if `out` is below a file, there is nothing to remove
-            path.unlink(missing_ok=True)
-    if faults:
-        raise RunDirectoryError(f"out={str(out)!r}: {faults[0]}")
+
+    def read() -> None:
+        if not path.exists():
+            raise RunDirectoryError(
+                f"out={str(out)!r}: rank {rank()} does not see rank 0's files: use a shared file "
+                "system for `out`"
+            )
+
+    try:
+        run_on_all_ranks(write, fault)
+        run_on_all_ranks(read)
+    finally:
+        if rank() == 0:
+            with contextlib.suppress(OSError):  # if `out` is below a file, there is nothing to do
+                path.unlink(missing_ok=True)
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:

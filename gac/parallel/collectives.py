@@ -6,7 +6,8 @@ Call every function on every rank. Without a process group, each returns the loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,16 +38,25 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def run_on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Run `work()` on every rank; if it raises a UserError on any of them, all ranks raise one."""
-    result, own_error = None, None
+def run_on_all_ranks(
+    work: Callable[[], Result], explain: Callable[[Exception], UserError] | None = None
+) -> Result:
+    """Run `work()` on every rank; if it raises a UserError on any of them, all ranks raise one.
+
+    explain: turns other errors into a UserError, or raises them; None: they are bugs.
+    """
+    result = own_error = cause = None
     try:
         result = work()
     except UserError as error:
         own_error = error
+    except Exception as error:
+        if explain is None:
+            raise
+        own_error, cause = explain(error), error
     errors = [error for error in gather(own_error) if error]
     if errors:
-        raise own_error or errors[0]
+        raise own_error or errors[0] from cause
     return cast(Result, result)
 
 
@@ -58,6 +68,14 @@ def total(values: Sequence[float]) -> list[float]:
 def mean(values: Sequence[float]) -> list[float]:
     """Element-wise mean over ranks."""
     return [value / world_size() for value in total(values)]
+
+
+def total_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Sum of named counts over ranks; a name may be missing on some of them."""
+    total: Counter[str] = Counter()
+    for rank_counts in gather(counts):
+        total.update(rank_counts)
+    return dict(total)
 
 
 def largest(values: Sequence[float]) -> list[float]:

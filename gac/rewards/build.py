@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
+
+from gac.config.types import did_you_mean
 
 from .base import OnError, Reward
 from .code import CodeReward
@@ -71,11 +72,9 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
     if isinstance(name, str) and ":" in name:
         return _build_callable(name, options)
     if name not in REWARDS:
-        near = difflib.get_close_matches(str(name), REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(name), REWARDS) or "."
         raise ValueError(
-            f"unknown reward {name!r}{hint or '.'} Known: {', '.join(REWARDS)}, "
-            "or package.module:function"
+            f"unknown reward {name!r}{hint} Known: {', '.join(REWARDS)}, or package.module:function"
         )
     _check_options(name, REWARDS[name], options)
     return REWARDS[name](**options)
@@ -109,9 +108,8 @@ def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) 
     known = [key for key in inspect.signature(reward).parameters if key != "kwargs"]
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"reward {name!r} has no option {key!r}{hint or '.'} Known: {known}")
+            hint = did_you_mean(key, known) or "."
+            raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
     try:
         inspect.signature(reward).bind(**options)
     except TypeError as error:

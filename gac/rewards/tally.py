@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Iterator
 
 from .base import Reward
@@ -28,7 +27,9 @@ class Tally:
         now = event_counts(self.reward)
         since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
         self._reported = now
-        return {f"reward_{name}": count for name, count in _sum_over_ranks(since).items()}
+        from gac.parallel.collectives import total_counts  # imports torch
+
+        return {f"reward_{name}": count for name, count in total_counts(since).items()}
 
 
 def event_counts(reward: Reward) -> dict[str, int]:
@@ -48,16 +49,3 @@ def closing_reward(reward: Reward) -> Iterator[None]:
                 logger.warning("reward %s, in this process: %s", reward.name, ", ".join(nonzero))
         finally:
             reward.close()
-
-
-def _sum_over_ranks(counts: dict[str, int]) -> dict[str, int]:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return counts
-    counts_per_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(counts_per_rank, counts)
-    total: Counter[str] = Counter()
-    for rank_counts in counts_per_rank:
-        total.update(rank_counts)
-    return dict(total)

@@ -23,7 +23,7 @@ from urllib3.util.retry import Retry
 
 from gac.errors import ConfigError, RunError, UserError
 from gac.models.causal_lm import stop_tokens
-from gac.parallel.collectives import gather, rank
+from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .generation import Responses, SamplingParams, VLLMConfig, sampling_mode, truncate_at_stop
 
@@ -217,22 +217,15 @@ class Server:
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
         """Run `work` and return its result. If it fails on any rank, raise that error on all."""
-        result = user_error = cause = None
-        try:
-            result = work()
-        except UserError as error:
-            user_error = error
-        except Exception as error:  # any error, because the other ranks are waiting for this one
-            cause = error
-            user_error = RunError(
+
+        def explain(error: Exception) -> UserError:
+            return RunError(
                 f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: check that the server is "
                 "running and serves this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun "
                 "the command to resume from the last checkpoint"
             )
-        for rank_error in gather(user_error):
-            if rank_error is not None:
-                raise rank_error from cause
-        return result
+
+        return run_on_all_ranks(work, explain)
 
 
 class Weights:

@@ -12,8 +12,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from gac.faults.preflight import MAY_CHANGE_ON_RESUME
 from gac.training.run_config import TrainConfig, upgrade_config
 
 STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
-# a fork server imports torch once for all runs; only Linux supports forks of such a process
-PROCESSES: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all runs
 
 
 def run_all(
@@ -49,8 +48,8 @@ def run_all(
     started, total, done = time.perf_counter(), len(pending), 0
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # inherited by the processes
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)) // jobs or 1)
-    PROCESSES.set_forkserver_preload(["gac.training.trainer"])
-    running: dict[Any, tuple[BaseProcess, str]] = {}
+    start_server(["gac.training.trainer"])
+    running: dict[Any, tuple[Any, str]] = {}
     failed: dict[str, str] = {}
     try:
         while pending or running:
@@ -75,6 +74,22 @@ def run_all(
             process.join(STOP_SECONDS)
             process.kill()
     return failed
+
+
+def start_server(modules: list[str]) -> None:
+    """Start the fork server, which imports `modules`, unless it runs already.
+
+    It has a single thread, so that no fork can copy a lock that another thread holds.
+    """
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # BLAS starts its threads at import
+    PROCESSES.set_forkserver_preload(modules)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def result(config: TrainConfig) -> dict[str, Any] | None:
