@@ -12,9 +12,10 @@
 
 namespace gac {
 
-// In the order of KL_ESTIMATORS and of DemoWeight in gac_kernels/contract.py.
+// In the order of KL_ESTIMATORS, DemoWeight and POLICIES in gac_kernels/contract.py.
 enum class KlEstimator { k1, k2, k3 };
 enum class DemoWeight { one, p, phi, shaped, trust };
+enum class Policy { clip, cispo, sapo, reinforce };
 
 constexpr int kMaxLogRatio = 40;  // MAX_LOG_RATIO in gac_kernels/contract.py
 
@@ -29,6 +30,12 @@ struct TokenSpec {
   Real entropy_coef;
   DemoWeight demo_weight;
   Real demo_shape;
+  Policy policy = Policy::clip;
+  Real sapo_tau_positive = 1, sapo_tau_negative = 1;  // for advantages > 0, and the others
+  bool kl_ratio = false;
+  // The correction of the current log-probs: set to 0, or to a bound, outside the bounds.
+  bool mask_correction = false;
+  Real correction_min = 0, correction_max = 1;
 };
 
 template <class Real>
@@ -41,8 +48,8 @@ struct TokenLoss {
 };
 
 template <class Real>
-GAC_HOST_DEVICE void add_kl(Real logp, Real ref, const TokenSpec<Real>& spec,
-                            TokenLoss<Real>& token) {
+GAC_HOST_DEVICE void add_kl(Real logp, Real ref, Real ratio, bool overflows,
+                            const TokenSpec<Real>& spec, TokenLoss<Real>& token) {
   const Real d = ref - logp;
   Real d_kl;
   switch (spec.kl_estimator) {
@@ -50,40 +57,83 @@ GAC_HOST_DEVICE void add_kl(Real logp, Real ref, const TokenSpec<Real>& spec,
     case KlEstimator::k2: token.kl = d * d / 2; d_kl = -d; break;
     default: token.kl = std::expm1(d) - d; d_kl = -std::expm1(d);
   }
-  if (spec.kl_coef != 0) {
+  if (spec.kl_coef == 0) return;
+  if (spec.kl_ratio) {
+    token.loss += spec.kl_coef * ratio * token.kl;
+    token.d_logp += spec.kl_coef * ratio * (d_kl + (overflows ? 0 : token.kl));
+  } else {
     token.loss += spec.kl_coef * token.kl;
     token.d_logp += spec.kl_coef * d_kl;
   }
 }
 
+// Multiplies the loss; a token of weight 0 has no loss, even if its log-probability is -inf.
+template <class Real>
+GAC_HOST_DEVICE void weigh(Real logp, Real weight, TokenLoss<Real>& token) {
+  token.loss = weight == 0 && logp == -HUGE_VAL ? 0 : token.loss * weight;
+  token.d_logp *= weight;
+}
+
+// The importance factor of a token with this log-ratio to the policy that sampled it; nan: 1.
+template <class Real>
+GAC_HOST_DEVICE Real correction(Real log_ratio, const TokenSpec<Real>& spec) {
+  const Real low = spec.correction_min, high = spec.correction_max;
+  const Real factor = log_ratio == log_ratio ? std::exp(log_ratio) : Real(1);
+  if (spec.mask_correction) return factor < low || factor > high ? Real(0) : factor;
+  return factor < low ? low : factor > high ? high : factor;
+}
+
 // `old` is the sampling policy's log-probability; pass `logp` itself if on-policy. Without a
-// reference, has_ref is false and `ref` is ignored.
+// reference, has_ref is false and `ref` is ignored. `weight` multiplies the policy term.
 template <class Real>
 GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advantage, Real old,
-                                             bool has_ref, Real ref, const TokenSpec<Real>& spec) {
+                                             bool has_ref, Real ref, const TokenSpec<Real>& spec,
+                                             Real weight = 1) {
   TokenLoss<Real> token;
   const Real log_ratio = logp - old;
   const bool overflows = log_ratio > kMaxLogRatio;  // the ratio is clamped and its gradient is 0
   const Real ratio = std::exp(overflows ? Real(kMaxLogRatio) : log_ratio);
   Real bounded = ratio < spec.ratio_low ? spec.ratio_low : ratio;
   bounded = bounded > spec.ratio_high ? spec.ratio_high : bounded;
-  const Real free = ratio * advantage, bound = bounded * advantage;
-  token.clipped = free > bound;
-  token.loss = -(token.clipped ? bound : free);
-  const Real ceiling = -spec.dual_clip * advantage;
-  if (advantage < 0 && token.loss > ceiling) {
-    token.loss = ceiling;
-    token.clipped = true;
+  Real coefficient = advantage;  // of -logp
+  switch (spec.policy) {
+    case Policy::clip: {
+      const Real free = ratio * advantage, bound = bounded * advantage;
+      token.clipped = free > bound;
+      token.loss = -(token.clipped ? bound : free);
+      const Real ceiling = -spec.dual_clip * advantage;
+      if (advantage < 0 && token.loss > ceiling) {
+        token.loss = ceiling;
+        token.clipped = true;
+      }
+      token.d_logp = token.clipped || overflows ? Real(0) : -free;
+      break;
+    }
+    case Policy::sapo: {
+      const Real tau = advantage > 0 ? spec.sapo_tau_positive : spec.sapo_tau_negative;
+      const Real gate = 1 / (1 + std::exp(-tau * (ratio - 1)));
+      token.loss = -4 / tau * gate * advantage;
+      token.d_logp = overflows ? Real(0) : -4 * gate * (1 - gate) * ratio * advantage;
+      break;
+    }
+    case Policy::cispo:
+      token.clipped = bounded != ratio;
+      coefficient *= bounded;
+      [[fallthrough]];
+    case Policy::reinforce:
+      token.loss = coefficient == 0 ? Real(0) : -coefficient * logp;  // 0 log 0 = 0
+      token.d_logp = -coefficient;
   }
-  token.d_logp = token.clipped || overflows ? Real(0) : -free;
+  weigh(logp, weight, token);
   token.loss -= spec.entropy_coef * entropy;
   token.d_entropy = -spec.entropy_coef;
-  if (has_ref) add_kl(logp, ref, spec, token);
+  if (has_ref) add_kl(logp, ref, ratio, overflows, spec, token);
   return token;
 }
 
 template <class Real>
-GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const TokenSpec<Real>& spec) {
+GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const TokenSpec<Real>& spec,
+                                          Real scale = 1) {
   TokenLoss<Real> token;
   const Real p = std::exp(logp), c = spec.demo_shape;
   Real weight = 1;
@@ -94,14 +144,17 @@ GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const Token
     case DemoWeight::shaped:
       token.loss = -advantage * p / (p + c);
       token.d_logp = token.loss * (c / (p + c));
+      weigh(logp, scale, token);
       return token;
     case DemoWeight::trust:
       token.loss = -p / (p < c ? c : p);
       token.d_logp = token.loss;
+      weigh(logp, scale, token);
       return token;
   }
   token.loss = -weight * logp;
   token.d_logp = -weight;
+  weigh(logp, scale, token);
   return token;
 }
 

@@ -6,6 +6,7 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .inputs import BatchInputs
 from .linear import NeedsGrad, Scaling
 from .projection import GemmOptions
 from .sketch import HeadSketch
+from .tokens import with_factors
 
 
 def fused_gac_loss(
@@ -40,8 +42,12 @@ def fused_gac_loss(
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
     rollout_norm: float | Tensor | None = None,
     demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> LossOutput:
     """Compute the mixed loss (1 - mu) rollout_loss + mu demo_loss of a batch, and its statistics.
@@ -55,7 +61,9 @@ def fused_gac_loss(
             ignore the position.
         advantages: [B] or [B, T]; packed: [S] or [N]. Used for rollouts, and for demonstrations
             with the "shaped" weight.
-        is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout.
+        is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout. Shaped like
+            targets, it gives each token its own role, e.g. for a demonstrated prefix of a rollout;
+            the tokens of one role in a sequence are then averaged and counted like a sequence.
         mu: weight of the demonstrations, in [0, 1]. A 0-d tensor avoids a host synchronization.
             Under torch.compile, pass a tensor: every new number triggers a recompilation.
         old_logps: same shape as targets; log-probabilities under the policy that sampled the
@@ -67,10 +75,17 @@ def fused_gac_loss(
         rollout_norm: denominator of the rollout term, counted over all micro-batches and ranks;
             None: counted over this batch.
         demo_norm: the same for the demonstration term.
+        weights: float >= 0, [B] or [B, T]; packed: [S] or [N]. Factors of the policy term of
+            rollout tokens and of the loss of demonstration tokens, not differentiated. They affect
+            no denominator, KL, entropy or statistic.
+        rollout_logps: same shape as targets; log-probabilities from the engine that sampled the
+            rollouts, required by `spec.correction`. nan: no correction of that token.
         moments: False skips the statistics.
         overwrite: store the gradient in the logits' memory, which destroys the logits. No effect on
             tensors whose rows share memory (such as expanded ones), or under torch.compile, which
             plans its own memory.
+        logit_scale: factor of the logits, as in `token_logprobs`.
+        softcap: bound of the logits, as in `token_logprobs`.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -86,25 +101,30 @@ def fused_gac_loss(
     """
     checks.rows("logits", logits, targets)
     inputs = BatchInputs(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
+        *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(logits, inputs, spec)
+    scaling = _scaling(spec.temperature, logit_scale, softcap)
     if torch.compiler.is_compiling():
-        options = GemmOptions(logits.dtype)
-        return ops.fused_loss((logits, None, None), inputs, spec, moments, backend, options)
+        options, operands = GemmOptions(logits.dtype), (logits, None, None)
+        return ops.fused_loss(operands, inputs, spec, moments, scaling, backend, options)
     chosen = backends.choose(backend, logits.device, logits.dtype)
-    checks.values(targets, logits.shape[-1], cu_seqlens)
+    checks.values(targets, logits.shape[-1], cu_seqlens, weights)
     if chosen is reference_backend:
-        return reference.fused_gac_loss(logits, **inputs._asdict(), spec=spec, moments=moments)
+        keywords = {**inputs._asdict(), "logit_scale": logit_scale, "softcap": softcap}
+        return reference.fused_gac_loss(logits, **keywords, spec=spec, moments=moments)
+    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
     with torch.no_grad():
-        tokens = chosen.plan(inputs, spec)
+        tokens = with_factors(chosen.plan(inputs, spec), inputs, spec)
     rows = logits if logits.dim() == 3 else logits[None]
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
         out = (
             rows.detach() if overwrite and _has_distinct_elements(rows) else torch.empty_like(rows)
         )
-    flat = FusedLoss.apply(rows, LossTask(tokens, spec, chosen, moments), out)
+    task = LossTask(tokens, spec, chosen, moments, softcap=scaling.softcap)
+    flat = FusedLoss.apply(rows, task, out)
     return loss_output(flat, targets.shape)
 
 
@@ -175,6 +195,16 @@ def _scaling(temperature: float, logit_scale: float, softcap: float | None) -> S
     return Scaling(*reference.fold_scale(logit_scale, temperature, softcap))
 
 
+def fold_logit_scale(
+    spec: LossSpec, logit_scale: float, softcap: float | None
+) -> tuple[LossSpec, Scaling]:
+    """Check the numbers; a spec and a scaling that include the logit scale."""
+    scaling = _scaling(spec.temperature, logit_scale, softcap)
+    if scaling.temperature == spec.temperature:
+        return spec, scaling
+    return replace(spec, temperature=scaling.temperature), scaling
+
+
 def _named(flat: Sequence[Tensor], shape: torch.Size, outputs: Sequence[str]) -> tuple[Tensor, ...]:
     """Choose and shape the results of a log-prob function: logps, entropy and all MORE_OUTPUTS."""
     logps, entropy, *extra = (x.view(shape) for x in flat)
@@ -199,19 +229,25 @@ def fused_linear_gac_loss(
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
     rollout_norm: float | Tensor | None = None,
     demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
 
-    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. Rows
-    without a loss are skipped, rows whose gradient is known to be 0 need only the forward GEMM, and
-    a frozen weight needs no weight-gradient GEMM. Under autocast the operands are rounded to its
-    dtype, and the gradients of float32 weights are float32. The weight must not be sharded: under
-    FSDP, call this inside the module's forward.
+    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. Losses
+    that depend on sums of current log-probs over a sequence take 8 N H V: `spec.ratio="sequence"`
+    with `old_logps` (or `kl_ratio`, or a correction), and a "sequence" correction without
+    `old_logps`. Rows without a loss are skipped, rows whose gradient is known to be 0 need only the
+    forward GEMM, and a frozen weight needs no weight-gradient GEMM. Under autocast the operands are
+    rounded to its dtype, and the gradients of float32 weights are float32. The weight must not be
+    sharded: under FSDP, call this inside the module's forward.
 
     Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
@@ -231,20 +267,23 @@ def fused_linear_gac_loss(
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     inputs = BatchInputs(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
+        *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(hidden, inputs, spec)
     checks.sketch(sketch)
+    scaling = _scaling(spec.temperature, logit_scale, softcap)
     if torch.compiler.is_compiling():
         return ops.fused_loss(
-            (hidden, weight, bias), inputs, spec, moments, backend, options, sketch
+            (hidden, weight, bias), inputs, spec, moments, scaling, backend, options, sketch
         )
     accum_dtype = reference.compute_dtype(options.dtype)
     chosen = backends.choose(backend, hidden.device, accum_dtype)
-    checks.values(targets, weight.shape[0], cu_seqlens)
+    checks.values(targets, weight.shape[0], cu_seqlens, weights)
+    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
     with torch.no_grad():
-        tokens = chosen.plan(inputs, spec, accum_dtype)
-    task = LossTask(tokens, spec, chosen, moments, sketch)
+        tokens = with_factors(chosen.plan(inputs, spec, accum_dtype), inputs, spec)
+    task = LossTask(tokens, spec, chosen, moments, sketch, scaling.softcap)
     needs = NeedsGrad.of(hidden, weight, bias)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
     flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
@@ -308,6 +347,8 @@ def loss_from_logprobs(
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
     rollout_norm: float | Tensor | None = None,
     demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
     moments: bool = True,
 ) -> LossOutput:
     """Compute `fused_gac_loss` from log-probabilities instead of logits.
@@ -328,14 +369,15 @@ def loss_from_logprobs(
     """
     checks.logprobs(logps, entropy, targets)
     inputs = BatchInputs(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
+        *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} requires it")
     # torch.compile cannot trace code that reads tensor values
     if not torch.compiler.is_compiling():
-        checks.values(targets, None, cu_seqlens)
+        checks.values(targets, None, cu_seqlens, weights)
     return reference.loss_from_logprobs(logps, entropy, inputs, spec, moments)
 
 

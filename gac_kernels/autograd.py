@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 from . import linear
 from .contract import LossOutput, LossSpec, TokenMoments
 from .linear import NeedsGrad, Scaling
+from .passes import logits_loss
 from .projection import GemmOptions, Projection
-from .sketch import HeadSketch, per_sequence
-from .tokens import Tokens, TokenTerms, scale_for_float16
+from .sketch import HeadSketch
+from .tokens import Tokens, TokenTerms
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
@@ -54,8 +55,8 @@ class FusedLoss(Function):
         task: LossTask,
         out: Tensor | None,  # buffer for the gradient; None if not needed
     ) -> tuple[Tensor | None, ...]:
-        ctx.inv_scale, scaled = scale_for_float16(task.tokens, task.spec, logits.dtype)
-        terms = task.backend.row_loss(logits, scaled, task.spec, out, None, task.softcap)
+        settings = task.tokens, task.spec, task.backend, out, task.softcap
+        terms, ctx.inv_scale = logits_loss(logits, *settings)
         if out is not None:
             if out.data_ptr() == logits.data_ptr():
                 increment_version(logits)  # autograd must detect that saved logits have changed
@@ -116,21 +117,17 @@ class FusedLinearLoss(Function):
         needs: NeedsGrad,
         options: GemmOptions,
     ) -> tuple[Tensor | None, ...]:
-        ctx.inv_scale, scaled = scale_for_float16(task.tokens, task.spec, options.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums, factors = linear.fused_loss(
-                *(hidden, projection, scaled, task.spec, task.backend, needs),
+            result = linear.fused_loss(
+                *(hidden, projection, task.tokens, task.spec, task.backend, needs),
                 *(task.sketch, task.softcap),
             )
-        sketch = None
-        if factors is not None:
-            sketch = per_sequence(factors, scaled, task.spec, ctx.inv_scale)
-        ctx.backend = task.backend
+        ctx.backend, ctx.inv_scale, sums = task.backend, result.inv_scale, result.grads
         ctx.dtypes = tuple(x if x is None else x.dtype for x in (hidden, weight, bias))
         # scaled float16 gradients are rounded only after unscaling
         ctx.save_for_backward(*(_cast(sums, ctx.dtypes) if ctx.inv_scale is None else sums))
-        return _outputs(ctx, task, terms, sketch)
+        return _outputs(ctx, task, result.terms, result.sketch)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -114,14 +114,26 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     tensor("is_demo", is_demo)
     if is_demo.dtype != torch.bool:
         raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
-    shape("is_demo", is_demo, (sequences,))
+    shape("is_demo", is_demo, (sequences,), tokens)
     same_device("is_demo", is_demo, like, cpu=True)
-    for name in ("old_logps", "ref_logps"):
+    if inputs.weights is not None:
+        tensor("weights", inputs.weights)
+        if not inputs.weights.is_floating_point():
+            raise TypeError(f"weights has dtype {inputs.weights.dtype}: use a float dtype")
+        shape("weights", inputs.weights, (sequences,), tokens)
+        same_device("weights", inputs.weights, like, cpu=True)
+    for name in ("old_logps", "ref_logps", "rollout_logps"):
         value = getattr(inputs, name)
         if value is not None:
             per_token(name, value, inputs.targets)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
         raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} requires it")
+    if (spec.correction == "none") != (inputs.rollout_logps is None):
+        raise ValueError(
+            f"rollout_logps is None: spec.correction={spec.correction!r} requires it"
+            if inputs.rollout_logps is None
+            else "rollout_logps is given but spec.correction='none': set a correction or omit it"
+        )
     scalar("mu", inputs.mu, like, 0, 1)
     for name in ("rollout_norm", "demo_norm"):
         norm = getattr(inputs, name)
@@ -195,9 +207,21 @@ def sketch(value: object) -> None:
         raise TypeError(f"sketch={value!r}: use a gac_kernels.HeadSketch, or None")
 
 
-def values(targets: Tensor, vocabulary: int | None, cu_seqlens: Tensor | None = None) -> None:
+def values(
+    targets: Tensor,
+    vocabulary: int | None,
+    cu_seqlens: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
     """Check tensor values: always on the CPU, on an accelerator only if GAC_CHECK=1."""
     check_all = os.environ.get("GAC_CHECK") == "1"
+    if weights is not None and (weights.device.type == "cpu" or check_all):
+        bad = ~((weights >= 0) & (weights < math.inf))
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"weights{where} = {weights[tuple(where)].item()}: use finite numbers >= 0"
+            )
     if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or check_all):
         ends = cu_seqlens.tolist()
         n = targets.numel()

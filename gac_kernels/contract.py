@@ -39,7 +39,10 @@ class DemoWeight(enum.Enum):
 
 # What the log-probability functions compute on request, under TRL's names.
 MORE_OUTPUTS = ("log_sum_sq_probs", "mean_logits", "is_top1")
-REDUCTIONS = ("sequence", "token", "constant")
+REDUCTIONS = ("sequence", "token", "constant", "sum")
+POLICIES = ("clip", "cispo", "sapo", "reinforce")
+RATIOS = ("token", "sequence")
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 # The numeric fields of LossSpec, and whether each may be None.
 _NUMBERS = {
@@ -51,6 +54,8 @@ _NUMBERS = {
     "demo_shape": False,
     "max_tokens": True,
     "temperature": False,
+    "correction_min": True,
+    "correction_max": True,
 }
 
 
@@ -87,7 +92,8 @@ class LossSpec:
     """The constant c of the weights "shaped" and "trust"."""
     rollout_reduction: str = "sequence"
     """How token losses are reduced to the rollout term: "sequence" (mean per sequence, then over
-    sequences), "token" (mean over all tokens) or "constant" (sum / (sequences * `max_tokens`)).
+    sequences), "token" (mean over all tokens), "constant" (sum / (sequences * `max_tokens`)) or
+    "sum" (sum / sequences).
     """
     demo_reduction: str = "token"
     """The same for the demonstration term."""
@@ -95,6 +101,31 @@ class LossSpec:
     """Number of tokens that a "constant" reduction counts for each sequence."""
     temperature: float = 1.0
     """The logits are divided by it before the softmax."""
+    policy: str = "clip"
+    """The policy term of a rollout token with ratio r and advantage A: "clip" (PPO, GRPO),
+    "cispo" (-clip(r) A logp with detached clip(r), arXiv 2506.13585), "sapo" (a soft clip,
+    -(4 / tau) sigmoid(tau (r - 1)) A, arXiv 2511.20347) or "reinforce" (-A logp).
+    """
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    """tau of "sapo" where A > 0, and elsewhere."""
+    ratio: str = "token"
+    """"token": each token's own ratio. "sequence": exp of the mean log-ratio over the rollout
+    tokens of the sequence (GSPO, arXiv 2507.18071).
+    """
+    correction: str = "none"
+    """Importance correction of log-probs from another engine (`rollout_logps`): a detached factor
+    of the policy term, exp(old - rollout) or, without `old_logps`, exp(current - rollout). One
+    factor per token or, from the sum over its rollout tokens, per sequence. "truncate" clamps it to
+    [correction_min, correction_max]; "mask" makes it 0 outside. Also "none" (the default).
+    """
+    correction_min: float | None = None
+    """Lower bound of that factor, or None."""
+    correction_max: float | None = 2.0
+    """Upper bound of that factor, or None."""
+    kl_ratio: bool = False
+    """Multiply the KL estimator by the ratio, differentiated: unbiased off-policy (arXiv
+    2512.02556).
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.demo_weight, DemoWeight):
@@ -110,10 +141,12 @@ class LossSpec:
         for name in ("rollout_reduction", "demo_reduction"):
             _choice(name, getattr(self, name), REDUCTIONS)
         _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        for name in ("clip_low", "clip_high"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number >= 0, or None for no clip")
+        _choice("policy", self.policy, POLICIES)
+        _choice("ratio", self.ratio, RATIOS)
+        _choice("correction", self.correction, CORRECTIONS)
+        if not isinstance(self.kl_ratio, bool):
+            raise TypeError(f"kl_ratio={self.kl_ratio!r}: use True or False")
+        self._check_bounds()
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip!r}: use a number > 1, or None")
         for name in ("kl_coef", "entropy_coef"):
@@ -130,6 +163,33 @@ class LossSpec:
             raise ValueError(
                 f"max_tokens={self.max_tokens!r}: a 'constant' reduction requires a number > 0"
             )
+
+    def _check_bounds(self) -> None:
+        lowest = -1 if self.policy == "cispo" else 0  # CISPO's upper bound may be below 1
+        for name, least in (("clip_low", 0), ("clip_high", lowest)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{name}={value!r}: use a number >= {least}, or None for no clip")
+        low, high = self.clip_low, self.clip_high
+        if low is not None and high is not None and -low > high:
+            raise ValueError(
+                f"clip_low={low!r}, clip_high={high!r}: use 1 - clip_low <= 1 + clip_high"
+            )
+        for name in ("correction_min", "correction_max"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r}: use a number >= 0, or None for no bound")
+        low, high = self.correction_min, self.correction_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"correction_min={low!r} exceeds correction_max={high!r}: use "
+                f"correction_min <= correction_max"
+            )
+        taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
+        numbers = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
+        if len(taus) != 2 or not numbers:
+            raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
+        object.__setattr__(self, "sapo_tau", taus)
 
 
 def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:

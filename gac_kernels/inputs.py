@@ -15,13 +15,23 @@ class BatchInputs(NamedTuple):
 
     targets: Tensor  # int64 [B, T] or [N]
     advantages: Tensor  # [B], [B, T], [S] or [N]
-    is_demo: Tensor  # bool [B] or [S]
+    is_demo: Tensor  # bool [B], [B, T], [S] or [N]
     mu: float | Tensor = 0.5
     old_logps: Tensor | None = None  # like targets
     ref_logps: Tensor | None = None  # like targets
     cu_seqlens: Tensor | None = None  # int [S + 1]; None: padded
     rollout_norm: float | Tensor | None = None
     demo_norm: float | Tensor | None = None
+    weights: Tensor | None = None  # [B], [B, T], [S] or [N]
+    rollout_logps: Tensor | None = None  # like targets
+
+    @property
+    def sequences(self) -> int:
+        return self.targets.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def is_per_sequence(self, x: Tensor) -> bool:
+        """Whether `x` has one value per sequence, not per token; both if S == N: per sequence."""
+        return x.shape == (self.sequences,)
 
     def to_targets_device(self) -> BatchInputs:
         """Move all tensors to the targets' device, without blocking the host.

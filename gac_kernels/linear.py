@@ -17,10 +17,11 @@ from torch import Tensor
 
 from . import projection
 from .contract import IGNORE, LossSpec
+from .passes import in_passes
 from .projection import Projection, spans
-from .sketch import HeadSketch, SketchFactors
+from .sketch import HeadSketch, SketchFactors, per_sequence
 from .sketcher import Sketcher
-from .tokens import Tokens, TokenTerms, has_zero_gradient
+from .tokens import Tokens, TokenTerms, has_zero_gradient, scale_for_float16
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}
@@ -191,6 +192,15 @@ def forward_backward_chunks(
         sums.add(grad, rows, index, single_chunk=count <= chunk_rows)
 
 
+class LinearLoss(NamedTuple):
+    """Result of `fused_loss`."""
+
+    terms: TokenTerms
+    grads: InputGradients  # of sum(tokens.scale * loss), divided by `inv_scale`
+    sketch: Tensor | None  # [S, k, k]
+    inv_scale: Tensor | None  # see `scale_for_float16`
+
+
 def fused_loss(
     hidden: Tensor,  # [N, H]
     head: Projection,
@@ -200,12 +210,44 @@ def fused_loss(
     needs: NeedsGrad,
     sketch: HeadSketch | None = None,
     softcap: float | None = None,
-) -> tuple[TokenTerms, InputGradients, SketchFactors | None]:
-    """Compute the token terms [N], the gradients of sum(tokens.scale * loss) and sketch factors.
+) -> LinearLoss:
+    """Compute the token terms, the gradients and the sketch in 6 N H V FLOPs.
 
-    6 N H V FLOPs; rows whose gradient is known to be 0 need only the forward GEMM.
+    Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
+    current log-probs over sequences takes 8 N H V: these are computed first.
     """
     need_gradient = any(needs) or sketch is not None
+
+    def logprobs() -> tuple[Tensor, Tensor]:
+        scaling = Scaling(spec.temperature, softcap)
+        logps, entropy, _ = token_stats(hidden, head, tokens.targets, scaling, backend)
+        return logps, entropy
+
+    def one_pass(tokens: Tokens, spec: LossSpec) -> LinearLoss:
+        inv_scale, scaled = scale_for_float16(tokens, spec, head.dtype)
+        run = hidden, head, scaled, spec, backend, needs, need_gradient, sketch, softcap
+        terms, grads, factors = _one_pass(*run)
+        sketches = None if factors is None else per_sequence(factors, scaled, spec, inv_scale)
+        return LinearLoss(terms, grads, sketches, inv_scale)
+
+    result, terms = in_passes(tokens, spec, backend, need_gradient, logprobs, one_pass)
+    if result is None:
+        none = InputGradients(None, None, None)
+        return LinearLoss(terms, none, None, None)
+    return result._replace(terms=terms)
+
+
+def _one_pass(
+    hidden: Tensor,
+    head: Projection,
+    tokens: Tokens,
+    spec: LossSpec,
+    backend: ModuleType,
+    needs: NeedsGrad,
+    need_gradient: bool,
+    sketch: HeadSketch | None,
+    softcap: float | None,
+) -> tuple[TokenTerms, InputGradients, SketchFactors | None]:
     has_gradient = torch.zeros_like(tokens.live)
     if need_gradient:
         has_gradient = ~has_zero_gradient(tokens, spec)

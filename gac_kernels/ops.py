@@ -6,6 +6,7 @@ states. Checks that read tensor values run inside the operator, at run time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +19,16 @@ from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
 from .linear import NeedsGrad, Scaling
+from .passes import logits_loss
 from .projection import GemmOptions, Projection
 from .reference import compute_dtype
 from .scalars import decode, encode
-from .sketch import HeadSketch, per_sequence
-from .tokens import scale_for_float16
+from .sketch import HeadSketch
+from .tokens import with_factors
 
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
+_INPUTS = len(BatchInputs._fields)
+_ARGUMENTS = 3 + _INPUTS + 8  # of the operator `loss`: operands, inputs, and settings
 _SCALAR_INPUTS = ("mu", "rollout_norm", "demo_norm")  # inputs: numbers or 0-d tensors
 Operands = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weight, bias
 
@@ -63,10 +67,15 @@ def _choose_backend(
 
 
 def _check_values(
-    rows: Tensor, weight: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None = None
+    rows: Tensor,
+    weight: Tensor | None,
+    targets: Tensor,
+    cu_seqlens: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> None:
     """Check tensor values, known only at run time; shapes and dtypes are already checked."""
-    checks.values(targets, (rows.shape[-1:] if weight is None else weight.shape)[0], cu_seqlens)
+    vocabulary = (rows.shape[-1:] if weight is None else weight.shape)[0]
+    checks.values(targets, vocabulary, cu_seqlens, weights)
 
 
 @torch.library.custom_op(
@@ -75,7 +84,8 @@ def _check_values(
     schema=(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor advantages, "
         "Tensor is_demo, Tensor mu, Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, "
-        "Tensor? rollout_norm, Tensor? demo_norm, str spec, str backend, bool[] needs, "
+        "Tensor? rollout_norm, Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, "
+        "str spec, float temperature, float? softcap, str backend, bool[] needs, "
         "ScalarType dtype, int? chunk_bytes, int[] sketch) -> (Tensor scalars, Tensor logps, "
         "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
         "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
@@ -85,29 +95,29 @@ def _loss(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
     """Compute the outputs of the loss and the gradients of its operands divided by `inv_scale`."""
-    inputs = _to_numbers(BatchInputs(*others[:9]))
-    spec, backend, needs, *gemms, sketch_args = others[9:]
-    options, spec = GemmOptions(*gemms), decode(spec)
-    _check_values(rows, weight, inputs.targets, inputs.cu_seqlens)
+    inputs = _to_numbers(BatchInputs(*others[:_INPUTS]))
+    text, temperature, softcap, backend, needs, *gemms, sketch_args = others[_INPUTS:]
+    options, spec = GemmOptions(*gemms), replace(decode(text), temperature=temperature)
+    _check_values(rows, weight, inputs.targets, inputs.cu_seqlens, inputs.weights)
     chosen = _choose_backend(rows, weight, backend, options.dtype)
     tokens = chosen.plan(inputs, spec, compute_dtype(options.dtype))
-    inv_scale, scaled = scale_for_float16(tokens, spec, options.dtype)
+    tokens = with_factors(tokens, inputs, spec)
     sketches = rows.new_empty(0)
     if weight is None:
         out = torch.empty_like(rows) if needs[0] else None
         padded_out = None if out is None else _to_padded(out)
-        terms = chosen.row_loss(_to_padded(rows), scaled, spec, padded_out)
+        settings = tokens, spec, chosen, padded_out, softcap
+        terms, inv_scale = logits_loss(_to_padded(rows), *settings)
         grads = [rows.new_empty(0) if out is None else out, rows.new_empty(0), rows.new_empty(0)]
     else:
         hidden = rows.reshape(-1, rows.shape[-1])
         sketch = HeadSketch(*sketch_args) if sketch_args else None
         with torch.autocast(rows.device.type, enabled=False):
             projection = Projection(weight, bias, options)
-            terms, sums, factors = linear.fused_loss(
-                hidden, projection, scaled, spec, chosen, NeedsGrad(*needs), sketch
+            terms, sums, sketched, inv_scale = linear.fused_loss(
+                hidden, projection, tokens, spec, chosen, NeedsGrad(*needs), sketch, softcap
             )
-        if factors is not None:
-            sketches = per_sequence(factors, scaled, spec, inv_scale)
+        sketches = sketches if sketched is None else sketched
         dtypes = _gradient_dtypes(rows, weight, bias, options.dtype)
         grads = [
             rows.new_empty(0) if g is None or x is None else g.to(d).view(x.shape)
@@ -138,8 +148,8 @@ def _gradient_dtypes(
 
 @_loss.register_fake
 def _(rows, weight, bias, *others):
-    inputs = BatchInputs(*others[:9])
-    _, _, needs, gemm_dtype, _, sketch_args = others[9:]
+    inputs = BatchInputs(*others[:_INPUTS])
+    *_, needs, gemm_dtype, _, sketch_args = others[_INPUTS:]
     accum_dtype, tokens, f64 = compute_dtype(gemm_dtype), inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
@@ -150,7 +160,7 @@ def _(rows, weight, bias, *others):
         new(*x.shape, dtype=dtype) if need and x is not None else rows.new_empty(0)
         for x, dtype, need in zip((rows, weight, bias), dtypes, needs, strict=True)
     ]
-    sequences = inputs.is_demo.shape[0]
+    sequences = inputs.sequences
     moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
     sketch = new(sequences, sketch_args[0], sketch_args[0]) if sketch_args else rows.new_empty(0)
     scalars = new(_SCALARS), new(tokens), new(tokens)
@@ -159,8 +169,7 @@ def _(rows, weight, bias, *others):
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, weight, bias = inputs[:3]
-    needs = inputs[14]
-    ctx.needs = needs
+    ctx.needs = inputs[-4]
     ctx.dtypes = [x.dtype if x is not None else None for x in (rows, weight, bias)]
     ctx.save_for_backward(*output[7:])
     ctx.mark_non_differentiable(*output[1:])
@@ -170,14 +179,14 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward(torch.is_grad_enabled())
     if d_scalars is None:
-        return (None,) * 18
+        return (None,) * _ARGUMENTS
     inv_scale, *grads = ctx.saved_tensors
     factor = d_scalars[0] * inv_scale
     scaled = [
         (g * factor).to(dtype) if need else None
         for g, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
     ]
-    return (*scaled, *(None,) * 15)
+    return (*scaled, *(None,) * (_ARGUMENTS - 3))
 
 
 _loss.register_autograd(_backward_loss, setup_context=_setup_loss)
@@ -188,6 +197,7 @@ def fused_loss(
     inputs: BatchInputs,
     spec: LossSpec,
     moments: bool,
+    scaling: Scaling,
     backend: str,
     options: GemmOptions,
     sketch: HeadSketch | None = None,
@@ -197,6 +207,7 @@ def fused_loss(
         *operands,
         *_to_tensors(inputs),
         encode(spec),
+        *scaling,
         backend,
         list(NeedsGrad.of(*operands)),
         *options[:2],
@@ -312,8 +323,6 @@ def token_logprobs(
     options: GemmOptions,
 ) -> tuple[Tensor, ...]:
     """Compute either form of the log-probabilities, and MORE_OUTPUTS if `more`, [N] each."""
-    stats = ops.logprobs(
-        *operands, targets, *scaling, backend, *options[:2], more
-    )
+    stats = ops.logprobs(*operands, targets, *scaling, backend, *options[:2], more)
     logps, entropy, _, *extra = stats.unbind()
     return logps, entropy, *(x.detach() for x in extra)

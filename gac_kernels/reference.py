@@ -6,8 +6,10 @@ computed in float32, float32 in float32, float64 in float64.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from .contract import IGNORE, MAX_LOG_RATIO, MORE_OUTPUTS, DemoWeight, LossOutput, LossSpec
 from .inputs import BatchInputs
 from .sketch import HeadSketch, SketchFactors, per_sequence
-from .tokens import Tokens, TokenTerms, plan, reduce
+from .tokens import Tokens, TokenTerms, plan, reduce, token_factor, with_factors
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,6 +64,11 @@ def scale_logits(x: Tensor, temperature: float, softcap: float | None) -> Tensor
     return x / temperature
 
 
+def cap_slope(capped: Tensor, softcap: float) -> Tensor:
+    """The derivative of `scale_logits` at temperature 1, from its result; 0 at infinities."""
+    return 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
+
+
 def row_statistics(
     rows: Tensor,  # [M, V]
     targets: Tensor,  # int64 [M], valid token ids
@@ -91,34 +98,67 @@ def row_statistics(
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
     """Apply the per-token formulas; differentiable in `logps` and `entropy` ([N] each)."""
-    demo, a = tokens.demo, tokens.advantages
-    old = logps.detach() if tokens.old is None else tokens.old
-    ratio = (logps - old).clamp(max=MAX_LOG_RATIO).exp()
-    low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
-    high = math.inf if spec.clip_high is None else 1 + spec.clip_high
-    unclipped_objective = ratio * a
-    clipped_objective = ratio.detach().clamp(low, high) * a
-    clipped = unclipped_objective > clipped_objective
-    policy = -torch.where(clipped, clipped_objective, unclipped_objective)
-    if spec.dual_clip is not None:
-        limit = -spec.dual_clip * a
-        dual_clipped = (a < 0) & (policy > limit)
-        policy, clipped = torch.where(dual_clipped, limit, policy), clipped | dual_clipped
-
-    on_rollout = tokens.live & ~demo
+    demo, a, on_rollout = tokens.demo, tokens.advantages, tokens.rollout
+    ratio, _ = _ratio(logps, tokens, spec)
+    policy, clipped = _policy(logps, ratio, a, spec)
     kl = torch.zeros_like(logps)
     if tokens.ref is not None:
         # elsewhere exp(-logp) may overflow, and its gradient would be 0 * inf
         d = torch.where(on_rollout, tokens.ref - logps, 0)
         kl = _kl(d, spec.kl_estimator)
+    demonstration = _demonstration(logps, a, spec)
+    factor = token_factor(logps.detach(), tokens, spec)
+    if factor is not None:
+        # a token of weight 0 has no loss, even if its log-probability is -inf
+        infinite = (factor == 0) & (logps == -math.inf)
+        policy, demonstration = (
+            torch.where(infinite, 0, factor * x) for x in (policy, demonstration)
+        )
     rollout = policy - spec.entropy_coef * entropy
     if spec.kl_coef != 0:
-        rollout = rollout + spec.kl_coef * kl
-
-    demonstration = _demonstration(logps, a, spec)
+        rollout = rollout + spec.kl_coef * (ratio * kl if spec.kl_ratio else kl)
     loss = torch.where(on_rollout, rollout, 0) + torch.where(tokens.live & demo, demonstration, 0)
     kl = torch.where(on_rollout, kl, 0).detach()
     return TokenTerms(logps, entropy, loss, kl, (clipped & on_rollout).to(logps.dtype))
+
+
+def _ratio(logps: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """The ratio to the sampling policy, and whether it is clamped at exp(MAX_LOG_RATIO)."""
+    old = logps.detach() if tokens.old is None else tokens.old
+    log_ratio = logps - old
+    if spec.ratio == "sequence":
+        log_ratio = tokens.rollout_mean(log_ratio)
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp(), log_ratio > MAX_LOG_RATIO
+
+
+def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """The policy term of each token, and whether it was clipped."""
+    low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
+    high = math.inf if spec.clip_high is None else 1 + spec.clip_high
+    bounded = ratio.detach().clamp(low, high)
+    match spec.policy:
+        case "clip":
+            unclipped_objective, clipped_objective = ratio * a, bounded * a
+            clipped = unclipped_objective > clipped_objective
+            policy = -torch.where(clipped, clipped_objective, unclipped_objective)
+            if spec.dual_clip is not None:
+                limit = -spec.dual_clip * a
+                dual_clipped = (a < 0) & (policy > limit)
+                policy, clipped = torch.where(dual_clipped, limit, policy), clipped | dual_clipped
+            return policy, clipped
+        case "sapo":
+            tau = _sapo_tau(a, spec)
+            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * a, torch.zeros_like(a).bool()
+        case "cispo":
+            coefficient, clipped = bounded * a, bounded != ratio
+        case _:
+            coefficient, clipped = a, torch.zeros_like(a).bool()
+    # 0 log 0 = 0
+    return -torch.where(coefficient == 0, 0, coefficient * logps), clipped
+
+
+def _sapo_tau(a: Tensor, spec: LossSpec) -> Tensor:
+    return torch.full_like(a, spec.sapo_tau[1]).masked_fill(a > 0, spec.sapo_tau[0])
 
 
 def _kl(d: Tensor, estimator: str) -> Tensor:
@@ -158,15 +198,127 @@ def token_gradients(
 
     The gradients are those with respect to logps and entropy, [N] each.
     """
-    with torch.enable_grad():
-        leaves = logps.detach().requires_grad_(), entropy.detach().requires_grad_()
-        terms = token_terms(*leaves, tokens, spec)
-        total = (tokens.scale * terms.loss).sum()
-    upstream = None
-    if need_grad:
-        d_logps, d_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
-        upstream = d_logps, d_entropy
-    return TokenTerms(*(x.detach() for x in terms)), upstream
+    with torch.no_grad():
+        terms = token_terms(logps, entropy, tokens, spec)
+        if not need_grad:
+            return terms, None
+        d_entropy = torch.where(tokens.rollout, tokens.scale * -spec.entropy_coef, 0)
+        return terms, (token_derivatives(logps, tokens, spec, tokens.scale), d_entropy)
+
+
+def token_derivatives(
+    logps: Tensor, tokens: Tokens, spec: LossSpec, upstream: Tensor | float
+) -> Tensor:
+    """Derivatives of sum(upstream * loss) with respect to logps, in closed form, [N].
+
+    They equal autograd's of `token_terms`, which is not available inside a custom operator.
+    `upstream` [N] is constant over the rollout tokens of a sequence.
+    """
+    a, p, c = tokens.advantages, logps.exp(), spec.demo_shape
+    ratio, overflows = _ratio(logps, tokens, spec)
+    _, clipped = _policy(logps, ratio, a, spec)
+    factor = token_factor(logps, tokens, spec)
+    weighted = upstream * torch.ones_like(logps) if factor is None else upstream * factor
+    zero = torch.zeros_like(logps)
+
+    through_ratio, direct = zero, zero
+    match spec.policy:
+        case "clip":
+            through_ratio = torch.where(clipped, 0, -weighted * a)
+        case "sapo":
+            tau = _sapo_tau(a, spec)
+            gate = torch.sigmoid(tau * (ratio - 1))
+            through_ratio = -4 * weighted * a * gate * (1 - gate)
+        case "cispo":
+            low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
+            high = math.inf if spec.clip_high is None else 1 + spec.clip_high
+            direct = -weighted * ratio.clamp(low, high) * a
+        case _:
+            direct = -weighted * a
+    if spec.kl_coef != 0 and tokens.ref is not None:
+        d, kl_upstream = torch.where(tokens.rollout, tokens.ref - logps, 0), upstream * spec.kl_coef
+        if spec.kl_ratio:
+            through_ratio = through_ratio + kl_upstream * _kl(d, spec.kl_estimator)
+            kl_upstream = kl_upstream * ratio
+        match spec.kl_estimator:
+            case "k1":
+                d_kl = kl_upstream * torch.ones_like(d)
+            case "k2":
+                d_kl = -kl_upstream * d
+            case _:
+                d_kl = kl_upstream - kl_upstream * d.exp()
+        direct = direct + d_kl
+    through_ratio = torch.where(overflows, 0, through_ratio * ratio)
+    if spec.ratio == "sequence":
+        through_ratio = tokens.rollout_mean(through_ratio)
+
+    match spec.demo_weight:
+        case DemoWeight.ONE:
+            demonstration = -weighted
+        case DemoWeight.P:
+            demonstration = weighted * -p
+        case DemoWeight.PHI:
+            demonstration = weighted * (-p * (1 - p))
+        case DemoWeight.SHAPED:
+            total = p + c
+            demonstration = (weighted / total * -a - weighted * (-a * p / total / total)) * p
+        case DemoWeight.TRUST:
+            demonstration = -(weighted / p.clamp(min=c)) * p
+    on_demo = torch.where(tokens.live & tokens.demo, demonstration, 0)
+    return torch.where(tokens.rollout, through_ratio + direct, on_demo)
+
+
+def linearize(
+    tokens: Tokens, spec: LossSpec, logps: Tensor | None = None
+) -> tuple[Tokens, LossSpec]:
+    """Tokens and options with the same gradient, but with a policy term of gradient -A.
+
+    If a loss couples the tokens of a sequence, their coefficients are computed here for the whole
+    batch, so that row kernels can process each token on its own. Without `logps` [N], the
+    coefficients must not depend on them (see `coupling`), and the KL is left to the row kernels.
+    """
+    known = logps is not None
+    policy_spec = spec if known else replace(spec, kl_coef=0.0)
+    coefficients = -token_derivatives(
+        torch.zeros_like(tokens.scale) if logps is None else logps, tokens, policy_spec, 1.0
+    )
+    advantages = torch.where(tokens.demo, tokens.advantages, coefficients)
+    scale = tokens.scale
+    if tokens.factor is not None:
+        scale = torch.where(tokens.demo, scale * tokens.factor, scale)
+    tokens = tokens._replace(
+        advantages=advantages, scale=scale, old=None, factor=None, rollout_logps=None
+    )
+    if known:
+        tokens = tokens._replace(ref=None)
+    # on-policy, the gradient of "clip" without bounds is -A
+    linear = replace(spec, policy="clip", clip_low=None, clip_high=None, dual_clip=None)
+    kl_coef = 0.0 if known else spec.kl_coef
+    linear = replace(linear, ratio="token", correction="none", kl_coef=kl_coef, kl_ratio=False)
+    return tokens, linear
+
+
+class Coupling(enum.Enum):
+    """How the gradient of a token depends on the other tokens of its sequence."""
+
+    NONE = enum.auto()
+    KNOWN = enum.auto()  # through numbers that are known in advance
+    CURRENT = enum.auto()  # through their current log-probabilities
+
+
+def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
+    """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
+    through_ratio = spec.policy in ("clip", "sapo")
+    has_kl_ratio = spec.kl_ratio and spec.kl_coef != 0
+    if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
+        return Coupling.CURRENT
+    if spec.ratio == "token":
+        return Coupling.NONE
+    if tokens.old is not None and (spec.policy != "reinforce" or has_kl_ratio):
+        return Coupling.CURRENT
+    if has_kl_ratio or (through_ratio and tokens.rollout_logps is not None):
+        return Coupling.CURRENT
+    return Coupling.KNOWN if through_ratio else Coupling.NONE
 
 
 def loss_from_logprobs(
@@ -178,7 +330,7 @@ def loss_from_logprobs(
 ) -> LossOutput:
     """See `gac_kernels.loss_from_logprobs`; no checks."""
     dtype = compute_dtype(logps.dtype)
-    tokens = plan(inputs, spec, dtype)
+    tokens = with_factors(plan(inputs, spec, dtype), inputs, spec)
 
     def flat(x: Tensor) -> Tensor:
         """Flatten to [N] with 0 where there is no loss: a nan there must not reach the results."""
@@ -221,14 +373,25 @@ def fused_gac_loss(
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
     rollout_norm: float | Tensor | None = None,
     demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     moments: bool = True,
 ) -> LossOutput:
     """See `gac_kernels.fused_gac_loss`; same arguments, no checks."""
     inputs = BatchInputs(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
+        *(rollout_norm, demo_norm, weights, rollout_logps),
     )
-    tokens = plan(inputs, spec, compute_dtype(logits.dtype))
-    logps, entropy = token_logprobs(logits, targets, temperature=spec.temperature)
+    tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
+    logps, entropy = token_logprobs(
+        logits,
+        targets,
+        temperature=spec.temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
     terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
     return loss_output(tokens, terms, targets.shape, moments)
 
@@ -266,10 +429,12 @@ def _head_sketch(
     """Sketch [S, k, k] from the dense gradient of the logits, with both projections as matrices."""
     spec = keywords.get("spec", LossSpec())
     fields = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
-    tokens = plan(BatchInputs(*args, **fields), spec, compute_dtype(logits.dtype))
+    inputs = BatchInputs(*args, **fields)
+    tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
+    scaling = {k: v for k, v in keywords.items() if k in ("logit_scale", "softcap")}
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        logps, entropy = token_logprobs(leaf, args[0], temperature=spec.temperature)
+        logps, entropy = token_logprobs(leaf, args[0], temperature=spec.temperature, **scaling)
         terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
         (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
     flat = grad.flatten(0, -2)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .contract import KL_ESTIMATORS, REDUCTIONS, DemoWeight, LossSpec
+from .contract import KL_ESTIMATORS, POLICIES, REDUCTIONS, DemoWeight, LossSpec
 
 # dtypes that the kernels support; C++ refers to them by index
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ _ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
 
 
 class TokenScalars(NamedTuple):
-    """Scalars of the per-token formulas, in the order of `RowArguments` in backends/cpu.py."""
+    """Scalars of the per-token formulas, under the names of `RowArguments` in backends/cpu.py."""
 
     ratio_low: float
     ratio_high: float
@@ -32,6 +32,13 @@ class TokenScalars(NamedTuple):
     demo_weight: int
     demo_shape: float
     temperature: float
+    policy: int
+    sapo_tau_positive: float
+    sapo_tau_negative: float
+    kl_ratio: bool
+    mask_correction: bool
+    correction_min: float
+    correction_max: float
 
 
 class PlanScalars(NamedTuple):
@@ -55,6 +62,13 @@ def token_scalars(spec: LossSpec) -> TokenScalars:
         demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
         demo_shape=float(spec.demo_shape),
         temperature=float(spec.temperature),
+        policy=POLICIES.index(spec.policy),
+        sapo_tau_positive=float(spec.sapo_tau[0]),
+        sapo_tau_negative=float(spec.sapo_tau[1]),
+        kl_ratio=spec.kl_ratio,
+        mask_correction=spec.correction.endswith("mask"),
+        correction_min=float(spec.correction_min or 0),
+        correction_max=math.inf if spec.correction_max is None else float(spec.correction_max),
     )
 
 

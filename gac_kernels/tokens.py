@@ -7,6 +7,7 @@ Notation: N tokens, S sequences, B padded rows, T row length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,13 @@ class Tokens(NamedTuple):
     ref: Tensor | None  # [N]: log-probs of the reference policy
     weight: Tensor  # [N]: weight of the token's loss in its own term; 0 where there is no loss
     scale: Tensor  # [N]: weight in the mixed loss, i.e. `weight` times (1 - mu) or mu
+    factor: Tensor | None  # [N]: multiplies the policy term, or a demonstration's loss
+    rollout_logps: Tensor | None  # [N]: for a correction of the current log-probs; nan: no factor
     sequence: Tensor  # int64 [N]: the token's sequence
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
-    is_demo: Tensor  # bool [S]
+    rollout_lengths: Tensor  # int64 [S]: those of them that are not demonstrations
+    is_demo: Tensor  # bool [S], or [N] if each token has its own role
     mu: float | Tensor
 
     def per_sequence(self, x: Tensor) -> Tensor:
@@ -39,18 +43,38 @@ class Tokens(NamedTuple):
 
     def select(self, index: Tensor) -> Tokens:
         """Select the tokens at `index` [M], in only the fields that row kernels use."""
-        selected = [None if x is None else x.index_select(0, index) for x in self[:8]]
-        # mypy knows neither the length nor the types of an unpacked slice
-        return Tokens(*selected, *self[8:])  # type: ignore[arg-type, call-arg]
+        return self._map_columns(lambda x: x.index_select(0, index))
 
     def part(self, span: slice) -> Tokens:
         """The tokens in `span`, in the same fields as `select`, as views."""
-        parts = [None if x is None else x[span] for x in self[:8]]
-        return Tokens(*parts, *self[8:])  # type: ignore[arg-type, call-arg]
+        return self._map_columns(lambda x: x[span])
+
+    def _map_columns(self, function: Callable[[Tensor], Tensor]) -> Tokens:
+        columns = [None if x is None else function(x) for x in self[:10]]
+        # mypy knows neither the length nor the types of an unpacked slice
+        return Tokens(*columns, *self[10:])  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
         """Give each token its sequence's value: [S] -> [N]."""
         return x[self.sequence]
+
+    @property
+    def rollout(self) -> Tensor:
+        """bool [N]: rollout tokens with a loss."""
+        return self.live & ~self.demo
+
+    @property
+    def role_per_token(self) -> bool:
+        return self.is_demo.shape != self.lengths.shape
+
+    def rollout_sum(self, x: Tensor) -> Tensor:
+        """Give each token the float64 sum of x [N] over its sequence's rollout tokens."""
+        return self.spread(self.per_sequence(torch.where(self.rollout, x, 0).double()))
+
+    def rollout_mean(self, x: Tensor) -> Tensor:
+        """The mean instead of the sum, in the dtype of x."""
+        lengths = self.spread(self.rollout_lengths).clamp(min=1)
+        return (self.rollout_sum(x) / lengths).to(x.dtype)
 
 
 class TokenTerms(NamedTuple):
@@ -64,7 +88,7 @@ class TokenTerms(NamedTuple):
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Flatten a checked batch and compute the weight of each token."""
+    """Flatten a checked batch and compute the weight of each token, but not its factor."""
     inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape
@@ -77,13 +101,25 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     else:
         offsets = cu_seqlens.to(torch.int64)
         sequence = torch.searchsorted(offsets[1:], index, right=True)
-    live, demo = flat != IGNORE, is_demo[sequence]
-    ends = torch.nn.functional.pad(live.cumsum(0), (1, 0))  # integer sums are exact in any order
-    lengths = ends[offsets[1:]] - ends[offsets[:-1]]
 
-    advantages = inputs.advantages.to(dtype)
-    per_sequence = advantages.shape == is_demo.shape
-    advantages = advantages[sequence] if per_sequence else advantages.reshape(-1)
+    def per_token(x: Tensor) -> Tensor:
+        return x[sequence] if inputs.is_per_sequence(x) else x.reshape(-1)
+
+    def count(tokens: Tensor) -> Tensor:
+        ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
+        return ends[offsets[1:]] - ends[offsets[:-1]]
+
+    live, demo = flat != IGNORE, per_token(is_demo)
+    lengths, rollout_lengths = count(live), count(live & ~demo)
+    demo_lengths = lengths - rollout_lengths
+    in_demo, in_rollout = is_demo, ~is_demo
+    if not inputs.is_per_sequence(is_demo):
+        # a sequence without a loss counts for the role of its first position
+        first = torch.nn.functional.pad(demo, (0, 1))[offsets[:-1]] & (offsets.diff() > 0)
+        in_demo = (demo_lengths > 0) | ((lengths == 0) & first)
+        in_rollout = (rollout_lengths > 0) | ((lengths == 0) & ~first)
+
+    advantages = per_token(inputs.advantages.to(dtype))
     uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
     zero = torch.zeros((), dtype=dtype, device=device)
     advantages = torch.where(uses_advantage, advantages, zero)
@@ -93,18 +129,60 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     )
 
     weights = [
-        _token_weight(in_term, lengths, reduction, norm, spec.max_tokens, dtype)
-        for in_term, reduction, norm in (
-            (~is_demo, spec.rollout_reduction, inputs.rollout_norm),
-            (is_demo, spec.demo_reduction, inputs.demo_norm),
+        _token_weight(in_term, term_lengths, reduction, norm, spec.max_tokens, dtype)[sequence]
+        for in_term, term_lengths, reduction, norm in (
+            (in_rollout, rollout_lengths, spec.rollout_reduction, inputs.rollout_norm),
+            (in_demo, demo_lengths, spec.demo_reduction, inputs.demo_norm),
         )
     ]
-    weight = torch.where(live, torch.where(is_demo, weights[1], weights[0])[sequence], zero)
+    weight = torch.where(live, torch.where(demo, weights[1], weights[0]), zero)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     demo_share = demo.to(dtype)
     scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
-    per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
-    return Tokens(*per_token, offsets, lengths, is_demo, mu)
+    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, sequence
+    return Tokens(*columns, offsets, lengths, rollout_lengths, is_demo.reshape(-1), mu)
+
+
+def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
+    """Add the factors of the policy term and of demonstrations that are known in advance.
+
+    These are the caller's weights, and the correction if `old_logps` is given. Otherwise
+    `rollout_logps` is added, and `token_factor` computes the correction.
+    """
+    if inputs.weights is None and spec.correction == "none":
+        return tokens
+    inputs = inputs.to_targets_device()
+    dtype = tokens.weight.dtype
+    if inputs.weights is not None:
+        weights = inputs.weights.detach().to(dtype)
+        weights = tokens.spread(weights) if inputs.is_per_sequence(weights) else weights.reshape(-1)
+        tokens = tokens._replace(factor=torch.where(tokens.live, weights, 0))
+    if inputs.rollout_logps is not None:
+        rollout_logps = inputs.rollout_logps.detach().reshape(-1).to(dtype)
+        tokens = tokens._replace(rollout_logps=rollout_logps)
+    if tokens.old is None:
+        return tokens
+    return tokens._replace(factor=token_factor(tokens.old, tokens, spec), rollout_logps=None)
+
+
+def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | None:
+    """The factor of each token's loss, [N]: `tokens.factor` times the correction of `anchor`."""
+    if tokens.rollout_logps is None:
+        return tokens.factor
+    has_correction = tokens.rollout & ~tokens.rollout_logps.isnan()
+    log_correction = torch.where(has_correction, anchor - tokens.rollout_logps, 0)
+    if spec.correction.startswith("sequence"):
+        log_correction = tokens.rollout_sum(log_correction)
+    low = 0.0 if spec.correction_min is None else spec.correction_min
+    high = math.inf if spec.correction_max is None else spec.correction_max
+    correction = log_correction.exp()
+    if spec.correction.endswith("truncate"):
+        correction = correction.clamp(low, high)
+    else:
+        inside = (correction >= low) & (correction <= high)
+        correction = torch.where(inside | correction.isnan(), correction, 0)
+    correction = torch.where(tokens.demo, 1, correction.to(anchor.dtype))
+    return correction if tokens.factor is None else tokens.factor * correction
 
 
 def _token_weight(
@@ -117,8 +195,9 @@ def _token_weight(
 ) -> Tensor:
     """Weight of each token of a sequence under a reduction, [S]; 0 if the denominator is 0."""
     if norm is None:
-        counts = {"sequence": lengths > 0, "token": lengths, "constant": torch.ones_like(lengths)}
-        norm = torch.where(in_term, counts[reduction], 0).sum()
+        counts = {"sequence": lengths > 0, "token": lengths}
+        count = counts.get(reduction, torch.ones_like(lengths))
+        norm = torch.where(in_term, count, 0).sum()
     per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
     if reduction == "constant" and max_tokens is not None:
         per_sequence = max_tokens
@@ -128,14 +207,17 @@ def _token_weight(
 
 def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     """Tokens whose gradient is known to be 0 before any logits are computed, bool [N]."""
-    no_advantage = tokens.advantages == 0
+    no_advantage, no_loss = tokens.advantages == 0, ~tokens.live | (tokens.scale == 0)
+    if tokens.factor is not None:
+        no_factor = tokens.factor == 0
+        no_advantage, no_loss = no_advantage | no_factor, no_loss | (tokens.demo & no_factor)
     if spec.kl_coef == 0 and spec.entropy_coef == 0:
         no_gradient = no_advantage & ~tokens.demo
     else:
         no_gradient = torch.zeros_like(tokens.demo)
     if spec.demo_weight is DemoWeight.SHAPED:
         no_gradient = no_gradient | (no_advantage & tokens.demo)
-    return ~tokens.live | (tokens.scale == 0) | no_gradient
+    return no_loss | no_gradient
 
 
 def scale_for_float16(
@@ -154,6 +236,10 @@ def scale_for_float16(
         return None, tokens
     weights = tokens.scale.abs()
     weighted_advantages = weights * tokens.advantages.abs() / spec.temperature
+    if tokens.factor is not None:
+        weighted_advantages = torch.maximum(weights, weighted_advantages) * tokens.factor
+    if tokens.rollout_logps is not None:
+        weighted_advantages = weighted_advantages * min(spec.correction_max or 1, 2**12)
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
     largest = torch.nn.functional.pad(bounds, (0, 1)).max()
     power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
@@ -190,7 +276,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
     """Compute `TokenMoments.totals`."""
-    rollout, demo = tokens.live & ~tokens.demo, tokens.live & tokens.demo
+    rollout, demo = tokens.rollout, tokens.live & tokens.demo
     zero = torch.zeros_like(terms.entropy)
     columns = [
         rollout,
@@ -209,14 +295,14 @@ def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     """Compute the TokenMoments of a batch from its terms and totals."""
     logps = terms.logps.double()
-    nonempty = tokens.lengths > 0
-    length = tokens.lengths.clamp(min=1).double()
-    nll = torch.where(nonempty & tokens.is_demo, -tokens.per_sequence(logps) / length, -math.inf)
-
-    rollouts = nonempty & ~tokens.is_demo  # [S]
-    n = rollouts.sum(dtype=torch.float64)
     zero = torch.zeros_like(logps)
-    w = torch.where(tokens.live, tokens.spread(torch.where(rollouts, 1 / length, 0)), zero)
+    demo_lengths = tokens.lengths - tokens.rollout_lengths
+    demo_sums = tokens.per_sequence(torch.where(tokens.demo, logps, zero))
+    nll = torch.where(demo_lengths > 0, -demo_sums / demo_lengths.clamp(min=1), -math.inf)
+
+    rollouts, length = tokens.rollout_lengths > 0, tokens.rollout_lengths.clamp(min=1).double()
+    n = rollouts.sum(dtype=torch.float64)
+    w = torch.where(tokens.rollout, tokens.spread(torch.where(rollouts, 1 / length, 0)), zero)
     p = logps.exp()
     s, r = p * (1 - p), tokens.advantages.double()
     mean_s, mean_r = (w * s).sum() / n.clamp(min=1), (w * r).sum() / n.clamp(min=1)

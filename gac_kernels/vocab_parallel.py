@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import backends, checks, reference
-from .api import check_head
+from .api import check_head, fold_logit_scale
 from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import BatchInputs
 from .linear import NeedsGrad
-from .tokens import Tokens, TokenTerms
+from .tokens import Tokens, TokenTerms, with_factors
 
 
 def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -49,7 +49,11 @@ def vocab_parallel_gac_loss(
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
     rollout_norm: float | Tensor | None = None,
     demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
     moments: bool = True,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     chunk_bytes: int | None = None,
 ) -> LossOutput:
     """Compute `fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
@@ -69,19 +73,21 @@ def vocab_parallel_gac_loss(
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
     inputs = BatchInputs(
-        targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens, rollout_norm, demo_norm
+        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
+        *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(hidden, inputs, spec)
+    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
     accum_dtype = reference.compute_dtype(options.dtype)
     inner = backends.choose("auto", hidden.device, accum_dtype)
     sizes = _sizes(weight, group)
-    checks.values(targets, sum(sizes), cu_seqlens)
+    checks.values(targets, sum(sizes), cu_seqlens, weights)
     with torch.no_grad():
-        tokens = inner.plan(inputs, spec, accum_dtype)
+        tokens = with_factors(inner.plan(inputs, spec, accum_dtype), inputs, spec)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
     options = options._replace(vocab_size=max(sizes))
     backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
-    task = LossTask(tokens, spec, backend, moments)
+    task = LossTask(tokens, spec, backend, moments, softcap=scaling.softcap)
     needs = NeedsGrad.of(hidden, weight, bias)
     flat_hidden = SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group)
     flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
@@ -117,6 +123,8 @@ class SumGradient(Function):
 class ShardedRows:
     """Backend (see `backends`) for a vocabulary shard, whose first entry is `start`."""
 
+    ALL_OPTIONS = True
+
     def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
         self.start, self.group = start, group
         self.scale_, self.reduce = inner.scale_, inner.reduce
@@ -128,12 +136,11 @@ class ShardedRows:
         spec: LossSpec,
         out: Tensor | None,
         sketch: None = None,  # not supported here
+        softcap: float | None = None,
     ) -> TokenTerms:
-        z = logits[0] / spec.temperature
-        local = tokens.targets - self.start
-        is_local = (local >= 0) & (local < z.shape[1]) & (tokens.targets != IGNORE)
-        local = torch.where(is_local, local, 0)[:, None]
-        exps, stats = self._statistics(z, local, is_local)
+        capped = reference.scale_logits(logits[0], 1.0, softcap)
+        local, is_local = self._local(tokens.targets, capped.shape[1])
+        exps, stats = self._statistics(capped / spec.temperature, local, is_local)
         logps, entropy, log_sum = stats
         terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
         if out is not None and upstream is not None:
@@ -143,8 +150,24 @@ class ShardedRows:
             grad = p * (-d_logps - d_entropy * entropy)[:, None]
             grad -= p * log_p * d_entropy[:, None]
             grad.scatter_add_(1, local, (d_logps * is_local)[:, None])
+            if softcap is not None:
+                grad *= reference.cap_slope(capped, softcap)
             out[0].copy_(grad / spec.temperature)
         return terms
+
+    def row_stats(
+        self, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None, more: bool
+    ) -> tuple[Tensor, ...]:
+        assert not more, "the vocabulary-parallel loss needs no further outputs"
+        z = reference.scale_logits(logits[0], temperature, softcap)
+        _, stats = self._statistics(z, *self._local(targets, z.shape[1]))
+        return stats
+
+    def _local(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The target's local column [M, 1], 0 if it is on another rank, and whether it is here."""
+        local = targets - self.start
+        is_local = (local >= 0) & (local < width) & (targets != IGNORE)
+        return torch.where(is_local, local, 0)[:, None], is_local
 
     def _statistics(
         self, z: Tensor, local: Tensor, is_local: Tensor

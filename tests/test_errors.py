@@ -193,7 +193,7 @@ def test_cu_seqlens(name: str) -> None:
 SPECS = {
     "demo_weight": "phi2",
     "rollout_reduction": "mean",
-    "demo_reduction": "sum",
+    "demo_reduction": "mean",
     "kl_estimator": "k4",
     "clip_low": -0.1,
     "clip_high": math.nan,

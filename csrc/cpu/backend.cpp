@@ -240,7 +240,14 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
                   static_cast<KlEstimator>(a.kl_estimator),
                   a.entropy_coef,
                   static_cast<DemoWeight>(a.demo_weight),
-                  a.demo_shape};
+                  a.demo_shape,
+                  static_cast<Policy>(a.policy),
+                  a.sapo_tau_positive,
+                  a.sapo_tau_negative,
+                  a.kl_ratio != 0,
+                  a.mask_correction != 0,
+                  a.correction_min,
+                  a.correction_max};
   const Rows out(a.out, a);
   const auto add_buckets = [&](const RowKernels& kernels, int64_t i) {
     if (a.buckets)  // while the row is in the cache
@@ -255,11 +262,14 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         a.entropy[i] = static_cast<float>(s.entropy);
         // rounded as the caller stores it, so that a ratio to it is exactly 1
         const double logp = a.logps[i];
+        double weight = a.factor ? a.factor[i] : 1;
+        if (a.rollout_logps && !a.demo[i])
+          weight *= correction<double>(logp - a.rollout_logps[i], spec);
         const TokenLoss<double> token =
-            a.demo[i] ? demo_loss<double>(logp, a.advantages[i], spec)
+            a.demo[i] ? demo_loss<double>(logp, a.advantages[i], spec, weight)
                       : rollout_loss<double>(logp, s.entropy, a.advantages[i],
                                              a.old ? a.old[i] : logp, a.ref != nullptr,
-                                             a.ref ? a.ref[i] : 0, spec);
+                                             a.ref ? a.ref[i] : 0, spec, weight);
         a.loss[i] = static_cast<float>(token.loss);
         a.kl[i] = static_cast<float>(token.kl);
         a.clipped[i] = token.clipped;

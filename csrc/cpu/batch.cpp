@@ -12,7 +12,8 @@ namespace gac {
 namespace {
 
 constexpr int64_t kIgnore = -100;
-enum class Reduction { sequence, token, constant };  // in the order of REDUCTIONS in contract.py
+// In the order of REDUCTIONS in contract.py.
+enum class Reduction { sequence, token, constant, sum };
 
 // The denominator of one of the two loss terms.
 struct Term {
@@ -20,12 +21,12 @@ struct Term {
   double max_tokens, norm = 0;
 
   void count(int64_t length) {
-    norm += reduction == Reduction::token ? length : reduction == Reduction::constant || length > 0;
+    norm += reduction == Reduction::token ? length : reduction != Reduction::sequence || length > 0;
   }
   double weight(int64_t length) const {
-    const double per_sequence = reduction == Reduction::token      ? 1
+    const double per_sequence = reduction == Reduction::sequence   ? length
                                 : reduction == Reduction::constant ? max_tokens
-                                                                   : length;
+                                                                   : 1;
     return per_sequence * norm == 0 ? 0 : 1 / (per_sequence * norm);
   }
 };
@@ -35,12 +36,12 @@ double phi(float logp) {
   return p * (1 - p);
 }
 
-bool is_rollout(const ReduceArguments& a, int64_t s) { return a.lengths[s] > 0 && !a.is_demo[s]; }
+bool is_rollout(const ReduceArguments& a, int64_t s) { return a.rollout_lengths[s] > 0; }
 
-// Weight of each of the sequence's tokens in the moments; 0 for demonstrations, so that a nan in
-// one still propagates.
-double moment_weight(const ReduceArguments& a, int64_t s) {
-  return is_rollout(a, s) ? 1 / double(a.lengths[s]) : 0;
+// Weight of token i of sequence s in the moments; 0 for demonstrations, so that a nan in one still
+// propagates.
+double moment_weight(const ReduceArguments& a, int64_t s, int64_t i) {
+  return a.demo[i] ? 0 : 1 / double(a.rollout_lengths[s]);
 }
 
 // TokenMoments.rollouts: means first, then sums about them.
@@ -48,10 +49,10 @@ void centered_sums(const ReduceArguments& b, double* out) {
   std::vector<double> phis(b.offsets[b.sequences]);
   for (int k = 0; k < 7; ++k) out[k] = 0;
   for (int64_t s = 0; s < b.sequences; ++s) {
-    const double w = moment_weight(b, s);
     out[0] += is_rollout(b, s);
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
       if (!b.live[i]) continue;
+      const double w = moment_weight(b, s, i);
       phis[i] = phi(b.logps[i]);
       out[1] += w * phis[i];
       out[2] += w * b.advantages[i];
@@ -59,10 +60,10 @@ void centered_sums(const ReduceArguments& b, double* out) {
   }
   const double n = out[0] > 1 ? out[0] : 1, mean_s = out[1] /= n, mean_r = out[2] /= n;
   for (int64_t s = 0; s < b.sequences; ++s) {
-    const double w = moment_weight(b, s);
     double mean = 0;
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
       if (!b.live[i]) continue;
+      const double w = moment_weight(b, s, i);
       const double ds = phis[i] - mean_s, dr = b.advantages[i] - mean_r;
       out[3] += w * ds * ds;
       out[4] += w * dr * dr;
@@ -77,9 +78,10 @@ void centered_sums(const ReduceArguments& b, double* out) {
 void mean_nll(const ReduceArguments& b, double* out) {
   for (int64_t s = 0; s < b.sequences; ++s) {
     double sum = 0;
-    for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) sum += b.logps[i];
-    const bool is_nonempty_demo = b.lengths[s] > 0 && b.is_demo[s];
-    out[s] = is_nonempty_demo ? -sum / b.lengths[s] : -std::numeric_limits<double>::infinity();
+    for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i)
+      if (b.demo[i]) sum += b.logps[i];
+    const int64_t length = b.lengths[s] - b.rollout_lengths[s];
+    out[s] = length > 0 ? -sum / length : -std::numeric_limits<double>::infinity();
   }
 }
 
@@ -98,28 +100,37 @@ const char* gac_plan(const gac::PlanArguments* arguments) {
   if (a.offsets[0] != 0 || a.offsets[a.sequences] != a.tokens)
     return "cu_seqlens must start at 0 and end at N";
 
+  const auto is_demo = [&](int64_t s, int64_t i) { return a.is_demo[a.role_per_token ? i : s]; };
   Term terms[2] = {{static_cast<Reduction>(a.rollout_reduction), a.max_tokens},
                    {static_cast<Reduction>(a.demo_reduction), a.max_tokens}};
   for (int64_t s = 0; s < a.sequences; ++s) {
-    a.lengths[s] = 0;
-    for (int64_t i = a.offsets[s]; i < a.offsets[s + 1]; ++i)
-      a.lengths[s] += a.targets[i] != kIgnore;
-    terms[a.is_demo[s]].count(a.lengths[s]);
+    const int64_t begin = a.offsets[s], end = a.offsets[s + 1];
+    int64_t lengths[2] = {};
+    for (int64_t i = begin; i < end; ++i) lengths[is_demo(s, i)] += a.targets[i] != kIgnore;
+    a.lengths[s] = lengths[0] + lengths[1];
+    a.rollout_lengths[s] = lengths[0];
+    // A sequence counts for the roles of its tokens with a loss; without one, for that of its first
+    // position.
+    const bool known = !a.role_per_token || begin < end;
+    for (int d = 0; d < 2; ++d)
+      if (lengths[d] > 0 || (a.lengths[s] == 0 && (known ? is_demo(s, begin) == bool(d) : !d)))
+        terms[d].count(lengths[d]);
   }
   if (a.rollout_norm) terms[0].norm = *a.rollout_norm;
   if (a.demo_norm) terms[1].norm = *a.demo_norm;
 
   for (int64_t s = 0; s < a.sequences; ++s) {
-    const bool d = a.is_demo[s];
-    const float w = static_cast<float>(terms[d].weight(a.lengths[s]));
-    const float term_weight = static_cast<float>(d ? a.mu : 1 - a.mu);
+    const int64_t lengths[2] = {a.rollout_lengths[s], a.lengths[s] - a.rollout_lengths[s]};
+    const float weights[2] = {static_cast<float>(terms[0].weight(lengths[0])),
+                              static_cast<float>(terms[1].weight(lengths[1]))};
     for (int64_t i = a.offsets[s]; i < a.offsets[s + 1]; ++i) {
+      const bool d = is_demo(s, i);
       const bool has_loss = a.targets[i] != kIgnore, rollout = has_loss && !d;
       a.sequence[i] = s;
       a.live[i] = has_loss;
       a.demo[i] = d;
-      a.weight[i] = has_loss ? w : 0;
-      a.scale[i] = a.weight[i] * term_weight;
+      a.weight[i] = has_loss ? weights[d] : 0;
+      a.scale[i] = a.weight[i] * static_cast<float>(d ? a.mu : 1 - a.mu);
       a.advantage[i] =
           rollout || (a.shaped && has_loss) ? a.advantages[a.per_sequence ? s : i] : 0;
       if (a.old) a.old_logps[i] = rollout ? a.old[i] : 0;

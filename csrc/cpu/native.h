@@ -29,7 +29,7 @@ struct RowArguments {
   float *log_sum_sq_probs, *mean_logits, *is_top1;  // further results of `gac_row_stats`
   const float *d_logps, *d_entropy;
   const bool* demo;
-  const float *advantages, *old, *ref, *scale;
+  const float *advantages, *old, *ref, *scale, *factor, *rollout_logps;
   float *loss, *kl, *clipped;  // results
   const float* signs;
   float* buckets;  // [N, size]
@@ -40,6 +40,10 @@ struct RowArguments {
   double entropy_coef;
   int64_t demo_weight;
   double demo_shape;
+  int64_t policy;
+  double sapo_tau_positive, sapo_tau_negative;
+  int64_t kl_ratio, mask_correction;
+  double correction_min, correction_max;
 };
 
 struct PlanArguments {
@@ -50,9 +54,10 @@ struct PlanArguments {
   const int64_t* cu_seqlens;
   bool *live, *demo;
   float *advantage, *old_logps, *ref_logps, *weight, *scale;
-  int64_t *sequence, *offsets, *lengths;
+  int64_t *sequence, *offsets, *lengths, *rollout_lengths;
   int64_t tokens, sequences;
   int64_t per_sequence;  // whether there is one advantage per sequence
+  int64_t role_per_token;  // whether is_demo is [tokens], not [sequences]
   double mu;
   int64_t shaped, rollout_reduction, demo_reduction;
   double max_tokens;
@@ -62,8 +67,7 @@ struct PlanArguments {
 struct ReduceArguments {
   const bool *live, *demo;
   const float *advantages, *weight;
-  const int64_t *offsets, *lengths;
-  const bool* is_demo;
+  const int64_t *offsets, *lengths, *rollout_lengths;
   const float *logps, *entropy, *loss, *kl, *clipped;
   float *mixed_loss, *rollout_loss, *demo_loss, *mean_kl, *clip_fraction;
   double *rollouts, *demo_nll, *totals;  // null: no moments

@@ -1,5 +1,8 @@
 """Backend registry. A backend is a module with these functions:
 
+`ALL_OPTIONS: bool`
+    Whether `row_loss` knows every option that acts on a single token; if not, only the default
+    policy, without factors and `kl_ratio`.
 `unavailable(device, dtype) -> str | None`
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`

@@ -30,6 +30,7 @@ from ..scalars import DTYPES, plan_scalars, token_scalars
 from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
+ALL_OPTIONS = True
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
 
@@ -55,13 +56,18 @@ class RowArguments(ctypes.Structure):
             real: temperature softcap
             pointer: targets logps entropy lse log_sum_sq_probs mean_logits is_top1
             pointer: d_logps d_entropy
-            pointer: demo advantages old ref scale loss kl clipped signs buckets
+            pointer: demo advantages old ref scale factor rollout_logps
+            pointer: loss kl clipped signs buckets
             int: size
             real: ratio_low ratio_high dual_clip kl_coef
             int: kl_estimator
             real: entropy_coef
             int: demo_weight
             real: demo_shape
+            int: policy
+            real: sapo_tau_positive sapo_tau_negative
+            int: kl_ratio mask_correction
+            real: correction_min correction_max
         """)
     )
 
@@ -72,8 +78,9 @@ class PlanArguments(ctypes.Structure):
     _fields_ = tuple(
         _fields("""
             pointer: targets advantages is_demo old ref cu_seqlens
-            pointer: live demo advantage old_logps ref_logps weight scale sequence offsets lengths
-            int: tokens sequences per_sequence
+            pointer: live demo advantage old_logps ref_logps weight scale sequence
+            pointer: offsets lengths rollout_lengths
+            int: tokens sequences per_sequence role_per_token
             real: mu
             int: shaped rollout_reduction demo_reduction
             real: max_tokens
@@ -87,7 +94,7 @@ class ReduceArguments(ctypes.Structure):
 
     _fields_ = tuple(
         _fields("""
-            pointer: live demo advantages weight offsets lengths is_demo
+            pointer: live demo advantages weight offsets lengths rollout_lengths
             pointer: logps entropy loss kl clipped
             pointer: mixed_loss rollout_loss demo_loss mean_kl clip_fraction
             pointer: rollouts demo_nll totals
@@ -163,7 +170,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         _column(inputs.ref_logps, torch.float32),
         _column(inputs.cu_seqlens, torch.int64),
     )
-    n, sequences, flat = targets.numel(), is_demo.numel(), targets.reshape(-1)
+    n, sequences, flat = targets.numel(), inputs.sequences, targets.reshape(-1)
     floats, flags = flat.new_empty(n, dtype=torch.float32), flat.new_empty(n, dtype=torch.bool)
     results = (
         flags,
@@ -176,6 +183,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         torch.empty_like(flat),
         flat.new_empty(sequences + 1),
         flat.new_empty(sequences),
+        flat.new_empty(sequences),
     )
     norms = [
         None if norm is None else ctypes.c_double(float(norm))
@@ -186,19 +194,21 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         *_pointers(results),
         n,
         sequences,
-        inputs.advantages.shape == is_demo.shape,
+        inputs.is_per_sequence(inputs.advantages),
+        not inputs.is_per_sequence(is_demo),
         inputs.mu,
         *plan_scalars(spec),
         *(None if norm is None else ctypes.addressof(norm) for norm in norms),
     )
     _call(library().gac_plan, arguments)
-    return Tokens(flat, *results, is_demo, inputs.mu)
+    factors = None, None  # see `with_factors`
+    fields = flat, *results[:7], *factors, *results[7:], is_demo.reshape(-1), inputs.mu
+    return Tokens._make(fields)
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     terms = TokenTerms(*[_column(term, torch.float32) for term in terms])
-    is_demo = _column(tokens.is_demo, torch.bool)
-    sequences, scalar = is_demo.numel(), terms.loss.new_empty(())
+    sequences, scalar = tokens.lengths.numel(), terms.loss.new_empty(())
     scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
     statistics, sums = None, tuple[Tensor, ...]()
     if moments:
@@ -212,7 +222,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.weight.data_ptr(),
         tokens.offsets.data_ptr(),
         tokens.lengths.data_ptr(),
-        is_demo.data_ptr(),
+        tokens.rollout_lengths.data_ptr(),
         *_pointers(terms),
         *_pointers(scalars),
         *(_pointers(sums) if moments else (None, None, None)),
@@ -272,15 +282,17 @@ def row_loss(
     columns = (
         *(tokens.targets, logps, entropy, *(None,) * 6),
         *(tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale),
+        *(tokens.factor, tokens.rollout_logps),
         *(loss, kl, clipped),
         *(signs, buckets),
     )
-    *options, _ = token_scalars(spec)
+    options = token_scalars(spec)._asdict()
+    del options["temperature"]  # passed with the rows
     arguments = RowArguments(
         *_rows(logits, out, spec.temperature, softcap),
         *_pointers(columns),
         0 if buckets is None else buckets.shape[1],
-        *options,
+        **options,
     )
     _call(library().gac_row_loss, arguments)
     return TokenTerms(logps, entropy, loss, kl, clipped)

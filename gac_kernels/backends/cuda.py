@@ -23,6 +23,7 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 from . import reference, triton
 
+ALL_OPTIONS = False
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
 
@@ -216,8 +217,8 @@ def _launch(
     # order
     tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     tensors |= {"logits": logits, "out": out, "results": results}
-    options = {} if spec is None else token_scalars(spec)._asdict()
-    options.pop("temperature", None)  # passed as `slope` and `inverse_temperature` instead
+    scalars = {} if spec is None else token_scalars(spec)._asdict()
+    options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     if sketch is not None:
         buckets, warps = sketch.buckets, row_split.cluster * _WARPS

@@ -10,6 +10,7 @@ from ..contract import IGNORE, LossSpec
 from ..sketch import RowSketch, row_buckets
 from ..tokens import Tokens, TokenTerms, plan, reduce
 
+ALL_OPTIONS = True
 __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
 
 
@@ -50,7 +51,7 @@ def row_grads(
     entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
     grad -= entropy_part * d_entropy[live, None]
     if softcap is not None:
-        grad *= 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
+        grad *= reference.cap_slope(capped, softcap)
     grad[(d_logps[live] == 0) & (d_entropy[live] == 0)] = 0
     out.zero_()
     width = out.shape[1]

@@ -13,6 +13,7 @@ import torch
 
 from ...scalars import DTYPES
 
+ALL_OPTIONS = False
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction

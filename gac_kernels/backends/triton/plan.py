@@ -201,8 +201,8 @@ def tokens_kernel(
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     inputs = inputs.to_targets_device()
     targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
-    device, n, sequences = targets.device, targets.numel(), inputs.is_demo.numel()
-    if n == 0:
+    device, n, sequences = targets.device, targets.numel(), inputs.sequences
+    if n == 0 or not inputs.is_per_sequence(inputs.is_demo):
         return reference.plan(inputs, spec, dtype)
     flat, is_demo = targets.reshape(-1), inputs.is_demo.contiguous()
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
@@ -217,8 +217,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     ref = None if inputs.ref_logps is None else floats[4]
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     live, demo = flags
-    per_token = flat, live, demo, advantages, old, ref, weight, scale, sequence
-    tokens = Tokens(*per_token, offsets, lengths, is_demo, mu)
+    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, sequence
+    rollout_lengths = torch.where(is_demo, 0, lengths)
+    tokens = Tokens._make((*columns, offsets, lengths, rollout_lengths, is_demo, mu))
     tokens_launch(tokens, floats, inputs, spec, -(-width // launch.BLOCK)).run(device)
     return tokens
 
@@ -275,7 +276,7 @@ def tokens_launch(
         "rollout_number": rollout_number,
         "demo_number": demo_number,
         "max_tokens": scalars.max_tokens,
-        "PER_SEQUENCE": inputs.advantages.shape == tokens.is_demo.shape,
+        "PER_SEQUENCE": inputs.is_per_sequence(inputs.advantages),
         "SHAPED": scalars.shaped,
         "ROLLOUT": spec.rollout_reduction,
         "DEMO": spec.demo_reduction,

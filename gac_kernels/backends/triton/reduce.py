@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...contract import TokenMoments
 from ...tokens import Summary, Tokens, TokenTerms
+from .. import reference
 from . import launch
 
 SUMS = 9  # float64 values that `sequence_kernel` writes per sequence
@@ -205,6 +206,8 @@ def merge_kernel(
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+    if tokens.role_per_token:
+        return reference.reduce(tokens, terms, moments)
     device, sequences = tokens.live.device, tokens.is_demo.numel()
     new = lambda *shape: torch.empty(shape, dtype=torch.float64, device=device)  # noqa: E731 - one line
     sums = new(SUMS, sequences)
