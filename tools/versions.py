@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,20 +140,21 @@ def run(*command: Any, cwd: Path, timeout: int = 1800, check: bool = True) -> An
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel with its native library, which every environment installs."""
+    """Build the wheel with its native library, from a copy: `build/` may hold deleted modules."""
+    checkout = copy_files(folder / "sources", lambda name: True)
     command = (sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation")
-    os.environ["GAC_EXT"] = "1"
-    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True)
+    environment = os.environ | {"GAC_EXT": "1"}
+    subprocess.run([*command, "--wheel-dir", folder, checkout], check=True, env=environment)
+    shutil.rmtree(checkout)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def copy_tests(folder: Path) -> Path:
-    """Copy the files of the repository without the packages, so that tests import the wheel."""
-    target = folder / "checkout"
-    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    for name in listed:
-        if not name.startswith(("gac/", "gac_kernels/")) and (ROOT / name).is_file():
+def copy_files(target: Path, wanted: Callable[[str], bool]) -> Path:
+    """Copy the files of the repository that `wanted` selects; return `target`."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
+        if wanted(name) and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target / name)
     return target
@@ -165,7 +167,7 @@ def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
         return {"result": f"not run: no Python {environment.python} was found"}
     start, env = time.monotonic(), folder / "env"
     python = env / "bin" / "python"
-    uv = shutil.which("uv")
+    uv, install = shutil.which("uv"), tuple[str | Path, ...]()
     if uv:
         run(uv, "venv", "--python", interpreter, env, cwd=folder)
         install = (uv, "pip", "install", "--python", python)
@@ -179,7 +181,10 @@ def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
     tools = ("pytest", "pytest-timeout", "hypothesis", "ninja", f"torch=={environment.torch}")
     run(*install, f"gac-kernels[train] @ {wheel.as_uri()}", *pins, *tools, cwd=folder)
     row = json.loads(run(python, "-c", VERSIONS, cwd=folder).stdout)
-    checkout = copy_tests(folder)
+    # the tests without the packages, so that they import the wheel
+    checkout = copy_files(
+        folder / "checkout", lambda name: not name.startswith(("gac/", "gac_kernels/"))
+    )
     selected = ("-q", "-p", "no:cacheprovider", "-m", "not gpu", "-o", "addopts=--strict-markers")
     tests = run(python, "-m", "pytest", *selected, *TESTS, cwd=checkout, check=False)
     summary = tests.stdout.strip().splitlines()[-1] if tests.stdout.strip() else tests.stderr[-200:]
