@@ -138,7 +138,9 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
     """A skipped, an applied and a skipped step; under dropout, whose masks are replayed too."""
     folder = with_dropout(task, tmp_path / "task")
-    trainer = Trainer(faulty_config(folder, tmp_path, "normal", optim={"lr": 0.05, "warmup": 1}))
+    model = {"path": str(folder / "init"), "random_init": True, "dropout": True}
+    optim = {"lr": 0.05, "warmup": 1}
+    trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
     for limit in (1e-9, 1e5, 1e-9):
         trainer.guard.config = GuardConfig(max_norm=limit)
         trainer._train_step()

@@ -74,7 +74,11 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
 def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     """Other state that must survive: old log-probs, dropout masks, the data position."""
     changes = {**RUN, **changes}
-    folder = with_dropout(task, tmp_path / "task") if changes.pop("dropout", None) else task
+    folder = task
+    if changes.pop("dropout", None):
+        folder = with_dropout(task, tmp_path / "task")
+        path = str(folder / "init")
+        changes["model"] = {"path": path, "random_init": True, "dropout": True}
     expected = metrics(run_single(train, tiny_config(folder, tmp_path / "a", **changes)))
     # the option has an effect
     assert expected[1]["grad_norm"] != uninterrupted[0][1]["grad_norm"]
