@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test release-check test-versions exit-check test-gpu test-integrations \
+.PHONY: setup ext demo test release-check test-versions exit-check torture test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -41,6 +41,9 @@ exit-check: setup  ## repeat the kill tests ten times, then check the exit codes
 	for i in 1 2 3 4 5 6 7 8 9 10; do \
 	  $(BIN)/python -m pytest -q tests/test_ranks.py tests/test_resume.py || exit 1; done
 	$(BIN)/python -m tests.exit_codes --runs 100
+
+torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
+	$(BIN)/python -m tests.torture
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py

@@ -197,6 +197,13 @@ def find(folder: Path, step: int) -> Path:
     return path
 
 
+def verify(path: Path) -> None:
+    """Raise CheckpointError unless all files match their checksums; call it in one process."""
+    fault = _fault(path, all_files=True)
+    if fault:
+        raise CheckpointError(f"{path} is damaged ({fault}): choose another checkpoint")
+
+
 def prune(folder: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
     if rank() != 0:
@@ -286,11 +293,11 @@ def _checksum_of(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _fault(path: Path) -> str | None:
+def _fault(path: Path, all_files: bool = False) -> str | None:
     """The first fault in the files that this rank checks, or None."""
     try:
         files = read_progress(path)["files"]
-        own_files = sorted(files)[rank() :: world_size()]
+        own_files = sorted(files)[slice(None) if all_files else slice(rank(), None, world_size())]
         missing = [name for name in own_files if not (path / name).exists()]
         if missing:
             return f"{missing[0]} is missing"

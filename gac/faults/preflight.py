@@ -22,6 +22,7 @@ FORMAT = 2  # checkpoint format version; incremented when older checkpoints can 
 MAY_CHANGE_ON_RESUME = {
     "out",
     "name",
+    "resume_anyway",
     "steps",
     "eval",
     "micro_batch",

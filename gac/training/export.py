@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gac.config import load
-from gac.errors import CheckpointNotFound, writable_folder
+from gac.errors import CheckpointNotFound, RunError, writable_folder
 from gac.faults import checkpoint
 from gac.models.causal_lm import (
     ModelConfig,
@@ -91,17 +91,26 @@ def export_checkpoint(
 
     file_size: approximate bytes per file of weights; peak memory is one file plus one layer.
     """
+    checkpoint.verify(path)
     temporary = out.with_name(f".{out.name}.writing")
     previous = out.with_name(f".{out.name}.previous")
     if previous.exists() and not out.exists():
         previous.rename(out)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
-    if has_adapters(config.path):
-        _save_adapters(config, path, temporary)
-    else:
-        _save_weights(config, path, temporary, file_size)
-    load_tokenizer(config).save_pretrained(temporary)
+    try:
+        if has_adapters(config.path):
+            _save_adapters(config, path, temporary)
+        else:
+            _save_weights(config, path, temporary, file_size)
+        load_tokenizer(config).save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"could not export the model to {out} ({reason}): free some space or fix the disk, "
+            f"then rerun the command; the checkpoint {path} is complete"
+        ) from error
     if out.exists():
         out.rename(previous)
     temporary.rename(out)

@@ -111,7 +111,7 @@ class Feed:
         Raises ConfigError if a row of the run may exceed a token budget or the model's positions,
         or has a token that is not in the model's vocabulary.
         """
-        check_tokens(config.model, self.tokenizer, itertools.chain(*self._sources()))
+        check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
         rollouts = config.rollouts
         row = self.longest_row(rollouts.max_new_tokens)
         check_budget("micro_tokens", config.micro_tokens, row, self.unit)
@@ -130,12 +130,12 @@ class Feed:
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
-        sources = self._sources()[0 if self.trains_on_prompt_demos else 1 :]
+        sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
         for examples in sources:
             lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
         return max(lengths)
 
-    def _sources(self) -> list[Sequence[Example]]:
+    def sources(self) -> list[Sequence[Example]]:
         """The prompts, if any are sampled, and the sets of demonstrations."""
         prompts = self.prompts if "prompt_order" in self.orders else []
         return [prompts, *(self.demos if self.separate_demos else [])]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ class Logbook:
         """Append one line; NaN and infinite values become null, because they are not valid JSON."""
         line = json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False)
         try:
-            with self.path.open("a") as file:
-                file.write(line + "\n")
+            with self.path.open("a+b") as file:
+                # a full disk or a kill may have left an incomplete line
+                torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n"
+                file.write(b"\n" * torn + line.encode() + b"\n")
         except OSError as error:
             raise RunError(
                 f"could not write {self.path} ({error.strerror}): fix this and rerun the command "
@@ -35,7 +39,7 @@ class Logbook:
             ) from error
 
     def truncate(self, step: int) -> None:
-        """Drop the lines after `step`, and an incomplete last line left by a killed run."""
+        """Drop the lines after `step`, and incomplete lines left by a kill or a full disk."""
         if not self.path.exists():
             return
         kept = [row for row in self.read() if row["step"] <= step]
@@ -46,12 +50,11 @@ class Logbook:
     def read(self) -> list[dict[str, Any]]:
         """All complete lines."""
         rows = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            try:
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
+        for line in text.splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # an incomplete line
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break  # only the last line of a killed run can be incomplete
-        return rows
+        return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 class Record:

@@ -23,6 +23,7 @@ from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig, upgrade_config
 
+from .fingerprint import check_fingerprint, fingerprint
 from .optim import make_optimizer
 from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
@@ -88,6 +89,9 @@ class Run:
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
+        self.fingerprint = fingerprint(
+            config.model, self.tokenizer, self.feed.sources(), eval_reward
+        )
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
         self._open(path)
@@ -127,6 +131,8 @@ class Run:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
     def _restore(self, path: Path) -> None:
+        saved = checkpoint.read_progress(path).get("fingerprint")
+        check_fingerprint(saved, self.fingerprint, self.config.resume_anyway)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
         if "mix" in progress:
@@ -148,6 +154,7 @@ class Run:
             **self.feed.state_dict(),
             "guard": self.guard.state_dict(),
             "best": self.best,
+            "fingerprint": self.fingerprint,
             "config": dump(self.config),
             "ranks": self.accelerator.num_processes,
             "format": preflight.FORMAT,

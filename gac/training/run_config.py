@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from gac.config import Choice, ConfigError, dump, load
 from gac.data import DataConfig
-from gac.errors import require_at_least, require_one_of
+from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method
@@ -88,6 +88,9 @@ class TrainConfig:
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
     """
+    resume_anyway: bool = False
+    """Resume although the content of the data, the reward, the model or the tokenizer has changed.
+    """
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -114,9 +117,28 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "demo_batch", "checkpoint_every", "keep_checkpoints")
         require_at_least(1, self, "micro_batch", "micro_tokens", "kl_rows")
+        low = self.loss.clip_low
+        require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
+        if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):
+            raise ValueError(
+                f"eval.every={self.eval.every}: there is nothing to evaluate: set "
+                "eval.data.prompts or eval.tasks, or remove eval.every"
+            )
+        self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
                 "or rollouts.engine=generate"
             )
         require_one_of(("no", "bf16"), self, "mixed_precision")
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if every advantage would be 0."""
+        completions = self.rollouts.completions
+        plan = self.method.sampling(completions)
+        group = sum(stage.size for stage in plan.stages) or completions
+        if group + plan.demo_in_group < 2 and self.method.needs(0).rollouts:
+            raise ValueError(
+                f"rollouts.completions={completions}: advantages compare the rollouts of a prompt, "
+                "so a single one has advantage 0 and teaches nothing: use a number >= 2"
+            )

@@ -1,0 +1,107 @@
+"""A run resumes only with the inputs that it started with, and from intact files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from gac.config import ConfigError, save
+from gac.errors import CheckpointError, RunError
+from gac.training import export
+from gac.training.export import export_run
+from gac.training.record import Logbook
+from gac.training.trainer import Trainer
+from tests.tiny import tiny_config, write_tiny
+
+REWARD = "def reward(completion, example):\n    return float(len(completion) {})\n"
+
+
+@pytest.fixture(scope="module")
+def half_run(tmp_path_factory):
+    """A run of two steps, with its own data and reward file."""
+    folder = write_tiny(tmp_path_factory.mktemp("task"))
+    (folder / "rw.py").write_text(REWARD.format("> 2"))
+    Trainer(config(folder, steps=2)).run()
+    return folder
+
+
+def config(folder, steps=4, **changes):
+    changes = {"reward": f"{folder}/rw.py:reward", "eval": {}, **changes}
+    return tiny_config(folder, folder / "run", steps=steps, **changes)
+
+
+def change_data(folder):
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    row = json.loads(lines[0]) | {"answer": "0"}
+    (folder / "prompts.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
+
+
+def change_model(folder):
+    path = folder / "init" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (change_data, "data"),
+        (change_model, "model"),
+        (lambda folder: (folder / "rw.py").write_text(REWARD.format("> 3")), "reward"),
+    ],
+    ids=["data", "model", "reward"],
+)
+def test_a_changed_input_is_refused(half_run, change, name, monkeypatch):
+    backup = {p: p.read_bytes() for p in half_run.rglob("*") if p.is_file()}
+    try:
+        change(half_run)
+        for module in [m for m in sys.modules if m.startswith("reward_rw_")]:
+            monkeypatch.delitem(sys.modules, module)
+        with pytest.raises(ConfigError, match=f"the {name} changed .*resume_anyway=true"):
+            Trainer(config(half_run))
+        assert Trainer(config(half_run, resume_anyway=True)).step == 2
+    finally:
+        for path, content in backup.items():
+            path.write_bytes(content)
+
+
+def test_export_verifies_the_checkpoint(half_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(half_run / "run", run)
+    (file,) = (run / "checkpoints" / "step-00000002").glob("__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not match its checksum.*another checkpoint"):
+        export_run(run, tmp_path / "out", 2)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    run = tmp_path / "run"
+    shutil.copytree(half_run / "run", run)
+    save(config(half_run, steps=2), run / "config.yaml")
+    monkeypatch.setattr(export, "_save_weights", full)
+    with pytest.raises(RunError, match="could not export .*No space left .*step-00000002 is compl"):
+        export_run(run, tmp_path / "out")
+    monkeypatch.undo()
+    assert export_run(run, tmp_path / "out").name == "step-00000002"
+
+
+def test_a_torn_line_costs_only_itself(tmp_path):
+    book = Logbook(tmp_path / "metrics.jsonl")
+    book.append({"step": 1})
+    with book.path.open("a") as file:
+        file.write('{"step": 2, "kl"')  # a kill, or a full disk
+    book.append({"step": 2})
+    book.append({"step": 3})
+    assert [row["step"] for row in book.read()] == [1, 2, 3]
+    with book.path.open("a") as file:
+        file.write('{"step": 4')
+    book.truncate(2)
+    assert book.path.read_text() == '{"step": 1}\n{"step": 2}\n'
