@@ -107,7 +107,8 @@ def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
             raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         inherited = _field_default(fields[key]) if default is None else getattr(default, key)
         values[key] = _convert(hints[key], value, join(where, key), inherited)
-    missing = [name for name, field in fields.items() if name not in values and _required(field)]
+    required = [n for n, f in fields.items() if f.default is f.default_factory is MISSING]
+    missing = [name for name in required if name not in values]
     if missing and default is None:
         raise ConfigError(f"{join(where, missing[0])}: missing; it has no default ({cls.__name__})")
     try:
@@ -200,7 +201,3 @@ def _field_default(field: dataclasses.Field) -> Any:
     if field.default is not MISSING:
         return field.default
     return None if field.default_factory is MISSING else field.default_factory()
-
-
-def _required(field: dataclasses.Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING

@@ -117,7 +117,7 @@ def parse_overrides(value: Any) -> Any:
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     """Convert `value` to the scalar type `hint`; for other types, only parse overrides."""
-    convert = {str: _as_str, Path: _as_path, bool: _as_bool, int: _as_int, float: _as_float}
+    convert = {str: _as_str, Path: Path, bool: _as_bool, int: _as_int, float: _as_float}
     if hint not in convert:
         return parse_overrides(value)  # Any, object and types that have no YAML equivalent
     if isinstance(value, Override) and hint not in (str, Path):
@@ -136,10 +136,6 @@ def _as_str(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
     return str(value)
-
-
-def _as_path(value: Any) -> Path:
-    return Path(value)
 
 
 def _as_bool(value: Any) -> bool:
@@ -171,7 +167,7 @@ def convert_literal(options: tuple, value: Any, where: str) -> Any:
     """The literal in `options` that equals `value`. Raises ConfigError if there is none."""
     candidates = [value, parse_value(value, where)] if isinstance(value, Override) else [value]
     for option in options:
-        if any(option == item and type(option) is _plain_type(item) for item in candidates):
+        if any(option == item and isinstance(item, type(option)) for item in candidates):
             return option
     listed = ", ".join(map(str, options))
     suggestion = did_you_mean(str(value), map(str, options))
@@ -188,7 +184,3 @@ def convert_enum(hint: type[enum.Enum], value: Any, where: str) -> enum.Enum:
     names = [member.name.lower() for member in hint]
     suggestion = did_you_mean(str(value).lower(), names)
     raise ConfigError(f"{where}: {short_repr(value)} is not one of {', '.join(names)}{suggestion}")
-
-
-def _plain_type(value: Any) -> type:
-    return str if isinstance(value, Override) else type(value)

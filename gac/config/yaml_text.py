@@ -83,14 +83,11 @@ def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     return _merged(read_yaml(path.parent / str(base), is_base=True), data)
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`; mappings in both are merged key by key."""
-    both = {k: _merged(base[k], v) for k, v in changes.items() if _are_dicts(base.get(k), v)}
-    return base | changes | both
-
-
-def _are_dicts(*values: Any) -> bool:
-    return all(isinstance(value, dict) for value in values)
+def _merged(base: Any, changes: Any) -> Any:
+    """`base` with `changes`: mappings are merged key by key, other values are replaced."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {key: _merged(base.get(key), value) for key, value in changes.items()}
 
 
 def to_yaml(data: Any, inline: bool = False) -> str:

@@ -16,28 +16,23 @@ class Order:
     Args:
         n: number of rows, at least 1.
         seed: any integer.
-        shuffle: False visits 0..n-1 in every epoch.
 
     Raises:
         ValueError: `n < 1`.
     """
 
-    def __init__(self, n: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, n: int, seed: int) -> None:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}: there are no rows to order")
-        self.n, self.seed, self.shuffle = n, seed, shuffle
-        self._position = 0
-        self._permutation = self._permute(0)
-
-    @property
-    def position(self) -> int:
+        self.n, self.seed = n, seed
+        self.position = 0
         """Number of rows taken so far, over all epochs."""
-        return self._position
+        self._permutation = self._permute(0)
 
     @property
     def epoch(self) -> int:
         """Number of completed epochs."""
-        return self._position // self.n
+        return self.position // self.n
 
     def take(self, k: int) -> list[int]:
         """The next `k` row indices, continuing into the next epoch if this one ends."""
@@ -45,11 +40,11 @@ class Order:
             raise ValueError(f"k must not be negative, got {k}")
         taken: list[int] = []
         while len(taken) < k:
-            start = self._position % self.n
+            start = self.position % self.n
             chunk = self._permutation[start : start + k - len(taken)]
             taken += chunk
-            self._position += len(chunk)
-            if self._position % self.n == 0:
+            self.position += len(chunk)
+            if self.position % self.n == 0:
                 self._permutation = self._permute(self.epoch)
         return taken
 
@@ -58,29 +53,27 @@ class Order:
         return {
             "n": self.n,
             "seed": self.seed,
-            "shuffle": self.shuffle,
-            "position": self._position,
+            "position": self.position,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state`.
 
         Raises:
-            ValueError: the state belongs to another order (rows, seed or shuffle differ).
+            ValueError: the state belongs to another order (rows or seed differ).
         """
-        for name in ("n", "seed", "shuffle"):
+        for name in ("n", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"{name} is {getattr(self, name)} in this run and {state[name]} in the saved "
                     "order: resume with the same data and seed, or start a new run"
                 )
-        self._position = int(state["position"])
+        self.position = int(state["position"])
         self._permutation = self._permute(self.epoch)
 
     def _permute(self, epoch: int) -> list[int]:
         rows = list(range(self.n))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(rows)
+        random.Random(f"{self.seed}/{epoch}").shuffle(rows)
         return rows
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from gac.config import dump
+from gac.config import dump, save_text
 from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, value_errors_as, writable_folder
 from gac.models.causal_lm import ModelConfig, load_model, load_tokenizer
@@ -283,6 +283,4 @@ def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[An
         for name, rows in answers.items():
             file.writelines(json.dumps({"task": name, **row._asdict()}) + "\n" for row in rows)
     partial.replace(out / SAMPLES)
-    partial = out / (RESULTS + ".partial")
-    partial.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-    partial.replace(out / RESULTS)
+    save_text(out / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")

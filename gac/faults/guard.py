@@ -37,14 +37,10 @@ class Guard:
 
     def judge(self, norm: float, losses: Mapping[str, float]) -> str | None:
         """The reason to skip the step, or None. The arguments must be reduced over ranks."""
-        fault = None
-        for name, value in {**losses, "grad_norm": norm}.items():
-            if not math.isfinite(value):
-                fault = f"{name} is {value}"
-                break
-        else:
-            if norm > self.config.max_norm:
-                fault = f"grad_norm is {norm:.3g}, above guards.max_norm={self.config.max_norm:g}"
+        values = {**losses, "grad_norm": norm}.items()
+        fault = next((f"{name} is {x}" for name, x in values if not math.isfinite(x)), None)
+        if fault is None and norm > self.config.max_norm:
+            fault = f"grad_norm is {norm:.3g}, above guards.max_norm={self.config.max_norm:g}"
         self.skipped += fault is not None
         self.consecutive = self.consecutive + 1 if fault else 0
         self.fault = fault or self.fault
