@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gac_kernels import LossOutput, LossSpec, TokenMoments, fused_gac_loss, fused_linear_gac_loss
+from gac_kernels.contract import CORRECTIONS, POLICIES, RATIOS, REDUCTIONS
 
 V, H = 7, 5
 fast_settings = settings(deadline=None, max_examples=25, derandomize=True)
@@ -23,16 +24,27 @@ def batches(draw: st.DrawFn) -> dict:
     masked = draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width))
     targets[torch.tensor(masked).view(rows, width)] = -100
     logps = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    noise = torch.randn(2, rows, width, generator=g, dtype=torch.float64) / 3
-    reductions = st.sampled_from(["sequence", "token", "constant"])
+    noise = torch.randn(3, rows, width, generator=g, dtype=torch.float64) / 3
+    reductions = st.sampled_from(REDUCTIONS)
+    correction, size = (
+        draw(st.sampled_from(CORRECTIONS)),
+        draw(st.sampled_from([rows, rows * width])),
+    )
+    is_demo = torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     return {
         "logits": logits,
         "targets": targets,
         "advantages": torch.randn(rows, width, generator=g, dtype=torch.float64),
-        "is_demo": torch.tensor(draw(st.lists(st.booleans(), min_size=rows, max_size=rows))),
-        "old_logps": logps + noise[0],
+        "is_demo": is_demo if size == rows else is_demo.view(rows, width),
+        "old_logps": logps + noise[0] if draw(st.booleans()) else None,
         "ref_logps": logps + noise[1],
+        "rollout_logps": None if correction == "none" else logps + noise[2],
+        "weights": torch.rand(rows, width, generator=g, dtype=torch.float64),
         "spec": LossSpec(
+            policy=draw(st.sampled_from(POLICIES)),
+            ratio=draw(st.sampled_from(RATIOS)),
+            correction=correction,
+            kl_ratio=draw(st.booleans()),
             kl_coef=0.1,
             entropy_coef=0.05,
             demo_weight=draw(st.sampled_from(["phi", "shaped"])),
@@ -44,7 +56,13 @@ def batches(draw: st.DrawFn) -> dict:
     }
 
 
-ROWS = ("logits", "targets", "advantages", "is_demo", "old_logps", "ref_logps")
+COLUMNS = ("advantages", "old_logps", "ref_logps", "rollout_logps", "weights")
+ROWS = ("logits", "targets", "is_demo", *COLUMNS)
+
+
+def rows_of(batch: dict, rows: slice | list[int]) -> dict:
+    """The batch with only these rows."""
+    return batch | {name: batch[name][rows] for name in ROWS if batch[name] is not None}
 
 
 def evaluate(batch: dict, **keywords) -> tuple[LossOutput, Tensor]:
@@ -69,7 +87,7 @@ def test_permuting_sequences_changes_nothing(batch: dict, random) -> None:
     order = list(range(len(batch["is_demo"])))
     random.shuffle(order)
     out, grad = evaluate(batch)
-    permuted, d_permuted = evaluate(batch | {name: batch[name][order] for name in ROWS})
+    permuted, d_permuted = evaluate(rows_of(batch, order))
     assert_close(permuted.loss, out.loss)
     assert_close(d_permuted, grad[order])
     assert_same_signals(permuted.moments, out.moments)
@@ -79,17 +97,18 @@ def test_permuting_sequences_changes_nothing(batch: dict, random) -> None:
 @given(batches(), st.integers(0, 5))
 def test_micro_batches_with_global_norms_add_up(batch: dict, split: int) -> None:
     """Gradient accumulation over micro-batches gives the loss and gradient of the full batch."""
-    spec, is_demo = batch["spec"], batch["is_demo"]
-    lengths = (batch["targets"] != -100).sum(1)
+    spec, live = batch["spec"], batch["targets"] != -100
+    is_demo = batch["is_demo"].view(len(live), -1).expand_as(live)
     norms = {}
-    for name, mask in (("rollout", ~is_demo), ("demo", is_demo)):
-        reduction = getattr(spec, f"{name}_reduction")
-        count = {"sequence": lengths > 0, "token": lengths, "constant": lengths >= 0}[reduction]
-        norms[f"{name}_norm"] = count[mask].sum()
+    for name, role in (("rollout", ~is_demo), ("demo", is_demo)):
+        lengths = (live & role).sum(1)
+        # a sequence without a loss has the role of its first position
+        present = (lengths > 0) | (~live.any(1) & role[:, 0])
+        count = {"sequence": lengths > 0, "token": lengths}
+        norms[f"{name}_norm"] = count.get(getattr(spec, f"{name}_reduction"), present).sum()
     full, d_full = evaluate(batch)
     parts = [
-        evaluate(batch | {name: batch[name][rows] for name in ROWS}, **norms)
-        for rows in (slice(None, split), slice(split, None))
+        evaluate(rows_of(batch, rows), **norms) for rows in (slice(None, split), slice(split, None))
     ]
     assert_close(sum(out.loss for out, _ in parts), full.loss)
     assert_close(torch.cat([grad for _, grad in parts]), d_full)
@@ -100,9 +119,13 @@ def test_micro_batches_with_global_norms_add_up(batch: dict, split: int) -> None
 @given(batches(), st.integers(1, 3))
 def test_masked_tokens_change_nothing(batch: dict, extra: int) -> None:
     longer = dict(batch)
-    for name in ("logits", "advantages", "old_logps", "ref_logps"):
-        shape = (len(batch["is_demo"]), extra, *batch[name].shape[2:])
-        longer[name] = torch.cat([batch[name], torch.full(shape, torch.nan).double()], 1)
+    for name in ("logits", *COLUMNS):
+        if batch[name] is not None:
+            shape = (len(batch["is_demo"]), extra, *batch[name].shape[2:])
+            value = 1.0 if name == "weights" else torch.nan
+            longer[name] = torch.cat([batch[name], torch.full(shape, value).double()], 1)
+    if batch["is_demo"].dim() == 2:
+        longer["is_demo"] = torch.nn.functional.pad(batch["is_demo"], (0, extra))
     longer["targets"] = torch.nn.functional.pad(batch["targets"], (0, extra), value=-100)
     (out, grad), (padded, d_padded) = evaluate(batch), evaluate(longer)
     assert_close(padded.loss, out.loss)
@@ -125,7 +148,8 @@ def test_a_constant_added_to_the_logits_changes_nothing(batch: dict, shift: floa
 @given(batches())
 def test_packed_equals_padded(batch: dict) -> None:
     lengths = torch.full((len(batch["is_demo"]),), batch["targets"].shape[1])
-    flat = {name: batch[name].flatten(0, 1) for name in ROWS if name != "is_demo"}
+    per_token = [k for k in ROWS if batch[k] is not None and batch[k].dim() > 1]
+    flat = {name: batch[name].flatten(0, 1) for name in per_token}
     flat["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     (out, grad), (packed, d_packed) = evaluate(batch), evaluate(batch | flat)
     assert_close(packed.loss, out.loss)
