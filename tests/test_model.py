@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gac.errors import ConfigError
 from gac.models.causal_lm import LoraConfig, _add_lora, attach_head
+from gac.models.head import head_scaling
 from gac_kernels import reference
 
 SMALL = {
@@ -26,7 +28,8 @@ SMALL = {
 
 def make(kind: str, **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes))
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    model = AutoModelForCausalLM.from_config(config)
     return model.eval()
 
 
@@ -61,18 +64,75 @@ def test_head_of_known_families(kind, tied):
     check(model)
 
 
-def test_softcapped_head_falls_back_to_logits(caplog):
-    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=0.5)
+SCALED = {
+    "gemma2": ({"query_pre_attn_scalar": 8, "final_logit_softcapping": 0.5}, (1.0, 0.5)),
+    "granite": ({"logits_scaling": 4.0}, (0.25, None)),
+    "cohere": ({"logit_scale": 0.125}, (0.125, None)),
+    "minicpm3": (
+        {
+            "logits_scaling": 4.0,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        },
+        (1.0, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scale_and_softcap_are_read_from_the_configuration(kind):
+    changes, scaling = SCALED[kind]
+    model = make(kind, **changes)
+    assert head_scaling(model.config) == scaling
+    assert attach_head(model)
+    check(model)
+
+
+def test_a_softcap_is_seen_when_all_logits_are_small():
+    """In a model with logits near 0, softcapped logits are nearly equal to the others."""
+    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=30.0)
+    attach_head(model)
+    model.config.final_logit_softcapping = None  # not what the check expects
+    assert not check_head_of(model, softcap=30.0)
+
+
+def check_head_of(model, softcap):
+    """`check_head`, when the model's own forward has another softcap than its configuration."""
+    forward = type(model).forward
+
+    def capped(self, *args, **keywords):
+        out = forward(self, *args, **keywords)
+        out.logits = softcap * torch.tanh(out.logits / softcap)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", capped)
+        model.__dict__.pop("forward")
+        return attach_head(model)
+
+
+def test_unknown_transforms_of_the_logits_fall_back_to_them(caplog, monkeypatch):
+    model = make("qwen2")
+    forward = type(model).forward
+
+    def squared(self, *args, **keywords):
+        out = forward(self, *args, **keywords)
+        out.logits = out.logits + out.logits**2
+        return out
+
+    monkeypatch.setattr(type(model), "forward", squared)
     assert not attach_head(model)
     assert "not a plain linear layer" in caplog.text
     check(model)
 
 
-def test_scaled_head_falls_back_to_logits(caplog):
-    model = make("granite", logits_scaling=4.0)
-    assert not attach_head(model)
-    assert "not a plain linear layer" in caplog.text
-    check(model)
+def test_encoders_are_refused():
+    with pytest.raises(ConfigError, match="model type 'bert' is an encoder"):
+        attach_head(make("bert"))
 
 
 def test_generate_still_works_after_attach():

@@ -117,4 +117,5 @@ def _logits(head: Head, index: Tensor) -> Tensor:
         return head.logits.flatten(0, 1)[index].float()
     assert head.hidden is not None and head.weight is not None  # a head has either these or logits
     rows = head.hidden.flatten(0, 1)[index]
-    return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()
+    logits = torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()
+    return head.scaled(logits)

@@ -8,7 +8,6 @@ own forward, so that the hooks of DDP and FSDP work.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable
@@ -33,7 +32,6 @@ from gac_kernels import (
 logger = logging.getLogger(__name__)
 # what to do in the LM head of the forward that is running: called with its input
 _in_head: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_in_head", default=None)
-KERNELS_SCALE = "softcap" in inspect.signature(fused_linear_gac_loss).parameters
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 MULTIPLYING = ("hyperclovax",)  # `logits_scaling` of every other family is a divisor
 DIVIDED_BEFORE_HEAD = ("minicpm3",)  # their `logits_scaling` divides the hidden states
@@ -75,6 +73,12 @@ class Head:
         assert self.hidden is not None and self.weight is not None
         keywords = {"bias": self.bias, "temperature": temperature, **self._scaling_keywords()}
         return linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
+
+    def scaled(self, outputs: Tensor) -> Tensor:
+        """Logits from the outputs of the linear layer."""
+        scale, softcap = self.scaling
+        logits = outputs * scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def _scaling_keywords(self) -> dict[str, Any]:
         if self.scaling == (1.0, None):
@@ -149,8 +153,8 @@ def patch_forward(model: PreTrainedModel) -> None:
         return request(Head(hidden, head.weight, head.bias, None, scaling))
 
     model.forward = types.MethodType(forward, model)
-    linear = type(module) is nn.Linear and (KERNELS_SCALE or scaling == (1.0, None))
-    if type(module) is nn.Linear:
+    linear = type(module) is nn.Linear
+    if linear:
         _patch_head(module)
     model.__dict__["plain_head"] = linear  # provisional, from the module's type only
 
@@ -248,7 +252,6 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
     The head's output is replaced by numbers of every size that logits have, so that a softcap is
     seen no matter how small the logits of this model are.
     """
-    scale, softcap = head_scaling(patched.config)
     ids = _test_ids(patched, next(model.parameters()).device)
     ramps: list[Tensor] = []
 
@@ -265,9 +268,7 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
         _in_head.reset(token)
     if len(ramps) != 1 or ramps[0].shape != logits.shape or ramps[0].shape[:2] != ids.shape:
         return False
-    expected = ramps[0].float() * scale
-    if softcap is not None:
-        expected = softcap * torch.tanh(expected / softcap)
+    expected = Head(None, scaling=head_scaling(patched.config)).scaled(ramps[0].float())
     if not torch.allclose(logits, expected, rtol=1e-4 if patched.dtype == torch.float32 else 2e-2):
         return False
     try:
