@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "roofline.md"
 COUNTS = Path(__file__).parent / "instructions.json"
 TOKENS = 8192
-CHUNK = 2304  # rows of a chunk of the linear form
+CHUNK = 2304  # rows of a chunk of the linear form, unless a single chunk holds all tokens:
+SINGLE_CHUNK = "Qwen2.5-7B"
 SHAPES = ("Qwen2.5-1.5B", "Qwen2.5-7B")
 
 
@@ -166,8 +167,9 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             flops = GEMM_FLOPS[kernel.task] * TOKENS * head.hidden * head.vocab
             limit = bound(kernel, head, counts, H200)
             assumed = bound(kernel, head, counts, ASSUMED)
-            chunks = -(-TOKENS // CHUNK) if kernel.task == "loss" else 0
-            sums = 8 * chunks * head.hidden * head.vocab
+            chunks = -(-TOKENS // CHUNK)
+            item_bytes = 2 if shape == SINGLE_CHUNK else 8 * chunks
+            sums = item_bytes * head.hidden * head.vocab if kernel.task == "loss" else 0
             gemm_ms = 1e3 * flops / H200.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
@@ -201,7 +203,7 @@ def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:
     source = (
         f"Runs: {document['device']}, {document['date']}."
         if document
-        else f"Runs: {NOT_MEASURED}; run parts 3 and 4 of `python3 -m bench.first_run`."
+        else f"Runs: {NOT_MEASURED}; run part 2 of `python3 -m bench.first_run`."
     )
     return f"""# Roofline
 
@@ -233,8 +235,9 @@ one call. Triton reads a row twice; L2 hits in the second pass are not taken int
 
 The row kernels read a chunk's logits in float32 and write their gradient in bfloat16.
 "time / GEMMs" is the total time relative to the GEMMs if nothing overlaps: a lower bound for the
-1.08 target. The traffic of dW (8 H V bytes for each chunk of {CHUNK} rows) overlaps with the GEMM
-that causes it. `stats` runs one GEMM, `loss` three.
+target, 1.08 at H = 3584 and 1.15 at H = 1536. The traffic of dW (8 H V bytes for each chunk of
+{CHUNK} rows, or 2 H V for a single chunk, at H = 3584) overlaps with the GEMM that causes it.
+`stats` runs one GEMM, `loss` three.
 
 {linear_form(counts, rows)}
 """
