@@ -436,7 +436,7 @@ def _method(name: str) -> str:
 
 def _demo(options: argparse.Namespace) -> int:
     with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "steps", "jobs")
+        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
     from gac.demo.run import run_demo
 
     seeds = range(options.seeds)

@@ -85,11 +85,12 @@ def require(ok: bool, name: str, value: object, use: str) -> None:
         raise ValueError(f"{name}={value!r}: use {use}")
 
 
-def require_at_least(minimum: int, owner: object, *names: str) -> None:
+def require_at_least(minimum: int, owner: object, *names: str, prefix: str = "") -> None:
     """`require` that each named attribute of `owner` is None or a number >= `minimum`."""
     for name in names:
         value = getattr(owner, name)
-        require(value is None or value >= minimum, name, value, f"a number >= {minimum}")
+        valid = value is None or value >= minimum
+        require(valid, f"{prefix}{name}", value, f"a number >= {minimum}")
 
 
 def require_one_of(valid: Collection[str], owner: object, name: str) -> None:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from gac.study.runs import result, run_all
 
     with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "jobs")
+        require_at_least(1, options, "seeds", "jobs", prefix="--")
     data, aliases = read_study(options.config)
     specs = options.methods or list(aliases)
     if not specs:

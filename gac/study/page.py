@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ HOW_TO_READ = (
 def render(study: Mapping[str, Any], report: str | None) -> str:
     """Render the page. report: file in the same folder with the curves of the runs, or None."""
     setting, rows = study["setting"], study["methods"]
-    best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=None)
+    best = max((row["mean"] for row in rows.values() if row["mean"] is not None), default=math.inf)
     return render_template(
         "study.html.j2",
         title=f"Study: {setting['config']}",
