@@ -24,7 +24,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,20 +114,20 @@ def without_statistics() -> Iterator[None]:
         out = original(hidden, *batch, moments=False, **keywords)
         return out._replace(moments=TokenMoments.zeros(hidden.device))
 
-    gac.models.head.fused_linear_gac_loss = loss  # type: ignore[assignment] # fewer outputs
-    TokenMoments.all_reduce = lambda self, group=None: self  # type: ignore[method-assign]
+    gac.models.head.fused_linear_gac_loss = loss
+    TokenMoments.all_reduce = lambda self, group=None: self  # type: ignore[method-assign] # no-op
     try:
         yield
     finally:
         gac.models.head.fused_linear_gac_loss = original
-        TokenMoments.all_reduce = all_reduce  # type: ignore[method-assign]
+        TokenMoments.all_reduce = all_reduce  # type: ignore[method-assign] # restored
 
 
 class Parts:
     """Times the parts of the method that are separate calls."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.enabled = False
         self.losses: list[Callable[..., Any]] = []  # forward calls of the current step's losses
         for owner, names, part in (
@@ -151,7 +151,7 @@ class Parts:
                 self.losses.append(functools.partial(inner, *plain, **keywords))
             return inner(*args, **keywords)
 
-        gac.models.head.fused_linear_gac_loss = record_loss  # type: ignore[assignment] # same
+        gac.models.head.fused_linear_gac_loss = record_loss
 
     @torch.no_grad()
     def time_statistics(self) -> None:

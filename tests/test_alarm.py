@@ -114,7 +114,7 @@ def test_the_reference_is_frozen_while_the_alarm_is_on():
     before = state_after([1.0] * 40)
     on = state_after([1.0] * 40 + [2.0] * 2 + [5.0] * 20)
     assert on.suspect and (on.level, on.scale) == (before.level, before.scale)
-    assert on.shifted == 2 and on.count == 21
+    assert on.shifted == 2 and on.num_losses == 21
     off = state_after([1.0] * 40 + [2.0] * 20 + [1.0] * 2)
     assert not off.suspect and off.level == before.level
 
@@ -218,7 +218,7 @@ def test_state_round_trips_json_and_older_states_load():
     restored.update(demo_loss=1.5)  # a fall of more than 6 times 0.1 ended the older alarm
     assert not restored.state.demos_suspect
     older = AlarmState.of([0.4, 0.01, 20.0, 0.0])
-    assert not older.suspect and older.count == 1  # warms up again
+    assert not older.suspect and older.num_losses == 1  # warms up again
     for wrong in ([1.0, 2.0], {"level": 1.0}, {**AlarmState(1, 1, 1, 1).to_plain(), "scale": "x"}):
         with pytest.raises(ValueError, match="alarm"):
             AlarmState.of(wrong)

@@ -28,7 +28,7 @@ class AlarmState(NamedTuple):
     """Reference: EMA of the loss of trusted demonstrations; frozen while they are suspect."""
     scale: float
     """Typical size of a forecast error."""
-    count: int
+    num_losses: int
     """Number of losses since the start, or since the alarm was last raised or cleared."""
     recent: float
     """EMA of about the last three normal losses; while the loss falls, `level` lags behind it."""
@@ -60,11 +60,12 @@ class AlarmState(NamedTuple):
             return cls._of_numbers(*numbers("alarm", plain, 4))
         wrong = sorted(set(plain) ^ set(cls._fields))
         require(not wrong, "alarm", wrong, "a dict from to_plain(); these keys are wrong")
-        values = {name: finite("alarm", plain[name]) for name in cls._fields if name != "sources"}
-        state = cls(**values, sources=tuple(finite("alarm", x) for x in plain["sources"]))
-        return state._replace(
-            count=int(state.count), extremes=int(state.extremes), suspect=bool(state.suspect)
-        )
+        values: dict[str, Any] = {
+            name: finite("alarm", plain[name]) for name in cls._fields if name != "sources"
+        }
+        for name, kind in (("num_losses", int), ("extremes", int), ("suspect", bool)):
+            values[name] = kind(values[name])
+        return cls(**values, sources=tuple(finite("alarm", x) for x in plain["sources"]))
 
     @classmethod
     def _of_numbers(cls, level: float, square: float, count: float, raised: float) -> AlarmState:
@@ -181,14 +182,14 @@ class Alarm:
     def _while_off(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
         """Look for a rise, and let the reference follow the loss."""
         error, typical = loss - state.level, self._typical_error(state)
-        if state.count < self.warmup:
+        if state.num_losses < self.warmup:
             return self._follow(state, loss, error), False
         size = error / typical
         extreme = size > 2 * self.slack
         cusum = max(0.0, state.cusum + min(size, self.clip) - self.slack)
         shifted, extremes = state.shifted, state.extremes
         if cusum == 0 and extremes > 0:  # they were outliers, so they count as noise
-            growth = 1 + _scale_rate(self.decay, state.count) * (SCALE * self.clip - 1)
+            growth = 1 + _scale_rate(self.decay, state.num_losses) * (SCALE * self.clip - 1)
             state, extremes = state._replace(scale=typical * growth**extremes), 0
         if extreme:
             extremes += 1
@@ -200,28 +201,28 @@ class Alarm:
             known = self._known_level(state)
             if known is not None:
                 level = max(known, shifted)  # two batches may have been low by chance
-                count = state.count + 1
-                return start._replace(level=level, recent=level, count=count), False
+                num_losses = state.num_losses + 1
+                return start._replace(level=level, recent=level, num_losses=num_losses), False
             level = min(state.level, state.recent)
-            return start._replace(level=level, count=1, suspect=True), True
+            return start._replace(level=level, num_losses=1, suspect=True), True
         if extreme:
-            return state._replace(count=state.count + 1), False
+            return state._replace(num_losses=state.num_losses + 1), False
         return self._follow(state, loss, max(error, -self.clip * typical)), False
 
     def _follow(self, state: AlarmState, loss: float, error: float) -> AlarmState:
         """Average one more error into the level and the typical error."""
-        level = state.level + max(1 - self.decay, 1 / (state.count + 1)) * error
+        level = state.level + max(1 - self.decay, 1 / (state.num_losses + 1)) * error
         # while the loss falls, the level lags behind it, and this error is not noise
         size = error if error > 0 else min(-error, abs(loss - state.recent))
         # during a rise, errors must not hide it by counting as noise
-        rate = 0.0 if error > 0 and state.cusum > 1 else _scale_rate(self.decay, state.count)
+        rate = 0.0 if error > 0 and state.cusum > 1 else _scale_rate(self.decay, state.num_losses)
         scale = state.scale + rate * (SCALE * size - state.scale)
         recent = (state.recent + loss) / 2
-        return AlarmState(level, scale, state.count + 1, recent, *state[4:])
+        return AlarmState(level, scale, state.num_losses + 1, recent, *state[4:])
 
     def _known_level(self, state: AlarmState) -> float | None:
         """The level of another source to which the losses have risen, after a normal time."""
-        if state.count - self.warmup < self.source_steps:
+        if state.num_losses - self.warmup < self.source_steps:
             return None
         noise = self.clip * self._typical_error(state)
         for source in state.sources:
@@ -242,10 +243,10 @@ class Alarm:
             start = AlarmState(state.level, state.scale, self.warmup, loss, sources=state.sources)
             return start, True
         sources = state.sources
-        if state.count == self.source_steps:
+        if state.num_losses == self.source_steps:
             rise = (state.shifted - state.level) / max(abs(state.level), 1e-12)
             sources = (*sources, rise)[-MAX_SOURCES:]
-        after = state._replace(cusum=cusum, count=state.count + 1, sources=sources)
+        after = state._replace(cusum=cusum, num_losses=state.num_losses + 1, sources=sources)
         return after, False
 
 
