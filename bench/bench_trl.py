@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +28,12 @@ from torch import nn
 
 from .peak_memory import resident
 from .record import copy_out, device_name
-from .settings import RESULTS, tiny
+from .settings import DRY_RUN, RESULTS, tiny
 
 TOLERANCE = 1e-4  # relative, of the whole gradient; float32 rounding is 1e-6 to 1e-5
 TRAINERS = ("GRPO", "SFT", "DPO")
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "integrations" / "trl.md")  # show the table
 OWN, HEAD, LOSS = "TRL", "fused head", "fused loss"
 
 
@@ -240,7 +243,14 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(options.out)
-    print(markdown(rows))
+    table = markdown(rows)
+    print(table)
+    if options.out == RESULTS / "trl.json" and options.device == "cpu" and not DRY_RUN:
+        for page in PAGES:
+            text = page.read_text()
+            page.write_text(
+                re.sub("(?<=<!-- trl -->\\n).*?(?=<!-- /trl -->)", table + "\n", text, flags=re.S)
+            )
 
 
 if __name__ == "__main__":
