@@ -24,7 +24,7 @@ def policy(task, tmp_path_factory):
     trainer = Trainer(tiny_config(task, tmp_path_factory.mktemp("run") / "run"))
     for p in trainer.model.parameters():  # sharpen the logits, so that greedy decoding has no ties
         p.data.mul_(3 if p.dim() > 1 else 1)
-    return trainer.model, trainer.tokenizer
+    return trainer.model.train(), trainer.tokenizer
 
 
 def sample(config, model, tokenizer, prompts, samples):

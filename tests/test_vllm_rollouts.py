@@ -47,7 +47,7 @@ def policy(task, tmp_path):
     trainer = Trainer(tiny_config(task, tmp_path / "local"))
     for p in trainer.model.parameters():
         p.data.mul_(3 if p.dim() > 1 else 1)
-    return trainer.model, trainer.tokenizer
+    return trainer.model.train(), trainer.tokenizer
 
 
 def engine(task, url, tokenizer, folder, **changes):
@@ -145,8 +145,23 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
     for row in rows:
         assert row["clip_fraction"] == 0 and row["sampled_responses"] == 8
         assert 0 < row["sampling_share"] < 1 and row["responses_per_second"] > 0
+        assert row["rollout_loss"] is not None
     requests = server.requests()[request_count:]
     assert requests.count("/collective_rpc") == requests.count("/reset_prefix_cache") == 6
+
+
+def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
+    """They equal the trainer's, so the correction changes nothing; wrong ones mask everything."""
+    trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
+    spec = trainer.gradients.loss.spec
+    assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
+    rows = trainer.sampler(trainer.policy, trainer.feed.examples()).rows
+    expected = trainer.gradients.forward.row_logprobs(rows)
+    for row, logps in zip(rows, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(row.engine_logps), logps, atol=1e-3, rtol=1e-3)
+    rollouts = {**ROLLOUTS, "vllm": {"url": server.url}, "correction": "none"}
+    plain = Trainer(config(task, tmp_path / "none", server.url, rollouts=rollouts))
+    assert plain.gradients.loss.spec.correction == "none"
 
 
 def test_run_resumes_exactly_with_a_new_server(task, tmp_path):

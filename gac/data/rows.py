@@ -32,6 +32,8 @@ class Row(NamedTuple):
     weight: float = 1.0  # factor of the row's loss, > 0
     switch: int = -1  # a rollout's tokens from `start` up to this index belong to a demonstration
     unit: int = -1  # id of dependent rollouts, such as those of one prompt; -1: independent
+    # log-probs of the tokens from `start` in the engine that sampled them; nan: not sampled
+    engine_logps: tuple[float, ...] = ()
 
     @property
     def response_tokens(self) -> int:

@@ -6,6 +6,7 @@ Legend: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,9 +20,12 @@ from gac.errors import require, require_at_least, require_one_of
 from gac.models import row_attention
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.setup import in_lockstep, required_calls
+from gac_kernels.contract import CORRECTIONS
 
 from .advantages import ADVANTAGES
 
+logger = logging.getLogger(__name__)
+ROUNDING = 0.05  # largest change by padding, relative to the effect of other tokens
 ENGINES = ("generate", "paged", "vllm")
 WEIGHTS = ("disk", "nccl")
 
@@ -100,6 +104,12 @@ class RolloutConfig:
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of the `vllm` engine."""
+    correction: str = "sequence_mask"
+    """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
+    trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
+    `loss.correction`."""
+    correction_max: float = 3.0
+    """Largest importance factor of the correction."""
     advantages: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
@@ -127,6 +137,8 @@ class RolloutConfig:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require_one_of(ENGINES, self, "engine")
         require_one_of(ADVANTAGES, self, "advantages")
+        require_one_of(CORRECTIONS, self, "correction")
+        require(self.correction_max > 0, "correction_max", self.correction_max, "a number > 0")
         minimum = self.completions * (self.max_new_tokens + 1)
         if (
             self.overlong_tokens is not None
@@ -155,7 +167,20 @@ class SamplingParams(NamedTuple):
     stop: Sequence[str] = ()
 
 
-Responses = list[tuple[int, ...]]  # token ids up to and including the stop token
+class Response(tuple[int, ...]):
+    """Token ids, with their log-probs in the engine that sampled them."""
+
+    logps: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Response:
+        """A response; `logps` may be longer than `tokens`."""
+        response = cls(tokens)
+        response.logps = tuple(logps[: len(tokens)])
+        return response
+
+
+Responses = Sequence[tuple[int, ...]]  # token ids up to and including the stop token
 
 
 @torch.no_grad()
@@ -177,10 +202,12 @@ def generate(
     pad_token: int = tokenizer.pad_token_id
     settings = generation_config(params, stops, pad_token)
     device = next(model.parameters()).device
-    parts = _parts(prompts, params, batch, batch_tokens)
     responses: list[Responses] = [[] for _ in prompts]
-    idle = required_calls(model, len(parts)) - len(parts)
     with sampling_mode(model):
+        parts = _parts(prompts, params, batch, batch_tokens)
+        if not _supports_padding(model, pad_token):
+            parts = [part for mixed in parts for part in _equal_lengths(prompts, mixed)]
+        idle = required_calls(model, len(parts)) - len(parts)
         for part in parts + [[]] * idle:
             texts = [prompts[i] for i in part] or [(stops[0],)]
             missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
@@ -224,6 +251,58 @@ def _parts(
             per_call = max(tokens // cost, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
+
+
+def _equal_lengths(prompts: Sequence[tuple[int, ...]], part: list[int]) -> list[list[int]]:
+    """Split a generation batch into batches whose prompts need no padding."""
+    by_length: dict[int, list[int]] = {}
+    for i in part:
+        by_length.setdefault(len(prompts[i]), []).append(i)
+    return list(by_length.values())
+
+
+def _supports_padding(model: Any, pad_token: int) -> bool:
+    """Whether padding on the left leaves the next token's logits unchanged up to rounding.
+
+    Some recurrent models read the padding. Tested once per model; call it on every rank.
+    """
+    if "supports_padding" in model.__dict__:
+        return model.__dict__["supports_padding"]
+    device, settings = (
+        next(model.parameters()).device,
+        GenerationConfig(
+            max_new_tokens=1,
+            do_sample=False,
+            pad_token_id=pad_token,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ),
+    )
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = torch.tensor([[pad_token] * 3 + [1, 2, 3], [4, 5, 6, 3, 2, 1]], device=device)
+    rows, mask = rows % vocabulary, torch.ones_like(rows)
+    mask[0, :3] = 0
+
+    def logits(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=settings,
+            synced_gpus=in_lockstep(model),
+        )
+        return out.logits[0].float()
+
+    padded, alone = logits(rows, mask), logits(rows[:1, 3:], mask[:1, 3:])
+    effect = (padded[0] - padded[1]).abs().max()  # of other tokens; rounding is much smaller
+    supported = bool((padded[0] - alone[0]).abs().max() <= ROUNDING * effect)
+    model.__dict__["supports_padding"] = supported
+    if not supported:
+        logger.warning(
+            "%s samples differently when a prompt is padded: generating prompts of equal length "
+            "together, which is slower",
+            type(model).__name__.removeprefix("FSDP"),
+        )
+    return supported
 
 
 def generation_config(

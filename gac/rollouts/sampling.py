@@ -129,9 +129,27 @@ class SignalWatch:
             )
 
 
-def scatter_logps(logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch) -> Tensor:
-    """Scatter each row's response log-probs into a tensor shaped like `batch.targets`."""
-    out = torch.zeros(batch.targets.numel())
+def engine_logps(rows: Sequence[Row], batch: Batch) -> Tensor:
+    """The sampling engine's log-probs, shaped like `batch.targets`; nan where there are none."""
+    if not rows:
+        return torch.full_like(batch.targets, math.nan, dtype=torch.float32)
+    logps = [
+        torch.tensor(row.engine_logps or [math.nan] * row.response_tokens)[
+            -len(row.ids[max(row.start, 1) :]) :
+        ]
+        for row in rows
+    ]
+    return scatter_logps(logps, rows, batch, math.nan)
+
+
+def scatter_logps(
+    logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch, other: float = 0.0
+) -> Tensor:
+    """Scatter each row's response log-probs into a tensor shaped like `batch.targets`.
+
+    other: value of the positions that predict no response token.
+    """
+    out = torch.full((batch.targets.numel(),), other)
     for offset, row, values in zip(batch.starts, rows, logps, strict=True):
         out[row.scored(offset)] = values
     return out.view(batch.targets.shape).to(batch.targets.device)
@@ -159,6 +177,13 @@ class Sampler:
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with responses and rewards, for people to read."""
         self.signal = SignalWatch()
+        if config.top_p < 1 and rank() == 0:
+            logger.warning(
+                "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
+                "the probabilities of the full one, so its gradient is biased and the ratio to the "
+                "policy is off; use top_p=1 unless you know that you need it",
+                config.top_p,
+            )
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
@@ -307,6 +332,9 @@ class Sampler:
             if rollout_weight and not skipped and start < len(ids):
                 is_demo = not sample.response  # the prefix is the complete demonstration
                 row = Row(ids, start, is_demo, advantage, weight=rollout_weight, switch=switch)
+                logps = getattr(sample.response, "logps", ())
+                if logps:
+                    row = row._replace(engine_logps=(math.nan,) * (switch - start) + logps)
                 rows.append(row)
         # prefixes already contain the demonstration
         if demo_weight and not any(stage.prefix for stage in self.stages):

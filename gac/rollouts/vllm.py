@@ -25,7 +25,14 @@ from gac.errors import ConfigError, RunError, UserError
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
-from .generation import Responses, SamplingParams, VLLMConfig, sampling_mode, truncate_at_stop
+from .generation import (
+    Response,
+    Responses,
+    SamplingParams,
+    VLLMConfig,
+    sampling_mode,
+    truncate_at_stop,
+)
 
 MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights
@@ -132,8 +139,8 @@ class Server:
             generation_kwargs={"seed": 0, "ignore_eos": True},
         )
         response = output["completion_ids"][0]
-        steps = zip(response, output["logprob_token_ids"][0], output["logprobs"][0], strict=True)
-        return prompt + response, [logps[ids.index(token)] for token, ids, logps in steps]
+        ids, logps = output["logprob_token_ids"][0], output["logprobs"][0]
+        return prompt + response, _sampled(response, ids, logps)
 
     def _compare(self, model: Any, ids: list[int], server_logps: list[float]) -> None:
         """Compare the server's log-probs with those of `model`.
@@ -167,31 +174,37 @@ class Server:
         stops = stop_tokens(self.tokenizer, params.stop)
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
 
-        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[list[int]]:
+        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[Response]:
             # use the run's stop tokens and ignore the server's own EOS tokens
             options = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
-            responses = self.client.generate(
+            output: dict[str, Any] = self.client.generate(
                 [list(prompt)],
                 n=params.samples,
                 temperature=params.temperature,
                 top_p=params.top_p,
                 max_tokens=params.max_new_tokens,
-                logprobs=None,
+                logprobs=0,
                 generation_kwargs=options,
-            )["completion_ids"]
+            )
+            responses = output["completion_ids"]
             if len(responses) != params.samples or not all(responses):
                 count = sum(map(bool, responses))
                 raise ValueError(f"received only {count} of {params.samples} responses to a prompt")
             for response in responses:
                 self._check_vocabulary(response)
-            return responses
+            return [
+                Response.of(truncate_at_stop(response, stops), _sampled(response, ids, logps))
+                for response, ids, logps in zip(
+                    responses, output["logprob_token_ids"], output["logprobs"], strict=True
+                )
+            ]
 
         pool = ThreadPoolExecutor(MAX_CONCURRENT)
         try:
             groups = list(pool.map(sample_prompt, prompts, seeds))
         finally:
             pool.shutdown(cancel_futures=True)
-        return [truncate_at_stop(response, stops) for group in groups for response in group]
+        return [response for group in groups for response in group]
 
     def _send_by_disk(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -308,6 +321,14 @@ class _TimeoutAdapter(HTTPAdapter):
         """Send a request, with the default timeout unless the caller sets one."""
         keywords["timeout"] = keywords.get("timeout") or self.timeout
         return super().send(*request, **keywords)
+
+
+def _sampled(
+    response: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
+) -> list[float]:
+    """The log-probs of the sampled tokens, from those of the tokens `ids` at each position."""
+    steps = zip(response, ids, logps, strict=True)
+    return [values[own.index(token)] for token, own, values in steps]
 
 
 def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

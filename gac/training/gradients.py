@@ -19,7 +19,7 @@ from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
-from gac.rollouts.sampling import scatter_logps
+from gac.rollouts.sampling import engine_logps, scatter_logps
 from gac_kernels import DemoWeight, HeadSketch, LossOutput, LossSpec, TokenMoments
 
 from .forward import Forward
@@ -181,11 +181,13 @@ class Gradients:
                     reference = model(**batch.model_inputs, request=lambda head: head.detached())
             inputs = reference, batch, mu, old, ref, spec, norms
             return lambda head: custom_loss(token, head, *inputs)
-        targets, old, ref = batch.to_loss_layout(batch.targets, old, ref)
+        engine = None if spec.correction == "none" else engine_logps(rows, batch)
+        targets, old, ref, engine = batch.to_loss_layout(batch.targets, old, ref, engine)
         keywords: dict[str, Any] = {
             "mu": mu,
             "old_logps": old,
             "ref_logps": ref,
+            "rollout_logps": engine,
             "spec": spec,
             "rollout_norm": norms.rollout,
             "demo_norm": norms.demo,

@@ -28,9 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 def loss_of(config: TrainConfig) -> Loss:
-    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_new_tokens`."""
-    longest = config.loss.max_tokens or config.rollouts.max_new_tokens
-    return config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_new_tokens`.
+
+    With rollouts from another engine, `rollouts.correction` is applied.
+    """
+    rollouts = config.rollouts
+    longest = config.loss.max_tokens or rollouts.max_new_tokens
+    loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+    # the log-probs of a server are those at temperature 1 without truncation
+    comparable = rollouts.temperature == 1 and rollouts.top_p == 1
+    if rollouts.engine == "vllm" and comparable and loss.token is None:
+        spec = dataclasses.replace(
+            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
+        )
+        loss = loss._replace(spec=spec)
+    return loss
 
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
