@@ -117,7 +117,13 @@ def parse_overrides(value: Any) -> Any:
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     """Convert `value` to the scalar type `hint`; for other types, only parse overrides."""
-    convert = {str: _as_str, Path: Path, bool: _as_bool, int: _as_int, float: _as_float}
+    convert: dict[Any, Callable[[Any], Any]] = {
+        str: _as_str,
+        Path: Path,
+        bool: _as_bool,
+        int: _as_int,
+        float: _as_float,
+    }
     if hint not in convert:
         return parse_overrides(value)  # Any, object and types that have no YAML equivalent
     if isinstance(value, Override) and hint not in (str, Path):
