@@ -45,7 +45,7 @@ RATIOS = ("token", "sequence")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 # The numeric fields of LossSpec, and whether each may be None.
-_NUMBERS = {
+NUMBERS = {
     "clip_low": True,
     "clip_high": True,
     "dual_clip": True,
@@ -134,7 +134,7 @@ class LossSpec:
             except ValueError:
                 names = ", ".join(w.value for w in DemoWeight)
                 raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
-        for name, optional in _NUMBERS.items():
+        for name, optional in NUMBERS.items():
             value = getattr(self, name)
             if not isinstance(value, (int, float)) and not (optional and value is None):
                 raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")

@@ -28,7 +28,7 @@ from .tokens import with_factors
 
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
 _INPUTS = len(BatchInputs._fields)
-_ARGUMENTS = 3 + _INPUTS + 8  # of the operator `loss`: operands, inputs, and settings
+_ARGUMENTS = 3 + _INPUTS + 9  # of the operator `loss`: operands, inputs, and settings
 _SCALAR_INPUTS = ("mu", "rollout_norm", "demo_norm")  # inputs: numbers or 0-d tensors
 Operands = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weight, bias
 
@@ -85,7 +85,7 @@ def _check_values(
         "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor advantages, "
         "Tensor is_demo, Tensor mu, Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, "
         "Tensor? rollout_norm, Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, "
-        "str spec, float temperature, float? softcap, str backend, bool[] needs, "
+        "str spec, float[] numbers, float temperature, float? softcap, str backend, bool[] needs, "
         "ScalarType dtype, int? chunk_bytes, int[] sketch) -> (Tensor scalars, Tensor logps, "
         "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
         "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
@@ -96,15 +96,18 @@ def _loss(
 ) -> tuple[Tensor, ...]:
     """Compute the outputs of the loss and the gradients of its operands divided by `inv_scale`."""
     inputs = _to_numbers(BatchInputs(*others[:_INPUTS]))
-    text, temperature, softcap, backend, needs, *gemms, sketch_args = others[_INPUTS:]
-    options, spec = GemmOptions(*gemms), replace(decode(text), temperature=temperature)
+    *encoded, temperature, softcap, backend, needs, dtype, chunk_bytes, sketch_args = others[
+        _INPUTS:
+    ]
+    options = GemmOptions(dtype, chunk_bytes)
+    spec = replace(decode(*encoded), temperature=temperature)
     _check_values(rows, weight, inputs.targets, inputs.cu_seqlens, inputs.weights)
     chosen = _choose_backend(rows, weight, backend, options.dtype)
     tokens = chosen.plan(inputs, spec, compute_dtype(options.dtype))
     tokens = with_factors(tokens, inputs, spec)
     sketches = rows.new_empty(0)
     if weight is None:
-        out = torch.empty_like(rows) if needs[0] else None
+        out = rows.new_empty(rows.shape) if needs[0] else None  # strides as in the fake
         padded_out = None if out is None else _to_padded(out)
         settings = tokens, spec, chosen, padded_out, softcap
         terms, inv_scale = logits_loss(_to_padded(rows), *settings)
@@ -206,7 +209,7 @@ def fused_loss(
     outputs = ops.loss(
         *operands,
         *_to_tensors(inputs),
-        encode(spec),
+        *encode(spec),
         *scaling,
         backend,
         list(NeedsGrad.of(*operands)),
@@ -271,7 +274,7 @@ def _logprobs_backward(
     options = GemmOptions(*gemms)
     chosen, flat = _choose_backend(rows, weight, backend, options.dtype), targets.reshape(-1)
     if weight is None:
-        out = torch.empty_like(rows)
+        out = rows.new_empty(rows.shape)
         chosen.row_grads(_to_padded(rows), flat, *stats, temperature, _to_padded(out), softcap)
         return out, rows.new_empty(0), rows.new_empty(0)
     hidden = rows.reshape(-1, rows.shape[-1])

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 
-from .contract import KL_ESTIMATORS, POLICIES, REDUCTIONS, DemoWeight, LossSpec
+from .contract import KL_ESTIMATORS, NUMBERS, POLICIES, REDUCTIONS, DemoWeight, LossSpec
 
 # dtypes that the kernels support; C++ refers to them by index
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEMO_WEIGHTS = tuple(DemoWeight)
-_ENCODED = tuple(f.name for f in fields(LossSpec) if f.name != "demo_weight")
+_TEXTS = tuple(
+    f.name for f in fields(LossSpec) if f.name not in ("demo_weight", "sapo_tau", *NUMBERS)
+)
 
 
 class TokenScalars(NamedTuple):
@@ -82,12 +85,19 @@ def plan_scalars(spec: LossSpec) -> PlanScalars:
     )
 
 
-def encode(spec: LossSpec) -> str:
-    """Encode a spec as a literal for `decode`; uses f-strings because Dynamo can trace them."""
-    texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _ENCODED]
-    return "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
+def encode(spec: LossSpec) -> tuple[str, list[float]]:
+    """Encode a spec for `decode`: a literal, and the numbers, where None becomes nan.
+
+    Dynamo can trace f-strings, but not of numbers that it treats as dynamic.
+    """
+    texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _TEXTS]
+    literal = "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"
+    values = [*(getattr(spec, name) for name in NUMBERS), *spec.sapo_tau]
+    return literal, [math.nan if x is None else float(x) for x in values]
 
 
-def decode(text: str) -> LossSpec:
+def decode(literal: str, numbers: Sequence[float]) -> LossSpec:
     """Decode the result of `encode`."""
-    return LossSpec(**ast.literal_eval(text))
+    values = [None if math.isnan(x) else x for x in numbers]
+    named = dict(zip(NUMBERS, values, strict=False))
+    return LossSpec(**ast.literal_eval(literal), **named, sapo_tau=tuple(values[-2:]))

@@ -140,7 +140,7 @@ def test_opcheck(form: str) -> None:
             keywords["ref_logps"],
             keywords["cu_seqlens"],
             *(None,) * 4,
-            ops.encode(keywords["spec"]),
+            *ops.encode(keywords["spec"]),
             1.0,
             2.0,
             "auto",
@@ -158,5 +158,5 @@ def test_opcheck(form: str) -> None:
 
 def test_spec_encode_decode_round_trip() -> None:
     spec = LossSpec(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99)
-    assert ops.decode(ops.encode(spec)) == spec
-    assert ops.decode(ops.encode(LossSpec())) == LossSpec()
+    assert ops.decode(*ops.encode(spec)) == spec
+    assert ops.decode(*ops.encode(LossSpec())) == LossSpec()
