@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gac.config import ConfigError, load
+from gac.demo.task import make_tokenizer
 from gac.errors import RunError
 from gac.rollouts import paged
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig, SamplingParams, _parts, generate
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
+from tools.tiny_models import tiny_config as tiny_model_config
 
 from .tiny import metrics, tiny_config
 
@@ -133,3 +136,15 @@ def test_batch_tokens_below_the_longest_prompt_is_rejected(task, tmp_path):
     rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "batch_tokens": 24}
     with pytest.raises(ConfigError, match="rollouts.batch_tokens=24: 4 rows"):
         Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts))
+
+
+@pytest.mark.parametrize(("kind", "supported"), [("llama", True), ("recurrent_gemma", False)])
+def test_models_that_read_the_padding_generate_prompts_of_equal_length(kind, supported, caplog):
+    """Each response equals that of its prompt alone."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_model_config(kind)).eval()
+    prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (5, 9)]
+    keywords = {"max_new_tokens": 4, "temperature": 0.0}
+    together = generate(model, make_tokenizer(), prompts, **keywords)
+    assert model.supports_padding == supported and ("of equal length" in caplog.text) != supported
+    assert together == [generate(model, make_tokenizer(), [p], **keywords)[0] for p in prompts]

@@ -111,7 +111,7 @@ def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(SIZES[name], value)
         elif isinstance(value, list) and value and all(isinstance(x, str) for x in value):
-            small[name] = _kinds(value) if "layer" in name else value
+            small[name] = _kinds(value) if "layer" in name or "block" in name else value
         elif name in ("pad_token_id", "eos_token_id", "bos_token_id"):
             small[name] = ("pad_token_id", "eos_token_id", "bos_token_id").index(name)
     if "kv_lora_rank" in values:  # latent attention has as many heads for keys and values
