@@ -105,7 +105,7 @@ def fused_gac_loss(
         *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(logits, inputs, spec)
-    scaling = _scaling(spec.temperature, logit_scale, softcap)
+    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
     if torch.compiler.is_compiling():
         options, operands = GemmOptions(logits.dtype), (logits, None, None)
         return ops.fused_loss(operands, inputs, spec, moments, scaling, backend, options)
@@ -114,7 +114,7 @@ def fused_gac_loss(
     if chosen is reference_backend:
         keywords = {**inputs._asdict(), "logit_scale": logit_scale, "softcap": softcap}
         return reference.fused_gac_loss(logits, **keywords, spec=spec, moments=moments)
-    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
+    spec = with_temperature(spec, scaling)
     with torch.no_grad():
         tokens = with_factors(chosen.plan(inputs, spec), inputs, spec)
     rows = logits if logits.dim() == 3 else logits[None]
@@ -173,7 +173,7 @@ def token_logprobs(
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     checks.rows("logits", logits, targets)
-    scaling = _scaling(temperature, logit_scale, softcap)
+    scaling = fold_scaling(temperature, logit_scale, softcap)
     checks.outputs(outputs)
     if torch.compiler.is_compiling():
         options, operands = GemmOptions(logits.dtype), (logits, None, None)
@@ -188,21 +188,18 @@ def token_logprobs(
     return _named(flat, targets.shape, outputs)
 
 
-def _scaling(temperature: float, logit_scale: float, softcap: float | None) -> Scaling:
+def fold_scaling(temperature: float, logit_scale: float, softcap: float | None) -> Scaling:
     """Check the three numbers and fold the logit scale into the other two."""
     checks.positive("temperature", temperature)
     checks.logit_scaling(logit_scale, softcap)
     return Scaling(*reference.fold_scale(logit_scale, temperature, softcap))
 
 
-def fold_logit_scale(
-    spec: LossSpec, logit_scale: float, softcap: float | None
-) -> tuple[LossSpec, Scaling]:
-    """Check the numbers; a spec and a scaling that include the logit scale."""
-    scaling = _scaling(spec.temperature, logit_scale, softcap)
+def with_temperature(spec: LossSpec, scaling: Scaling) -> LossSpec:
+    """The spec with the temperature that includes the logit scale."""
     if scaling.temperature == spec.temperature:
-        return spec, scaling
-    return replace(spec, temperature=scaling.temperature), scaling
+        return spec
+    return replace(spec, temperature=scaling.temperature)
 
 
 def _named(flat: Sequence[Tensor], shape: torch.Size, outputs: Sequence[str]) -> tuple[Tensor, ...]:
@@ -272,7 +269,7 @@ def fused_linear_gac_loss(
     )
     checks.batch(hidden, inputs, spec)
     checks.sketch(sketch)
-    scaling = _scaling(spec.temperature, logit_scale, softcap)
+    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
     if torch.compiler.is_compiling():
         return ops.fused_loss(
             (hidden, weight, bias), inputs, spec, moments, scaling, backend, options, sketch
@@ -280,7 +277,7 @@ def fused_linear_gac_loss(
     accum_dtype = reference.compute_dtype(options.dtype)
     chosen = backends.choose(backend, hidden.device, accum_dtype)
     checks.values(targets, weight.shape[0], cu_seqlens, weights)
-    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
+    spec = with_temperature(spec, scaling)
     with torch.no_grad():
         tokens = with_factors(chosen.plan(inputs, spec, accum_dtype), inputs, spec)
     task = LossTask(tokens, spec, chosen, moments, sketch, scaling.softcap)
@@ -318,7 +315,7 @@ def linear_token_logprobs(
         chunk_bytes: as in `fused_linear_gac_loss`.
     """
     options = check_head(hidden, weight, targets, bias, chunk_bytes)
-    scaling = _scaling(temperature, logit_scale, softcap)
+    scaling = fold_scaling(temperature, logit_scale, softcap)
     checks.outputs(outputs)
     if torch.compiler.is_compiling():
         operands = hidden, weight, bias

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import backends, checks, reference
-from .api import check_head, fold_logit_scale
+from .api import check_head, fold_scaling, with_temperature
 from .autograd import FusedLinearLoss, LossTask, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import BatchInputs
@@ -77,7 +77,8 @@ def vocab_parallel_gac_loss(
         *(rollout_norm, demo_norm, weights, rollout_logps),
     )
     checks.batch(hidden, inputs, spec)
-    spec, scaling = fold_logit_scale(spec, logit_scale, softcap)
+    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
+    spec = with_temperature(spec, scaling)
     accum_dtype = reference.compute_dtype(options.dtype)
     inner = backends.choose("auto", hidden.device, accum_dtype)
     sizes = _sizes(weight, group)
