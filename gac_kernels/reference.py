@@ -169,7 +169,7 @@ def _kl(d: Tensor, estimator: str) -> Tensor:
         case "k2":
             return d * d / 2
         case "k3":
-            return d.exp() - d - 1
+            return d.expm1() - d
         case _:
             raise AssertionError(f"unknown KL estimator {estimator!r}")
 
@@ -246,7 +246,7 @@ def token_derivatives(
             case "k2":
                 d_kl = -kl_upstream * d
             case _:
-                d_kl = kl_upstream - kl_upstream * d.exp()
+                d_kl = -kl_upstream * d.expm1()
         direct = direct + d_kl
     through_ratio = torch.where(overflows, 0, through_ratio * ratio)
     if spec.ratio == "sequence":
