@@ -92,6 +92,8 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
         "report_to": [],
         "gradient_checkpointing": False,
     }
+    if trainer == "GRPO":
+        options["num_generations"] = 2
     digits = "0123456789" * (1 + case.completion // 10)
     prompt, completion = digits[: case.prompt], digits[: case.completion]
     row = {"prompt": prompt, "completion": completion}

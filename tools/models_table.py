@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for family in options.families or families():
         results[family] = try_family(family, options.debug)
         print(family, json.dumps(results[family]), flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(results))
     return int(any(v.startswith("FAILED") for modes in results.values() for v in modes.values()))
 
@@ -166,6 +166,7 @@ def _warnings() -> Iterator[list[str]]:
     """The messages that gac logs inside the block."""
     messages: list[str] = []
     handler = logging.Handler()
+    # a handler of one function
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("gac")
     logger.addHandler(handler)
