@@ -138,7 +138,7 @@ def test_batch_tokens_below_the_longest_prompt_is_rejected(task, tmp_path):
         Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts))
 
 
-@pytest.mark.parametrize(("kind", "supported"), [("llama", True), ("recurrent_gemma", False)])
+@pytest.mark.parametrize(("kind", "supported"), [("llama", True), ("rwkv", False)])
 def test_models_that_read_the_padding_generate_prompts_of_equal_length(kind, supported, caplog):
     """Each response equals that of its prompt alone."""
     torch.manual_seed(0)

@@ -1,0 +1,51 @@
+"""The program that writes docs/models.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import models_table
+from tools.tiny_models import families, tiny_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_family_is_trained_in_every_mode():
+    assert models_table.try_family("llama4_text", debug=True) == dict.fromkeys(
+        models_table.MODES, "yes"
+    )
+
+
+def test_a_family_that_is_refused():
+    (reason,) = models_table.try_family("bert", debug=True).values()
+    assert reason.startswith("model type 'bert' is an encoder")
+
+
+def test_a_difference_between_modes_is_a_failure():
+    expected = {"demo_loss": 1.0, "grad_norm": 2.0}
+    assert models_table._compare("packed", {**expected, "grad_norm": 2.001}, expected) == "yes"
+    assert "FAILED: demo_loss is 1.1" in models_table._compare(
+        "packed", {**expected, "demo_loss": 1.1}, expected
+    )
+    assert models_table._compare("LoRA", {**expected, "grad_norm": 9.0}, expected) == "yes"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v3", "gpt2"])
+def test_tiny_configurations_are_tiny(family):
+    assert family in families()
+    text = tiny_config(family).get_text_config()
+    assert text.vocab_size <= 64 and text.num_hidden_layers <= 2
+
+
+def test_the_page_lists_what_the_run_measured():
+    results = {
+        "a": dict.fromkeys(models_table.MODES, "yes"),
+        "b": {**dict.fromkeys(models_table.MODES, "yes"), "FSDP2": "no | way"},
+        "c": {"model": "an encoder"},
+    }
+    text = models_table.page(results)
+    assert "2 of 3 families train." in text
+    assert "| `b` | yes | yes | yes | yes | no [1] |" in text and "[1] no | way" in text
+    assert "| `c` | an encoder |" in text
