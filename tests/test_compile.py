@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,11 +13,12 @@ from gac_kernels import (
     fused_gac_loss,
     fused_linear_gac_loss,
     linear_token_logprobs,
+    loss_from_logprobs,
     ops,
     token_logprobs,
 )
 
-from .cases import BY_NAME, Batch, build
+from .cases import BY_NAME, Batch, build, require_backend
 
 
 def all_calls(batch: Batch, mu: float | torch.Tensor):
@@ -120,39 +123,159 @@ def test_float16_weight_gradient() -> None:
     torch.testing.assert_close(grads, expected)
 
 
-@pytest.mark.parametrize("form", ["logits", "linear"])
-def test_opcheck(form: str) -> None:
-    batch = build(BY_NAME["k3"])
-    linear = form == "linear"
-    rows = batch.hidden if linear else batch.logits()
-    head = (batch.weight, batch.bias) if linear else (None, None)
-    keywords, needs = batch.keywords, [True, linear, linear]
-    torch.library.opcheck(
-        torch.ops.gac_kernels.loss.default,
-        (
-            rows,
-            *head,
-            batch.targets,
-            batch.advantages,
-            batch.is_demo,
-            torch.tensor(0.3),
-            keywords["old_logps"],
-            keywords["ref_logps"],
-            keywords["cu_seqlens"],
-            *(None,) * 4,
-            *ops.encode(keywords["spec"]),
-            1.0,
-            2.0,
-            "auto",
-            needs,
-            torch.float32,
-            None,
-            [8, 1] if linear else [],
-        ),
+SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.05, temperature=0.7)
+BACKENDS = ("native", "triton", "reference")
+
+
+def example(rows: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A batch whose logits and hidden states have transposed rows: [T, B, X] seen as [B, T, X]."""
+    vocabulary, size = 37, 8
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype).requires_grad_()
+
+    targets = torch.randint(vocabulary, (rows, width))
+    targets[0, -1] = -100
+    return {
+        "logits": leaf(width, rows, vocabulary).transpose(0, 1),
+        "hidden": leaf(width, rows, size).transpose(0, 1),
+        "weight": leaf(vocabulary, size),
+        "bias": leaf(vocabulary),
+        "logps": (torch.randn(rows, width) - 4).requires_grad_(),
+        "entropy": torch.rand(rows, width).requires_grad_(),
+        "targets": targets,
+        "advantages": torch.randn(rows),
+        "is_demo": torch.arange(rows) % 2 == 1,
+        "old_logps": torch.randn(rows, width) - 4,
+        "ref_logps": torch.randn(rows, width) - 4,
+    }
+
+
+def every_function(x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
+    """Call every public function; all results as one tuple of tensors."""
+    targets, weight, bias = x["targets"], x["weight"], x["bias"]
+    args = targets, x["advantages"], x["is_demo"]
+    keywords = {"old_logps": x["old_logps"], "ref_logps": x["ref_logps"], "spec": spec}
+    scaling = {"logit_scale": 0.5, "softcap": 4.0, "backend": backend}
+    outputs = "mean_logits", "is_top1"
+    losses = (
+        fused_gac_loss(x["logits"], *args, **keywords, **scaling),
+        fused_gac_loss(x["logits"], *args, **keywords, backend=backend),
+        fused_linear_gac_loss(x["hidden"], weight, *args, bias=bias, **keywords, backend=backend),
+        loss_from_logprobs(x["logps"], *args, entropy=x["entropy"], **keywords),
     )
+    logprobs = (
+        token_logprobs(x["logits"], targets, outputs=outputs, **scaling),
+        token_logprobs(x["logits"], targets, temperature=0.7, backend=backend),
+        linear_token_logprobs(x["hidden"], weight, targets, bias=bias, backend=backend),
+    )
+    moments = (
+        x for m in (out.moments for out in losses) for x in (m.rollouts, m.demo_nll, m.totals)
+    )
+    scalars_and_tokens = (part for out in losses for part in out[:7])
+    return *scalars_and_tokens, *moments, *(part for group in logprobs for part in group)
+
+
+def gradients(results: tuple[torch.Tensor, ...], x: dict[str, torch.Tensor]) -> dict:
+    """Gradients of a sum that weighs each differentiable result differently."""
+    differentiable = [r.double().sum() for r in results if r.requires_grad]
+    total = sum(r * (i + 1) for i, r in enumerate(differentiable))
+    leaves = {name: tensor for name, tensor in x.items() if tensor.requires_grad}
+    return dict(zip(leaves, torch.autograd.grad(total, leaves.values()), strict=True))
+
+
+def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
+    results, expected = compiled(x, spec, backend), every_function(x, spec, backend)
+    torch.testing.assert_close(results, expected)
+    assert [r.requires_grad for r in results] == [r.requires_grad for r in expected]
+    grads, expected_grads = gradients(results, x), gradients(expected, x)
+    for name, grad in expected_grads.items():
+        # each function's gradient is rounded to the dtype before they are added
+        atol = 4 * torch.finfo(grad.dtype).eps * grad.abs().max().item()
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("native", torch.float16),
+        ("native", torch.bfloat16),
+        ("triton", torch.float16),
+        ("triton", torch.bfloat16),
+        ("reference", torch.bfloat16),
+        ("reference", torch.float64),
+    ],
+)
+def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager")
+    check_every_function(compiled, example(3, 5, dtype), SPEC, require_backend(backend, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_function_with_dynamic_shapes(backend: str) -> None:
+    require_backend(backend)
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, width, coefficient in (3, 5, 0.1), (4, 6, 0.2):
+        spec = replace(SPEC, kl_coef=coefficient)
+        check_every_function(compiled, example(rows, width), spec, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dynamic_shapes_and_numbers(backend: str) -> None:
+    """The numbers of the spec are dynamic too, so they must not become text of the graph."""
+    require_backend(backend)
+
+    def loss(x: dict[str, torch.Tensor], spec: LossSpec) -> torch.Tensor:
+        args = x["targets"], x["advantages"], x["is_demo"]
+        return fused_gac_loss(
+            x["logits"], *args, ref_logps=x["ref_logps"], spec=spec, backend=backend
+        ).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, width, coefficient in (3, 5, 0.1), (4, 6, 0.2):
+        x, spec = example(rows, width), replace(SPEC, kl_coef=coefficient)
+        value, expected = compiled(x, spec), loss(x, spec)
+        torch.testing.assert_close(value, expected)
+        (grad,) = torch.autograd.grad(value, x["logits"])
+        (expected_grad,) = torch.autograd.grad(expected, x["logits"])
+        torch.testing.assert_close(grad, expected_grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inductor_with_transposed_rows(backend: str) -> None:
+    require_backend(backend)
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True)
+    check_every_function(compiled, example(3, 5), SPEC, backend)
+
+
+@pytest.mark.parametrize("form", ["logits", "linear"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(form: str, backend: str) -> None:
+    x, linear = example(3, 5), form == "linear"
+    rows = x["hidden" if linear else "logits"]
+    head = (x["weight"], x["bias"]) if linear else (None, None)
+    targets, needs = x["targets"], [True, linear, linear]
+    scaling = 0.7, 2.0, require_backend(backend)
+    operators = torch.ops.gac_kernels
+    inputs = targets, x["advantages"], x["is_demo"], torch.tensor(0.3), x["old_logps"]
+    settings = *ops.encode(SPEC), *scaling, needs, torch.float32, None, [8, 1] if linear else []
+    optional = x["ref_logps"], *(None,) * 5
+    torch.library.opcheck(operators.loss.default, (rows, *head, *inputs, *optional, *settings))
+    gemms = torch.float32, None
     torch.library.opcheck(
-        torch.ops.gac_kernels.logprobs.default,
-        (rows, *head, batch.targets, 0.7, 2.0, "auto", torch.float32, None, True),
+        operators.logprobs.default, (rows, *head, targets, *scaling, *gemms, True)
+    )
+    operands = [None if y is None else y.detach() for y in (rows, *head)]
+    stats = torch.rand(4, targets.numel())
+    torch.library.opcheck(
+        operators.logprobs_backward.default,
+        (*operands, targets, stats, *scaling, *gemms, needs),
     )
 
 
