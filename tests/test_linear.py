@@ -396,3 +396,20 @@ def test_pytree_finds_the_tensors_in_the_output() -> None:
         batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
     )
     assert any(leaf is out.loss for leaf in torch.utils._pytree.tree_leaves(out))
+
+
+@each_backend
+def test_gradient_of_the_entropies_only(backend: str) -> None:
+    """The rows have a gradient although that of the log-probabilities is 0."""
+    require_backend(backend)
+    batch, leaves = build(BY_NAME["defaults"]), []
+    for function, keywords in (
+        (linear_token_logprobs, {"backend": backend}),
+        (reference.linear_token_logprobs, {}),
+    ):
+        leaf = batch.hidden.detach().clone().requires_grad_()
+        _, entropy = function(leaf, batch.weight, batch.targets, bias=batch.bias, **keywords)
+        entropy.sum().backward()
+        leaves.append(leaf.grad)
+    assert leaves[1].abs().max() > 0.1
+    torch.testing.assert_close(*leaves, rtol=1e-4, atol=1e-5)

@@ -336,3 +336,43 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
     truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())
     ours = grad(fused_gac_loss, logits, backend=backend)
     torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> None:
+    """Otherwise whoever saved the logits would backpropagate gradients instead of logits."""
+    require_backend(backend)
+    batch = build(BY_NAME["defaults"])
+    logits = batch.logits() * 1
+    squares = logits.square()  # saves the logits
+    args = batch.targets, batch.advantages, batch.is_demo
+    fused_gac_loss(logits, *args, **batch.keywords, backend=backend, overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_a_second_backward_is_rejected(backend: str) -> None:
+    """The first one scaled the saved gradient in place; a second one would scale it twice."""
+    require_backend(backend)
+    batch = build(BY_NAME["defaults"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    loss = 3 * fused_gac_loss(batch.logits(), *args, **batch.keywords, backend=backend).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_large_advantages_do_not_overflow_float16(backend: str) -> None:
+    require_backend(backend)
+    batch = build(BY_NAME["defaults"], torch.float16)
+    grads = []
+    for dtype, name in ((torch.float16, backend), (torch.float64, "reference")):
+        logits = batch.logits().detach().to(dtype).requires_grad_()
+        args = batch.targets, 1e5 * batch.advantages, batch.is_demo
+        loss = fused_gac_loss(logits, *args, **batch.keywords, backend=name).loss
+        (1e-4 * loss).backward()  # its own gradient fits into float16
+        grads.append(logits.grad.double())
+    assert grads[1].abs().max() > 0.1
+    torch.testing.assert_close(*grads, rtol=2e-3, atol=1e-3)

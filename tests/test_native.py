@@ -268,3 +268,16 @@ def test_results_are_bitwise_equal_for_any_thread_count() -> None:
     for ours, ours_grad in others:
         assert torch.equal(ours_grad, grad)
         assert all(torch.equal(ours[k], first[k]) for k in first)
+
+
+def test_entropy_gradient_with_an_impossible_target() -> None:
+    """A target of probability 0 adds 0 log 0 = 0 to the entropy, and its gradient is 0."""
+    logits = torch.tensor([[[-torch.inf, 0.5, 1.0, -1.0]]])
+    grads = []
+    for dtype, backend in ((torch.float32, "native"), (torch.float64, "reference")):
+        leaf = logits.to(dtype).detach().clone().requires_grad_()
+        _, entropy = token_logprobs(leaf, torch.zeros(1, 1).long(), backend=backend)
+        entropy.sum().backward()
+        grads.append(leaf.grad.double())
+    assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)

@@ -204,3 +204,11 @@ def test_invalid_arguments_are_rejected():
         HeadSketch(8, 0.5)
     with pytest.raises(TypeError, match="sketch=5: use a gac_kernels.HeadSketch"):
         call(build(CASES[0]), sketch=5)
+
+
+def test_both_projections_have_their_own_signs() -> None:
+    sketch, cpu = HeadSketch(4, 7), torch.device("cpu")
+    vocabulary = sketch.signs(4 * 50, cpu)
+    hidden = sketch.hidden_signs(50, cpu).flatten()
+    equal = (vocabulary == hidden).float().mean()
+    assert 0.3 < equal < 0.7
