@@ -1,4 +1,4 @@
-"""Times the three GEMMs of the linear form, one by one: `python -m bench.gemm_probe`.
+"""Times each of the three GEMMs of the linear loss: `python -m bench.gemm_probe`.
 
 The speed of a library's GEMM depends on the number of rows M, the output dtype and the input
 stride; the chunked head chooses all three (`gac_kernels/linear.py`).

@@ -155,7 +155,7 @@ class Parts:
 
     @torch.no_grad()
     def time_statistics(self) -> None:
-        """Time the statistics of the step's losses, then clear the losses."""
+        """Measure how long the loss statistics of a step take, then clear the recorded losses."""
         for loss in self.losses:
             for number in range(2 * ROUNDS):
                 moments = number % 4 in (1, 2)

@@ -74,7 +74,7 @@ def _end_with_parent() -> None:
 
 
 def _end_orphans(before: set[int]) -> None:
-    """Kill children that were not there before; theirs become children in turn."""
+    """Kill children not in `before`, in rounds: their children become ours when they die."""
     for _ in range(GRACE):
         orphans = children() - before
         if not orphans:

@@ -61,7 +61,7 @@ def in_passes(
 
 
 def _supports(backend: Any, tokens: Tokens, spec: LossSpec) -> bool:
-    """Whether the row kernels of a backend know all options that act on a single token."""
+    """Whether the backend's row kernels support all per-token options of `spec`."""
     plain = spec.policy == "clip" and not spec.kl_ratio
     without_factor = tokens.factor is None and tokens.rollout_logps is None
     return backend.ALL_OPTIONS or (plain and without_factor)

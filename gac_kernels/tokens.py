@@ -72,7 +72,7 @@ class Tokens(NamedTuple):
         return self.spread(self.per_sequence(torch.where(self.rollout, x, 0).double()))
 
     def rollout_mean(self, x: Tensor) -> Tensor:
-        """The mean instead of the sum, in the dtype of x."""
+        """Like `rollout_sum`, but returns the mean, in the dtype of x."""
         lengths = self.spread(self.rollout_lengths).clamp(min=1)
         return (self.rollout_sum(x) / lengths).to(x.dtype)
 

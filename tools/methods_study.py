@@ -83,7 +83,7 @@ def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> li
     kept = [row for row in old["rows"] if _method(row) not in replaced]
     if kept and old["setting"] != setting:
         raise ValueError(
-            f"{path}: {len(kept)} rows were measured with {old['setting']}, the new ones with "
+            f"{path}: {len(kept)} existing rows have settings {old['setting']}, but the new rows have "
             f"{setting}: use the same steps and seeds, run all methods, or choose another --results"
         )
     order = [*METHODS, HINDSIGHT]

@@ -30,7 +30,7 @@ CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def _arm(name: str, **changes: Any) -> dict[str, Any]:
-    """A method with schedules scaled to the demo, unweighted demonstration tokens and `changes`."""
+    """Config of method `name` for the demo's length, with token weight 1, updated by `changes`."""
     return {"name": name, **demo_fields(name, STEPS), "weight": "one", **changes}
 
 
@@ -208,7 +208,7 @@ def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run what is missing; returns the exit code."""
+    """Parse the arguments and run the cells without results; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_study", description=__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")

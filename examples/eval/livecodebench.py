@@ -51,7 +51,7 @@ def unpack(text: str) -> str:
     try:
         pickled = inflater.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
     except zlib.error as error:
-        raise ValueError(f"not zlib-compressed as in the published files ({error})") from error
+        raise ValueError(f"not zlib-compressed, unlike the published files ({error})") from error
     if not inflater.eof:
         raise ValueError(f"truncated, or larger than {MAX_BYTES >> 20} MiB")
     strings: list[str] = []

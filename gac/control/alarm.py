@@ -59,7 +59,9 @@ class AlarmState(NamedTuple):
         if not isinstance(plain, Mapping):
             return cls._of_numbers(*numbers("alarm", plain, 4))
         wrong = sorted(set(plain) ^ set(cls._fields))
-        require(not wrong, "alarm", wrong, "a dict from to_plain(); these keys are wrong")
+        require(
+            not wrong, "alarm", wrong, "a dict from to_plain(); these keys are missing or unknown"
+        )
         values: dict[str, Any] = {
             name: finite("alarm", plain[name]) for name in cls._fields if name != "sources"
         }
@@ -82,7 +84,7 @@ Plain = Mapping[str, Any] | Sequence[float] | None  # a state in plain JSON type
 
 
 def is_suspect(plain: Plain) -> bool:
-    """Whether the alarm is on in a state of plain JSON types."""
+    """Whether the alarm is on, given its serialized state."""
     return plain is not None and AlarmState.of(plain).suspect
 
 

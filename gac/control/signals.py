@@ -29,7 +29,7 @@ class ProxySignals:
     needs = SourceNeeds()
 
     def init(self) -> State:
-        """No state."""
+        """Return an empty state: this source is stateless."""
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
@@ -58,7 +58,7 @@ class GradientSignals:
         return SourceNeeds(gram=True, bias=self.bias)
 
     def init(self) -> State:
-        """No state."""
+        """Return an empty state: this source is stateless."""
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
@@ -98,7 +98,7 @@ class SketchSignals:
         return SourceNeeds(sketch=self.size)
 
     def init(self) -> State:
-        """No state."""
+        """Return an empty state: this source is stateless."""
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
@@ -136,7 +136,7 @@ class DegradedSignals:
 
 @dataclass(frozen=True)
 class ConstantVariance(DegradedSignals):
-    """Another source with sigma_r^2 replaced by a constant: the paper's degradation (a)."""
+    """Wraps a signal source and replaces sigma_r^2 by a constant: the paper's degradation (a)."""
 
     value: float = 1.0
     """sigma_r^2 >= 0."""
@@ -151,7 +151,7 @@ class ConstantVariance(DegradedSignals):
 
 @dataclass(frozen=True)
 class ShuffledDisagreement(DegradedSignals):
-    """Another source with the disagreement drawn from its history: the paper's degradation (b).
+    """Wraps a signal source and draws the disagreement from its history: the paper's degradation (b).
 
     The values keep their distribution over the last `window` refreshes but lose their order.
     """
@@ -182,7 +182,7 @@ class ShuffledDisagreement(DegradedSignals):
 
 @dataclass(frozen=True)
 class RandomDisagreement(DegradedSignals):
-    """Another source with uniform noise as the disagreement: the paper's degradation (c)."""
+    """Wraps a signal source and replaces the disagreement by uniform noise: the paper's degradation (c)."""
 
     low: float = 0.0
     """Smallest value."""

@@ -112,6 +112,9 @@ class MixedOrder:
         """Resume from `state`. Raises ValueError if it belongs to other sources."""
         states = state.get("sources", ())
         if len(states) != len(self.orders):
-            raise ValueError(f"this run has {len(self.orders)} sources, the saved {len(states)}")
+            raise ValueError(
+                f"this run has {len(self.orders)} sources, but the saved order has {len(states)}: "
+                "resume with the same sources, or start a new run"
+            )
         for order, saved in zip(self.orders, states, strict=True):
             order.load_state_dict(saved)

@@ -11,7 +11,7 @@ HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "tru
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """One line per task and split, in percent, with a last column if results were compared."""
+    """One line per task and split, in percent; a comparison adds a column of differences."""
     return align_columns(results_lines(results))
 
 

@@ -288,7 +288,7 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
 
 
 def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
-    """Inputs of a guided controller that another trainer cannot provide; empty if none."""
+    """Describe what `controller` needs and another trainer lacks; empty if nothing."""
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
     needs = SourceNeeds() if signals is None else signals.needs
     if sketches and needs == SourceNeeds(sketch=needs.sketch) and needs.sketch:

@@ -32,7 +32,10 @@ class SDMGrad(GramSolver):
 
     def __post_init__(self) -> None:
         if self.unit_rl:
-            raise ValueError("unit_rl=True: use false; the two halves have no common norm")
+            raise ValueError(
+                "unit_rl=True is not supported: the RL gradients of the two halves have different "
+                "norms; use false"
+            )
         identity = ((1.0, 0.0), (0.0, 1.0))
         sdmgrad(identity, self.regularization, self.preference)  # raises on a value out of range
 

@@ -60,7 +60,8 @@ def _acquire(file: int, folder: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             raise
         logger.warning(
-            "%s: this file system has no locks; never run two processes in one folder", folder
+            "%s: this file system does not support locks; never run two processes in one folder",
+            folder,
         )
         return
     holder = json.dumps({"host": socket.gethostname(), "process": os.getpid()})

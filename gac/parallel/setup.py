@@ -151,7 +151,7 @@ def prepare_frozen(
     precision: str,
     loading: ShardedLoading | None,
 ) -> nn.Module:
-    """Prepare a model for inference: sharded too, but gathered only during a forward."""
+    """Prepare a model for inference. If sharded, it is gathered only during a forward."""
     model = model.requires_grad_(False).eval()
     if loading is None:
         return model.to(accelerator.device)

@@ -1,4 +1,4 @@
-"""The sampling plan of a method, as data. Legend: K rollouts per prompt."""
+"""How a method samples its rollouts. K is the number of rollouts per prompt."""
 
 from __future__ import annotations
 

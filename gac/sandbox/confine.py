@@ -1,4 +1,4 @@
-"""Permanently confines a process to computing only: resource limits, Landlock, seccomp, uid.
+"""Permanently restricts a process to pure computation: rlimits, Landlock, seccomp, uid.
 
 Calls kernel interfaces through ctypes. The seccomp filter is compiled by libseccomp, which Debian's
 `apt` depends on and which is therefore almost always installed. Every function that adds a

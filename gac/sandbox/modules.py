@@ -85,7 +85,7 @@ def settle() -> None:
 
 
 def prepare_for_programs() -> None:
-    """Open the standard streams and replace functions that need a system call that is refused.
+    """Open the standard streams and replace functions that rely on blocked system calls.
 
     Done once, before the first fork.
     """

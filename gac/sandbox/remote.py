@@ -41,7 +41,7 @@ class _RemoteBase:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name.endswith("_") and name not in _READABLE:
-            raise AttributeError(f"the sandbox does not read {name} of the program's objects")
+            raise AttributeError(f"{name} cannot be read from the program's objects in the sandbox")
         return _ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,7 +55,7 @@ class _RemoteBase:
 
 
 class RemoteClass(_RemoteBase, type):
-    """Metaclass of the local classes: a class of the program in the solver."""
+    """Metaclass of the proxies for classes that the program defines in the solver process."""
 
     def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
         return _ask("__call__", cls, *arguments, **keywords)
@@ -116,7 +116,7 @@ def _contents(value: Any) -> Any:
 
 
 def is_instance(value: object, kinds: Any) -> bool:
-    """`isinstance` for the tests: subclasses of mutable builtin types, which are proxies, count."""
+    """`isinstance` for the tests; a proxy for a subclass of `list` counts as a `list`, etc."""
     if isinstance(value, Remote) and value._container_ and not isinstance(value, kinds):
         return issubclass(value._container_, kinds)
     return isinstance(value, kinds)
@@ -418,7 +418,7 @@ def find_import(module: str, name: str) -> Any:
 
 
 def run_coroutines_remotely() -> None:
-    """Make `asyncio.run` and `run_until_complete` accept coroutines of the program."""
+    """Make `asyncio.run` and `run_until_complete` accept the program's coroutines."""
     run, complete = asyncio.run, asyncio.BaseEventLoop.run_until_complete
 
     async def awaited(remote: Any) -> Any:

@@ -213,7 +213,7 @@ class _Objects:
         raise TypeError(f"unknown tag {tag!r}")
 
     def _call(self, number: int, arguments: Any, keywords: Any) -> Any:
-        """Call a function of the tests, which may ask for more in the meantime."""
+        """Call a function of the tests and answer their requests until it returns."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("functions of the tests can be called in the main thread only")
         request = self._encode([number, arguments, keywords])

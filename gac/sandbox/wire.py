@@ -157,7 +157,7 @@ def decode(
                 raise TypeError(f"unknown tag {tag!r:.40}")
         return read(root)
     except _DECODE_ERRORS as error:
-        raise WireError(f"not a value: {type(error).__name__}: {error!s:.200}") from None
+        raise WireError(f"cannot decode a value: {type(error).__name__}: {error!s:.200}") from None
 
 
 def plain_base(value: Any) -> Any:

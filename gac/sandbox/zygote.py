@@ -331,7 +331,7 @@ def _seconds_without_core(pid: int) -> float:
 
 
 def _read_json(file: int) -> Any:
-    """Read JSON from a memfd. The trainer shares its offset, which shows that the file was read."""
+    """Read JSON from a memfd. The trainer detects the read by the shared file offset."""
     parts = []
     while part := os.read(file, 1 << 20):
         parts.append(part)

@@ -157,8 +157,8 @@ class Trainer(Run):
         self.save()
         raise RunError(
             f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
-            f"skipped, the last because {self.guard.fault}; the weights from before them are saved "
-            f"as step {self.step} in {self.checkpoints}. Inspect a saved batch with "
+            f"skipped, the last because {self.guard.fault}; the weights from before those "
+            f"steps are saved as step {self.step} in {self.checkpoints}. Inspect a saved batch with "
             f"`gac replay {self.out / 'replay'}/...`"
         )
 

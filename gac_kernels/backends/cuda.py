@@ -74,8 +74,9 @@ class Split(NamedTuple):
 
 
 def split(vocab: int, dtype: torch.dtype, keep_row: bool) -> Split:
-    """Choose the split for rows of `vocab` logits; keep_row: they are kept for their gradient.
+    """Choose the split for rows of `vocab` logits.
 
+    `keep_row` keeps each row in shared memory until its gradient is computed.
     Raises ValueError if no cluster can hold the row. Uses the fewest blocks that leave space to
     prefetch, with two blocks per multiprocessor if possible; not yet tuned on a device.
     """

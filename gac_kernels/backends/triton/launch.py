@@ -76,7 +76,7 @@ def warp_size(device: torch.device) -> int:
 
 
 def unaligned(logits: Tensor) -> bool:
-    """Whether rows of a large vocabulary may start at addresses that are no multiple of 16."""
+    """Whether rows of a large vocabulary may start at addresses that are not multiples of 16."""
     multiple = 16 // logits.dtype.itemsize
     strides = logits.stride()[:2]
     aligned = logits.data_ptr() % 16 == 0 and all(x % multiple == 0 for x in strides)
