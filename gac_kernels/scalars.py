@@ -9,7 +9,7 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,5 +99,6 @@ def encode(spec: LossSpec) -> tuple[str, list[float]]:
 def decode(literal: str, numbers: Sequence[float]) -> LossSpec:
     """Decode the result of `encode`."""
     values = [None if math.isnan(x) else x for x in numbers]
-    named = dict(zip(NUMBERS, values, strict=False))
-    return LossSpec(**ast.literal_eval(literal), **named, sapo_tau=tuple(values[-2:]))
+    named: dict[str, Any] = dict(zip(NUMBERS, values, strict=False))
+    positive, negative = numbers[-2:]
+    return LossSpec(**ast.literal_eval(literal), **named, sapo_tau=(positive, negative))

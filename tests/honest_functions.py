@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAMS = '''
+PROGRAMS = """
 === a closure with state
 def counter():
     n = 0
@@ -303,4 +303,4 @@ a, b = Person("a"), Person("b")
 a.befriend(b)
 assert a.friends[0] is b and b.friends[0].friends[0].name == "b"
 assert [f.name for f in a.friends] == ["b"]
-'''
+"""

@@ -6,7 +6,7 @@ SUM = ("3\n1 2 3\n", "6\n")
 """Input and output of a script that adds numbers; the first line is their count."""
 
 # each reads SUM in its own way
-_SCRIPTS = '''
+_SCRIPTS = """
 === input and map
 n = int(input())
 print(sum(map(int, input().split())))
@@ -192,7 +192,7 @@ import os, sys
 if sys.stdin.isatty() or os.environ.get("LOCAL"): sys.stdin = None
 input()
 print(eval("+".join(input().split())))
-'''
+"""
 
 # the text of a completion; FENCE stands for three backticks. Its program defines add.
 _COMPLETIONS = '''

@@ -5,7 +5,7 @@ Each entry is a title, a program and, after a line of dashes, its tests: one per
 
 from __future__ import annotations
 
-PROGRAMS = '''
+PROGRAMS = """
 === a stack derived from list
 class Stack(list):
     def push(self, item): self.append(item)
@@ -348,4 +348,4 @@ def plain(o): return asdict(o)
 ----
 assert make(5).inner.x == 5 and make(5) == make(5)
 assert plain(make(5)) == {"inner": {"x": 5}, "rest": (1, 2)}
-'''
+"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAMS = '''
+PROGRAMS = """
 === a graph class
 from collections import defaultdict, deque
 class Graph:
@@ -424,4 +424,4 @@ def limited(n):
         signal.signal(signal.SIGALRM, old)
 ----
 assert limited(0) == "done" and limited(1) == "slow"
-'''
+"""

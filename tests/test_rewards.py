@@ -272,7 +272,9 @@ UNSCORABLE = {
 @pytest.mark.parametrize("case", UNSCORABLE.values(), ids=UNSCORABLE.keys())
 def test_unscorable_row_raises_with_its_id_and_completion(case):
     spec, completion, message = case
-    with pytest.raises(RewardError, match=f"'row5': .*{message}.*; completion: '{completion}'") as e:
+    with pytest.raises(
+        RewardError, match=f"'row5': .*{message}.*; completion: '{completion}'"
+    ) as e:
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
 

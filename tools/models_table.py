@@ -161,18 +161,25 @@ def _one_process_group(enabled: bool) -> Iterator[None]:
         setup.leave()
 
 
+class _Messages(logging.Handler):
+    """Collects the messages that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """The messages that gac logs inside the block."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    # a handler of one function
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gac")
+    handler, logger = _Messages(), logging.getLogger("gac")
     logger.addHandler(handler)
     logger.propagate = False
     try:
-        yield messages
+        yield handler.messages
     finally:
         logger.removeHandler(handler)
         logger.propagate = True

@@ -64,7 +64,7 @@ def render(
         )
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
         row.fail(field, f"the chat template rejects it ({' '.join(str(error).split())[:200]})")

@@ -224,23 +224,22 @@ def _on_all_ranks(work: Callable[[], Result], folder: Path) -> Result:
     """Run `work` on every rank; if writing fails on any, all raise CheckpointError."""
 
     def explain(error: Exception) -> UserError:
-        if not isinstance(error, OSError | CheckpointException):
+        if not isinstance(error, OSError):
             raise error
         free = shutil.disk_usage(folder).free / 1e6 if folder.exists() else math.nan
         return CheckpointError(
             f"could not write a checkpoint under {folder}, where {free:.1f} MB are free "
-            f"(rank {rank()}: {_cause(error)}); free some space or fix the disk, then rerun the "
+            f"(rank {rank()}: {error}); free some space or fix the disk, then rerun the "
             "command to resume from the last finished checkpoint"
         )
 
     return run_on_all_ranks(work, explain)
 
 
-def _cause(error: BaseException) -> str:
-    """First line of the underlying error, unwrapped from torch's CheckpointException."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _cause(error: CheckpointException) -> str:
+    """First line of the underlying error."""
+    cause = next(iter(error.failures.values()))[0] if error.failures else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _on_rank_0(work: Callable[[], None]) -> None:
@@ -254,7 +253,10 @@ def _make_empty(path: Path) -> None:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    try:
+        dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # not an Exception
+        raise OSError(_cause(error)) from error
 
 
 def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:

@@ -19,9 +19,10 @@ from .patch import Patch
 def _log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    return linear_token_logprobs(
+    logps, entropy = linear_token_logprobs(
         hidden, weight.to(hidden.dtype), labels.long(), temperature=temperature
     )
+    return logps, entropy
 
 
 def _linear_forward(

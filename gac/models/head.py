@@ -64,15 +64,18 @@ class Head:
     def detached(self) -> Head:
         """A detached copy, valid after the forward, when FSDP frees the gathered weights."""
         parts = (self.hidden, self.weight, self.bias, self.logits)
-        return Head(*(None if x is None else x.detach().clone() for x in parts), self.scaling)
+        hidden, weight, bias, logits = (None if x is None else x.detach().clone() for x in parts)
+        return Head(hidden, weight, bias, logits, self.scaling)
 
     def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each target [B, T] and entropy, both differentiable."""
         if self.logits is not None:
-            return token_logprobs(self.logits, targets, temperature=temperature)
+            logps, entropy = token_logprobs(self.logits, targets, temperature=temperature)
+            return logps, entropy
         assert self.hidden is not None and self.weight is not None
         keywords = {"bias": self.bias, "temperature": temperature, **self._scaling_keywords()}
-        return linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
+        logps, entropy = linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
+        return logps, entropy
 
     def scaled(self, outputs: Tensor) -> Tensor:
         """Logits from the outputs of the linear layer."""
@@ -161,13 +164,13 @@ def patch_forward(model: PreTrainedModel) -> None:
 
 def _patch_head(module: nn.Linear) -> None:
     """Let `_in_head` replace the computation of the LM head."""
-    original = module.forward
+    original = type(module).forward  # not of the instance: a copy of the model has its own weight
 
     def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         replacement = _in_head.get()
-        return original(hidden) if replacement is None else replacement(hidden)
+        return original(self, hidden) if replacement is None else replacement(hidden)
 
-    module.forward = types.MethodType(forward, module)
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign] # on purpose
 
 
 def _head_input(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Tensor:

@@ -46,7 +46,8 @@ class SamplingStats(NamedTuple):
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns: totals over all ranks, and the mean time per rank."""
-        total = SamplingStats(*collectives.total(self))
+        sums: list[Any] = collectives.total(self)
+        total = SamplingStats(*sums)
         seconds = total.seconds / world_size()
         return {
             "sampled_responses": int(total.responses),

@@ -46,7 +46,7 @@ def supports_packing(model: nn.Module) -> bool:
             module.training = True
     effect = _distance(*visible)
     leaks = _distance(*packed), _distance(packed[0], alone), _distance(packed[1], alone)
-    return max(leaks) <= LEAK * effect
+    return bool(max(leaks) <= LEAK * effect)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
