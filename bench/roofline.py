@@ -251,7 +251,9 @@ def count() -> dict[str, Any]:
 
     nvcc = build_cuda.find_nvcc()
     if nvcc is None:
-        raise RuntimeError("counting needs nvcc: put it on the PATH or set CUDA_HOME")
+        raise RuntimeError(
+            "counting instructions requires nvcc: put it on the PATH or set CUDA_HOME"
+        )
     counts: dict[str, Any] = {
         "nvcc": nvcc_release(nvcc),
         "triton": triton.__version__,

@@ -213,7 +213,7 @@ def values(
     cu_seqlens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """Check tensor values: always on the CPU, on an accelerator only if GAC_CHECK=1."""
+    """Check tensor values. On an accelerator, this is done only if GAC_CHECK=1."""
     check_all = os.environ.get("GAC_CHECK") == "1"
     if weights is not None and (weights.device.type == "cpu" or check_all):
         bad = ~((weights >= 0) & (weights < math.inf))

@@ -90,7 +90,7 @@ _SPECS = {
 
 
 def triton_configurations() -> Iterator[Configuration]:
-    """Every Triton kernel in every tiling, and each option of the loss once."""
+    """Yield every Triton kernel in every tiling, and the loss kernel for each of `_SPECS`."""
     from .backends.triton.grads import grads_launch
     from .backends.triton.scale import scale_launch
     from .backends.triton.stats import stats_launch

@@ -144,7 +144,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
-    """Add the factors of the policy term and of demonstrations that are known in advance.
+    """Add the factors that are known in advance, for the policy term and for demonstrations.
 
     These are the caller's weights, and the correction if `old_logps` is given. Otherwise
     `rollout_logps` is added, and `token_factor` computes the correction.

@@ -26,7 +26,7 @@ Losses = NDArray[np.float64]  # [steps], or [steps, batch] for the loss of each 
 
 
 class Stream(NamedTuple):
-    """A stream of losses with the correct decisions."""
+    """A simulated stream of losses, and the steps at which an alarm is correct."""
 
     make: Callable[[Generator], Losses]
     wrong: slice = slice(0, 0)

@@ -83,8 +83,9 @@ def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> li
     kept = [row for row in old["rows"] if _method(row) not in replaced]
     if kept and old["setting"] != setting:
         raise ValueError(
-            f"{path}: {len(kept)} existing rows have settings {old['setting']}, but the new rows have "
-            f"{setting}: use the same steps and seeds, run all methods, or choose another --results"
+            f"{path}: {len(kept)} existing rows have settings {old['setting']}, but the new rows "
+            f"have {setting}: use the same steps and seeds, run all methods, or choose another "
+            "--results"
         )
     order = [*METHODS, HINDSIGHT]
     return sorted([*new, *kept], key=lambda row: order.index(_method(row)))

@@ -105,7 +105,7 @@ ENVIRONMENTS = (
 
 
 def lower_bounds() -> list[str]:
-    """The oldest allowed versions as pins; torch decides on Triton's."""
+    """Pins for the oldest allowed versions, except torch and triton."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["train"]
     bounds = (re.match(r"([\w-]+)>=([\w.]+)", text) for text in requirements)

@@ -39,7 +39,7 @@ def to_plain(value: Any, hint: Any) -> Any:
             return dump(value)
         names = [name for name, cls in choice.table().items() if cls is type(value)]
         if not names:
-            raise ConfigError(f"{type(value).__name__} is not in {', '.join(choice.table())}")
+            raise ConfigError(f"{type(value).__name__} is not one of {', '.join(choice.table())}")
         return {"name": names[0], **dump(value)}
     if isinstance(value, enum.Enum):
         return value.name.lower()

@@ -79,7 +79,7 @@ def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     if base is None:
         return data
     if is_base:
-        raise ConfigError(f"{path}: base={base!r}: use a file without `base` as a base")
+        raise ConfigError(f"{path}: base={base!r}: a base file must not set `base` itself")
     return _merged(read_yaml(path.parent / str(base), is_base=True), data)
 
 

@@ -51,7 +51,7 @@ class AlarmState(NamedTuple):
 
     @classmethod
     def of(cls, plain: Mapping[str, Any] | Sequence[float]) -> AlarmState:
-        """Build from plain JSON types: `to_plain`, or the four numbers of earlier versions.
+        """Restore a state from `to_plain`, or from the four numbers that earlier versions saved.
 
         Raises:
             ValueError: entries are missing or unknown, or a value is not finite.

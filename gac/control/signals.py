@@ -136,7 +136,7 @@ class DegradedSignals:
 
 @dataclass(frozen=True)
 class ConstantVariance(DegradedSignals):
-    """Wraps a signal source and replaces sigma_r^2 by a constant: the paper's degradation (a)."""
+    """Wraps a source and replaces sigma_r^2 by a constant: the paper's degradation (a)."""
 
     value: float = 1.0
     """sigma_r^2 >= 0."""
@@ -151,7 +151,7 @@ class ConstantVariance(DegradedSignals):
 
 @dataclass(frozen=True)
 class ShuffledDisagreement(DegradedSignals):
-    """Wraps a signal source and draws the disagreement from its history: the paper's degradation (b).
+    """Wraps a source and draws the disagreement from its history: the paper's degradation (b).
 
     The values keep their distribution over the last `window` refreshes but lose their order.
     """
@@ -182,7 +182,7 @@ class ShuffledDisagreement(DegradedSignals):
 
 @dataclass(frozen=True)
 class RandomDisagreement(DegradedSignals):
-    """Wraps a signal source and replaces the disagreement by uniform noise: the paper's degradation (c)."""
+    """Wraps a source; replaces the disagreement by uniform noise: the paper's degradation (c)."""
 
     low: float = 0.0
     """Smallest value."""

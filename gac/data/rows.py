@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether the loss tokens are a demonstration prefix and then the policy's own tokens."""
+        """Whether the loss tokens are a demonstration prefix followed by the policy's tokens."""
         return self.switch > self.start and not self.is_demo
 
     @property

@@ -70,7 +70,7 @@ def _conversation(
     tokenizer: Any,
     template: Mapping[str, Any],
 ) -> tuple[list[int], list[int]]:
-    """Tokenize a conversation: return the ids before the assistant's last message and its own ids."""
+    """Tokenize a conversation: return the ids before the last assistant message, and its ids."""
     role = completion[-1].get("role")
     if role != "assistant":
         raise ValueError(f"{location}: the last message has role {role!r}, expected 'assistant'")

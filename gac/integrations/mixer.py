@@ -221,7 +221,7 @@ class Mixer:
             ValueError: the state belongs to another method or to other demonstrations.
         """
         missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
-        require(not missing, "state", missing, "a dict from state_dict(), which has these keys")
+        require(not missing, "state", missing, "a dict from state_dict(); these keys are missing")
         if state["name"] != self.method.name:
             raise ValueError(
                 f"the saved controller is {state['name']!r}, but this run uses "

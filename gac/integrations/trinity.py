@@ -201,8 +201,8 @@ class GACPolicyLoss(PolicyLossFn):
         if step != self.step:
             if self.mixer is not None and self.rows_done:
                 raise RuntimeError(
-                    f"step {self.step} is incomplete: the next step began when this rank had processed "
-                    f"{self.rows_done} rows, which is not its equal share of the step's rows"
+                    f"step {self.step} is incomplete: this rank processed {self.rows_done} rows, "
+                    "which is not its equal share of the step's rows"
                 )
             if self.mixer is None:
                 # Trinity's buffer orders the demonstrations; the mixer's order is not used

@@ -82,7 +82,7 @@ class StepNeeds(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What a method minimizes."""
+    """The loss that a method minimizes."""
 
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""

@@ -1,4 +1,4 @@
-"""GradNorm: learned weights that bring both weighted gradient norms to a common rate."""
+"""GradNorm: learned weights that balance the two weighted gradient norms."""
 
 from __future__ import annotations
 

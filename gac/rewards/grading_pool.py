@@ -160,7 +160,7 @@ class _Worker:
 
 
 def _unlock() -> None:
-    """A forked child inherits its parent's locks but not the threads that would release them."""
+    """Replace the locks in a forked child, which lacks the threads that would release them."""
     for pool in _pools:
         pool._lock = threading.Lock()
 

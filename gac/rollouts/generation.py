@@ -174,7 +174,7 @@ class Response(tuple[int, ...]):
 
     @classmethod
     def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Response:
-        """A response; `logps` may be longer than `tokens`."""
+        """Create a response; `logps` is cut to the length of `tokens`."""
         response = cls(tokens)
         response.logps = tuple(logps[: len(tokens)])
         return response

@@ -129,7 +129,7 @@ class Server:
         self._probe()  # fails if a token of the tokenizer is not in the server's vocabulary
 
     def _probe(self) -> tuple[list[int], list[float]]:
-        """A prompt over the whole vocabulary with the server's response, and its log-probs."""
+        """Sample from a prompt that spans the vocabulary; return all ids and the sampled logps."""
         last = len(self.tokenizer) - 1
         prompt = [last * (i + 1) // PROBE for i in range(PROBE)]
         output: dict[str, Any] = self.client.generate(

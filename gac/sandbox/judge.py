@@ -107,7 +107,7 @@ class _Judge:
             self._client.answer()
             found = self._client.ask("names", sorted(wanted))
             if not isinstance(found, dict) or not found.keys() <= wanted:
-                raise WireError("names that were not requested")
+                raise WireError("the reply contains names that were not requested")
         except (Exception, ChannelClosed) as error:
             return all_failed | {"problem": f"the program: {_describe(error)}"}
         missing = self._entries - found.keys()

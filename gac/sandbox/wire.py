@@ -352,7 +352,7 @@ class Channel:
         """
         data = json.dumps(message).encode("ascii")
         if len(data) > FRAME_BYTES:
-            raise WireError(f"a frame of {len(data)} bytes; the limit is {FRAME_BYTES}")
+            raise WireError(f"the message has {len(data)} bytes; the limit is {FRAME_BYTES}")
         view = memoryview(len(data).to_bytes(4, "big") + data)
         try:
             while view:
@@ -370,7 +370,7 @@ class Channel:
         """
         length = int.from_bytes(self._read(4), "big")
         if length > FRAME_BYTES:
-            raise WireError(f"a frame of {length} bytes; the limit is {FRAME_BYTES}")
+            raise WireError(f"the received message has {length} bytes; the limit is {FRAME_BYTES}")
         return parse(self._read(length))
 
     def close(self) -> None:

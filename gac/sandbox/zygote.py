@@ -57,7 +57,7 @@ class Job:
         self.deadline = self.started + self.wall_seconds
 
     def running(self) -> list[int]:
-        """Pids of its processes that are not reaped yet, so that no other process can have them."""
+        """Pids of the job's processes that are not reaped yet; the kernel cannot reuse them."""
         pids = {"main": self.main, "helper": self.helper}
         return [pid for name, pid in pids.items() if pid and name not in self.ends]
 

@@ -106,7 +106,7 @@ class Feed:
         return rebalance(rollouts, self.unit) if self.uses_balancing else rollouts
 
     def check_budgets(self, config: TrainConfig) -> int:
-        """Maximum number of tokens of a prompt with its response.
+        """Check the token budgets; return the maximum length of a prompt with its response.
 
         Raises ConfigError if a row of the run may exceed a token budget or the model's positions,
         or has a token that is not in the model's vocabulary.

@@ -158,8 +158,8 @@ class Trainer(Run):
         raise RunError(
             f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
             f"skipped, the last because {self.guard.fault}; the weights from before those "
-            f"steps are saved as step {self.step} in {self.checkpoints}. Inspect a saved batch with "
-            f"`gac replay {self.out / 'replay'}/...`"
+            f"steps are saved as step {self.step} in {self.checkpoints}. Inspect a saved batch "
+            f"with `gac replay {self.out / 'replay'}/...`"
         )
 
     def _due(self, every: int) -> bool:

@@ -46,7 +46,7 @@ class UnitSketches:
 
 
 def _sum_units(units: Sequence[int], sketches: Tensor) -> tuple[list[int], Tensor]:
-    """The distinct units, and the sum [units, k k] of each one's sketches.
+    """Sum the sketches of each unit; returns the distinct units and their sums [units, k k].
 
     Every row with unit -1 is its own unit.
     """

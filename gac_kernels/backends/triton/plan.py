@@ -288,7 +288,7 @@ def tokens_launch(
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
-    """Contiguous [N] or [S], with its own float dtype."""
+    """Detach and flatten to a contiguous [N] or [S] tensor, keeping the dtype."""
     return None if x is None else x.detach().reshape(-1).contiguous()
 
 
