@@ -99,7 +99,7 @@ def try_family(family: str, debug: bool) -> dict[str, str]:
                 with _one_process_group(mode == "FSDP2"), _warnings() as messages:
                     losses = _train(folder, mode, keys)
             except UserError as error:
-                results[mode] = _line(error)
+                results[mode] = _line(error).replace(str(folder), "")
             except Exception as error:  # a bug, of ours or of the model
                 if debug:
                     traceback.print_exc()

@@ -79,6 +79,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "prophetnet": {"num_decoder_layers": LAYERS, "num_encoder_layers": LAYERS},

@@ -220,12 +220,8 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
     targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
-    # a subclass, such as a router, may not return a tensor
-    special = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    ]
+    # a router may be a linear layer that does not return a tensor
+    special = [name for name, m in model.named_modules() if "Router" in type(m).__name__]
     if model.config.model_type in MAMBA:
         special += ["out_proj", "conv1d"]
     try:

@@ -10,6 +10,7 @@ For CPUs only: on a GPU every row would need its own kernel launch.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -36,6 +37,9 @@ def enable(model: Any) -> bool:
         return False
     if getattr(config, "attention_chunk_size", None) is not None:
         return False
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
+    if not hasattr(sys.modules[type(base).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return False  # the family does not use transformers' table of attention functions
     config._attn_implementation = NAME
     return True
 

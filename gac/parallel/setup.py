@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -176,6 +177,12 @@ def shard(
     layers = [m for m in model.modules() if type(m).__name__ in names]
     nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in layers if layer not in nested]
+    counts = Counter(id(p) for layer in layers for p in layer.parameters())
+    if any(count > 1 for count in counts.values()):
+        raise ConfigError(
+            f"parallel.mode='fsdp': the layers of {type(model).__name__} share weights, which "
+            "cannot be sharded layer by layer: use parallel.mode=ddp"
+        )
     loading.to_meta(model)
     for layer in layers:
         fully_shard(layer, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=True)

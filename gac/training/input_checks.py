@@ -45,7 +45,12 @@ def check_positions(config: ModelConfig, longest: int) -> None:
     """
     text = _text_config(config)
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or longest <= positions or getattr(text, "alibi", False):
+    if (
+        not isinstance(positions, int)
+        or positions < 1
+        or longest <= positions
+        or getattr(text, "alibi", False)
+    ):
         return
     lower = "lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
     message = (
@@ -54,7 +59,7 @@ def check_positions(config: ModelConfig, longest: int) -> None:
     )
     if getattr(text, "rope_parameters", None) is None:
         raise ConfigError(message)
-    logger.warning("%s, unless the model works beyond its positions", message)
+    logger.warning("%s, unless the model handles longer inputs than that", message)
 
 
 def _text_config(config: ModelConfig) -> Any:
