@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,24 +139,23 @@ def run(*command: Any, cwd: Path, timeout: int = 1800, check: bool = True) -> An
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel with its native library, from a copy: `build/` may hold deleted modules."""
-    checkout = copy_files(folder / "sources", lambda name: True)
-    command = (sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation")
-    environment = os.environ | {"GAC_EXT": "1"}
-    subprocess.run([*command, "--wheel-dir", folder, checkout], check=True, env=environment)
-    shutil.rmtree(checkout)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    """Build the wheel with its native library, from a copy of the repository in folder/sources.
 
-
-def copy_files(target: Path, wanted: Callable[[str], bool]) -> Path:
-    """Copy the files of the repository that `wanted` selects; return `target`."""
+    In the checkout itself, `build/` may hold deleted modules.
+    """
+    sources = folder / "sources"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
-        if wanted(name) and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
-    return target
+        if (ROOT / name).is_file():
+            (sources / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, sources / name)
+    command = (sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation")
+    environment = os.environ | {"GAC_EXT": "1"}
+    subprocess.run([*command, "--wheel-dir", folder, sources], check=True, env=environment)
+    (wheel,) = folder.glob("*.whl")
+    for package in ("gac", "gac_kernels"):  # so that the tests import the wheel
+        shutil.rmtree(sources / package)
+    return wheel
 
 
 def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
@@ -181,14 +179,13 @@ def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
     tools = ("pytest", "pytest-timeout", "hypothesis", "ninja", f"torch=={environment.torch}")
     run(*install, f"gac-kernels[train] @ {wheel.as_uri()}", *pins, *tools, cwd=folder)
     row = json.loads(run(python, "-c", VERSIONS, cwd=folder).stdout)
-    # the tests without the packages, so that they import the wheel
-    checkout = copy_files(
-        folder / "checkout", lambda name: not name.startswith(("gac/", "gac_kernels/"))
-    )
-    selected = ("-q", "-p", "no:cacheprovider", "-m", "not gpu", "-o", "addopts=--strict-markers")
+    checkout = wheel.parent / "sources"
+    options = "-q -p no:cacheprovider --tb=short --show-capture=no --disable-warnings"
+    selected = (*options.split(), "-o", "addopts=--strict-markers", "-m", "not gpu")
     tests = run(python, "-m", "pytest", *selected, *TESTS, cwd=checkout, check=False)
     summary = tests.stdout.strip().splitlines()[-1] if tests.stdout.strip() else tests.stderr[-200:]
-    row |= {"tests": re.sub(r"[= ]* in [\d.]+s.*", "", summary).strip("= "), "native": capability}
+    counts = re.findall(r"\d+ (?:failed|passed|skipped|errors?)", summary)
+    row |= {"tests": ", ".join(counts) or summary, "native": capability}
     if tests.returncode:
         print(tests.stdout[-4000:], tests.stderr[-1000:], file=sys.stderr)
     code = f"import sys; sys.path.insert(0, {str(checkout)!r})\n{TRAIN}"
