@@ -218,6 +218,6 @@ def test_peer(peer: str, shape: str, tokens: int, record: Record) -> None:
 
 
 def test_compiled_eager(record: Record) -> None:
-    """Only one case: compiling takes a minute."""
+    """Benchmarks only one case, because compilation takes a minute."""
     found = providers(torch.device(DEVICE), compiled=True)[0]
     run("Qwen2.5-7B", 8192, {COMPILED: found[COMPILED]}, record)

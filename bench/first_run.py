@@ -53,7 +53,7 @@ TOOL_FOLDERS = (  # where profilers are if they are not on the PATH
 
 
 class Step(NamedTuple):
-    """A process of a part, with its time limit."""
+    """One process of a benchmark part, and its time limit."""
 
     name: str
     seconds: int

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _first_to_report(message: str) -> bool:
-    """Whether no other process that torchrun started has reported the same error."""
+    """Whether this process is the first of torchrun's processes to report the error."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
         return True
     import datetime
@@ -350,7 +350,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _find_rewards_next_to(config: Path | None) -> None:
-    """Let a reward be a module in the folder of the configuration file."""
+    """Make reward modules next to the configuration file importable."""
     if config is not None:
         sys.path.append(str(config.parent.resolve()))
 

@@ -43,7 +43,7 @@ class NeedsGrad(NamedTuple):
 
     @classmethod
     def of(cls, *inputs: Tensor | None) -> NeedsGrad:
-        """From `requires_grad` of the inputs; all False if gradients are disabled."""
+        """Read `requires_grad` of each input; all False if gradients are disabled."""
         grad_enabled = torch.is_grad_enabled()
         return cls(*(x is not None and x.requires_grad and grad_enabled for x in inputs))
 

@@ -271,7 +271,7 @@ def token_derivatives(
 def linearize(
     tokens: Tokens, spec: LossSpec, logps: Tensor | None = None
 ) -> tuple[Tokens, LossSpec]:
-    """Tokens and options with the same gradient, but with a policy term of gradient -A.
+    """Rewrite tokens and options so that the policy term has gradient -A; keeps the total gradient.
 
     If a loss couples the tokens of a sequence, their coefficients are computed here for the whole
     batch, so that row kernels can process each token on its own. Without `logps` [N], the

@@ -71,7 +71,7 @@ def test_a_json_object_with_one_list(tmp_path):
     [
         ("a.json", "[1]", "a.json, row 1: expected an object, found int"),
         ("a.json", "[{]", "a.json, line 1: not valid JSON"),
-        ("a.csv", "prompt,answer\n1\n", "a.csv, row 2: its number of fields differs from the 2"),
+        ("a.csv", "prompt,answer\n1\n", "a.csv, row 2: the number of fields differs from the 2"),
         ("a.parquet", "x", "a.parquet: not a valid parquet file"),
     ],
 )

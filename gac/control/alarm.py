@@ -71,7 +71,7 @@ class AlarmState(NamedTuple):
 
     @classmethod
     def _of_numbers(cls, level: float, square: float, count: float, raised: float) -> AlarmState:
-        """The state after the averages and the last jump of earlier versions."""
+        """Convert a state of earlier versions: loss level, squared error, count, alarm flag."""
         scale = math.sqrt(max(square, 0.0))
         if not raised:  # starts again: the average may have been of another kind of loss
             return cls(level, scale, 1, level)
@@ -234,7 +234,7 @@ class Alarm:
         return None
 
     def _while_on(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
-        """Look for a return to the reference, which is frozen."""
+        """Check whether the loss has returned to the reference, which is frozen meanwhile."""
         half = (state.shifted - state.level) / 2
         step = (state.level + half - loss) / half if half > 0 else 1.0
         cusum = max(0.0, state.cusum + min(max(step, -1.0), 1.0))

@@ -123,8 +123,8 @@ def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
                 if None in row or None in row.values():
                     expected = len(rows.fieldnames or ())
                     raise DataError(
-                        f"{path}, row {number}: its number of fields differs from the {expected} "
-                        "of the header: quote fields that contain separators"
+                        f"{path}, row {number}: the number of fields differs from the {expected} "
+                        "in the header: quote fields that contain separators"
                     )
                 fields = {name: value or None for name, value in row.items()}
                 yield SourceRow(fields, str(path), number)

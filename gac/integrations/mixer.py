@@ -255,7 +255,9 @@ class Mixer:
 
 
 def resolve_method(controller: ControllerConfig | Method | None, sketches: bool = False) -> Method:
-    """Return the controller as a Method; None: GAC(). sketches: the trainer measures head sketches.
+    """Return the controller as a Method, GAC() if it is None.
+
+    `sketches` declares that the trainer measures head sketches.
 
     Raises:
         ValueError: the controller needs more than log-probabilities.

@@ -119,7 +119,7 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
 
 
 def _num_targets(row: dict[str, Any]) -> int:
-    """Number of tokens with a loss in an encoded row; the first one, without context, has none."""
+    """Number of tokens with a loss in an encoded row; the first token has no loss."""
     return sum(label != -100 for label in row["labels"][1:])
 
 

@@ -221,7 +221,7 @@ class GACPolicyLoss(PolicyLossFn):
         tokens = log.pop("demo_tokens")
         if tokens != demo_tokens:
             raise RuntimeError(
-                f"the optimizer step saw {tokens:.0f} of the training step's {demo_tokens} "
+                f"the optimizer step processed {tokens:.0f} of the training step's {demo_tokens} "
                 "demonstration tokens: use one optimizer step per training step and no sequence "
                 "parallelism"
             )

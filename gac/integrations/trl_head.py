@@ -24,7 +24,7 @@ SUPPORTED = "1.10 and later"
 
 
 class HeadInputs(NamedTuple):
-    """What TRL passes to its head: N rows of hidden states, and how the logits are formed."""
+    """Arguments that TRL passes to its head: N hidden states, and how to compute the logits."""
 
     hidden: Tensor
     """[N, H], in the dtype of the computation."""

@@ -52,7 +52,7 @@ class Mix(NamedTuple):
 
 
 class StepNeeds(NamedTuple):
-    """What the trainer must provide and measure in one step."""
+    """The inputs and measurements that a method requires in one step."""
 
     rollouts: bool = True
     """Rollouts are sampled from the policy."""
@@ -161,7 +161,7 @@ class Method:
     """Whether the run ends with the weights of its best evaluation."""
 
     def needs(self, step: int) -> StepNeeds:
-        """What the trainer must provide and measure in step `step`, counted from 0."""
+        """The inputs and measurements that step `step`, counted from 0, requires."""
         return StepNeeds()
 
     def sampling(self, completions: int) -> Sampling:
@@ -169,7 +169,7 @@ class Method:
         return Sampling()
 
     def loss(self, base: LossSpec) -> Loss:
-        """What the method minimizes; `base` is the `loss` section of the configuration."""
+        """The loss that the method minimizes; `base` is the `loss` section of the configuration."""
         return Loss(base)
 
     def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:

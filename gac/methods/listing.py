@@ -44,7 +44,7 @@ def summary(method: type[Method]) -> str:
 
 
 def needs(method: Method) -> tuple[str, ...]:
-    """What the trainer must provide, derived from the method's declarations."""
+    """The inputs that the method requires, derived from its declarations."""
     required = StepNeeds.union(map(method.needs, range(STEPS)))
     sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec(max_tokens=1))
     sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"

@@ -18,7 +18,7 @@ RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One results.json."""
+    """The contents of one results.json."""
 
     path: Path
     """Its folder."""
@@ -126,7 +126,7 @@ def draw_interval(
     color: str,
     marker: str = "o",
 ) -> None:
-    """Draw a fraction and its interval at height `y`, each if it is known."""
+    """Draw a fraction and its interval at height `y`; unknown values are skipped."""
     if mean is not None:
         axes.plot([100 * mean], [y], marker, color=color)
     if interval is not None:

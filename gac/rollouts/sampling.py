@@ -169,7 +169,7 @@ class Sampler:
         credit: Crediting,
         more: Callable[[int], Sequence[Example]] | None = None,
     ) -> None:
-        """more: returns this rank's next prompts, for `rollouts.resample`; called on all ranks."""
+        """`more(n)` returns this rank's next prompts for `rollouts.resample`; all ranks call it."""
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
         self.stats = SamplingStats()

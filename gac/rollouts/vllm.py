@@ -166,8 +166,8 @@ class Server:
         if max(tokens) >= self.vocab_size:
             raise RunError(
                 f"rollouts.vllm.url={self.config.url!r}: the server sampled token {max(tokens)}, "
-                f"but the model has {self.vocab_size}: it serves another model; fix this and rerun "
-                "the command to resume"
+                f"but the model's vocabulary has {self.vocab_size} tokens: the server runs another "
+                "model; fix this and rerun the command to resume"
             )
 
     def _sample(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Responses:

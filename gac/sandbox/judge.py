@@ -1,4 +1,4 @@
-"""The judge process: holds a row's tests, queries the solver and alone writes the verdict.
+"""The judge process: holds a row's tests, queries the solver and is the only writer of the verdict.
 
 Setup and tests run here; the program's names are proxies for remote objects (`remote`). Comparisons
 therefore act on plain local values, whatever classes the program defines. Text or bytes that the
@@ -41,7 +41,7 @@ class RowError(Exception):
 
 
 class RefusedError(Exception):
-    """The tests would run text or bytes that may come from the program."""
+    """Raised if the tests would execute text or bytes that may come from the program."""
 
 
 def judge(spec: Mapping[str, Any], channel: Channel, guard: bool = True) -> Verdict:

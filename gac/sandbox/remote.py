@@ -306,7 +306,7 @@ class SolverClient:
         return self._objects[number]
 
     def _class(self, description: Json) -> Any:
-        """The local class for a description.
+        """Return the proxy class for the description of a class, creating it if needed.
 
         A description is a known number, or [number, name, nearest builtin class, descriptions of
         the bases, special methods].
@@ -377,7 +377,7 @@ def _local_base(kind: Json) -> type:
 
 
 class _RemoteException(_RemoteBase):
-    """Base of the local classes for exception classes of the program."""
+    """Base class of the proxies for exception classes that the program defines."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__"):  # Python itself sets __traceback__ and __context__

@@ -24,7 +24,7 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
-    """Differences for the seeds whose two values are known."""
+    """Differences for the seeds that have both values."""
     pairs = zip(values, base, strict=True)
     return [a - b for a, b in pairs if a is not None and b is not None]
 

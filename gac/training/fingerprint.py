@@ -1,4 +1,4 @@
-"""A fingerprint of a run's inputs, which its configuration only names.
+"""Fingerprints the contents of a run's inputs; the configuration holds only their names.
 
 Data files, a reward function, a model or a tokenizer can change between a run and its resumption
 while their names stay the same.
@@ -73,7 +73,7 @@ def _model(folder: Path) -> Iterator[bytes]:
 
 
 def _files(reward: Any) -> Iterator[bytes]:
-    """The files of the user's functions in a reward, also in terms of a sum or under noise."""
+    """Source files of the user's functions in a reward, including those in a sum or under noise."""
     file = getattr(inspect.getmodule(getattr(reward, "_function", None)), "__file__", None)
     if file is not None:
         yield Path(file).read_bytes()

@@ -69,7 +69,7 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
 
 
 def cross_gram(gram: Tensor, sft_count: int) -> Cross:
-    """SDMGrad's matrix of two batches: the first and the second half of each term's micro-batches.
+    """SDMGrad's matrix of inner products between the two halves of each term's micro-batches.
 
     gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes, at least two of each.
     """
