@@ -166,7 +166,7 @@ def token_logprobs(
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        (logps, entropy, *outputs), shaped like `targets`: logps and entropy (in nats) are float32
+        `(logps, entropy, *outputs)`, shaped like `targets`: logps and entropy (in nats) are float32
         and differentiable, the further outputs are not; they are 0 where the target is -100.
 
     Raises:
