@@ -1,21 +1,24 @@
 """Backend registry. A backend is a module with these functions:
 
 `ALL_OPTIONS: bool`
-    Whether `row_loss` knows every option that acts on a single token; if not, only the default
-    policy, without factors and `kl_ratio`.
+    Whether `row_loss` knows every option that acts on a single token; if not, only the policy
+    "clip", without `tokens.factor`, `tokens.rollout_logps` and `kl_ratio`. What it does not know
+    takes two passes (see `passes.in_passes`).
 `unavailable(device, dtype) -> str | None`
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`
     Per-token values, as defined by `tokens.plan`, in few launches.
 `reduce(tokens, terms, moments) -> Summary`
     Sums over all tokens in float64, as defined by `tokens.reduce`, in few launches.
-`row_stats(logits, targets, temperature) -> (logps, entropy, lse)`
-    float32 [N] each, 0 for rows without a loss. Reads each row with a loss once.
-`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out) -> None`
+`row_stats(logits, targets, temperature, softcap, more) -> (logps, entropy, lse)`
+    float32 [N] each, 0 for rows without a loss. Reads each row with a loss once. `more` adds
+    contract.MORE_OUTPUTS, float32 too.
+`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
     [N] each):
-    d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature.
-`row_loss(logits, tokens, spec, out, sketch) -> TokenTerms`
+    d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature,
+    times the derivative of the softcap.
+`row_loss(logits, tokens, spec, out, sketch, softcap) -> TokenTerms`
     Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
     None, the gradient of sum(tokens.scale * loss) in one call; unless `sketch` is None, also
     `sketch.row_buckets` of the gradient.
