@@ -42,10 +42,13 @@ def test_tiny_configurations_are_tiny(family):
 def test_the_page_lists_what_the_run_measured():
     results = {
         "a": dict.fromkeys(models_table.MODES, "yes"),
-        "b": {**dict.fromkeys(models_table.MODES, "yes"), "FSDP2": "no | way"},
-        "c": {"model": "an encoder"},
+        "b": {"FSDP2": "no | way", **dict.fromkeys([*models_table.MODES][:4], "yes")},
+        "c": {"model": "model type 'c' is an encoder"},
+        "d": {"model": "FAILED: no config"},
     }
     text = models_table.page(results)
-    assert "2 of 3 families train." in text
+    assert "2 of 4 families train." in text
     assert "| `b` | yes | yes | yes | yes | no [1] |" in text and "[1] no | way" in text
-    assert "| `c` | an encoder |" in text
+    refused, untested = text.partition("## Refused")[2].split("## Not tested")
+    assert "| `c` | model type 'c' is an encoder |" in refused
+    assert "| `d` | FAILED: no config |" in untested

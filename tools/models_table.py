@@ -56,6 +56,9 @@ Models that are refused get one line at the start that gives the reason.
 
 {trained} of {total} families train.
 """
+UNTESTED = """\
+The program could not make a tiny model of these families that loads and generates in this environment.
+"""
 
 
 def reward(completion: str, example: Example) -> float:
@@ -204,17 +207,22 @@ def page(results: dict[str, dict[str, str]]) -> str:
     for family, modes in trained.items():
         cells = [
             v if v in ("yes", "padded") else f"no [{notes.setdefault(v, len(notes) + 1)}]"
-            for v in modes.values()
+            for v in (modes[mode] for mode in MODES)
         ]
         rows.append((f"`{family}`", *cells))
-    refused = [
-        (f"`{family}`", next(iter(modes.values())))
+    others = {
+        family: next(iter(modes.values()))
         for family, modes in results.items()
         if family not in trained
-    ]
+    }
+    refused, untested = (
+        [(f"`{f}`", reason) for f, reason in others.items() if reason.startswith("model type") == x]
+        for x in (True, False)
+    )
     parts = [text, _table(head, rows)]
     parts += [f"[{number}] {reason}\n" for reason, number in notes.items()]
-    parts += ["## Refused or not tested", _table(("family", "reason"), refused)]
+    parts += ["## Refused\n", _table(("family", "reason"), refused)]
+    parts += [f"## Not tested\n\n{UNTESTED}", _table(("family", "reason"), untested)]
     return "\n".join(parts)
 
 
