@@ -244,7 +244,7 @@ def test_a_run_out_of_time_reports_what_is_missing(monkeypatch: pytest.MonkeyPat
     assert outcome.hung == ["a::b"] and outcome.incomplete
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dry_run_of_a_part(tmp_path: Path) -> None:
     """Part 5 has no tests, needs tools that are missing here, and traces the linear loss."""
     result = subprocess.run(
