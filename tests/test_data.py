@@ -266,7 +266,7 @@ def test_sources_that_do_not_exist(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="prompts is not set"):
         load_prompts(DataConfig(), tokenizer)
     monkeypatch.setitem(sys.modules, "datasets", None)  # simulate a missing package
-    with pytest.raises(ImportError, match=r"gac\[hub\]"):
+    with pytest.raises(ImportError, match=r"gac-kernels\[hub\]"):
         load_prompts(DataConfig(prompts="owner/name:train"), tokenizer)
 
 
