@@ -57,7 +57,7 @@ Models that are refused get one line at the start that gives the reason.
 {trained} of {total} families train.
 """
 UNTESTED = """\
-The program could not make a tiny model of these families that loads and generates in this environment.
+The program could not make a tiny model of these families that loads and generates here.
 """
 
 
