@@ -7,6 +7,7 @@ import inspect
 import json
 import pkgutil
 import re
+import string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import pytest
 
 from gac import cli
 from gac.config import load, parse_yaml
+from gac.data import DataConfig, load_demos, load_prompts
+from gac.demo.task import make_tokenizer
 from gac.evaluation.suite import EvalConfig
 from gac.training.run_config import TrainConfig
 from tools import quickstart
@@ -94,10 +97,15 @@ def test_configurations_can_be_read(page):
 
 
 @pytest.mark.parametrize("page", pages_with_code("json"), ids=name)
-def test_rows_can_be_read(page):
-    for block in blocks(page, "json"):
-        for line in block.text.splitlines():
-            assert {"prompt", "answer"} <= set(json.loads(line))
+def test_rows_can_be_read(page, tmp_path):
+    """As prompts and as demonstrations."""
+    tokenizer = make_tokenizer(string.printable[:95])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for number, block in enumerate(blocks(page, "json")):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(block.text)
+        config = DataConfig(prompts=str(path), answer_field=None)
+        assert len(load_prompts(config, tokenizer)) == len(load_demos(config, tokenizer)) > 0
 
 
 def save_weights(folder: Path) -> None:
