@@ -70,7 +70,7 @@ SCALED = {
     "cohere": ({"logit_scale": 0.125}, (0.125, None)),
     "minicpm3": (
         {
-            "logits_scaling": 4.0,
+            "dim_model_base": 8,
             "q_lora_rank": 8,
             "kv_lora_rank": 8,
             "qk_nope_head_dim": 8,
