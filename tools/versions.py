@@ -187,6 +187,7 @@ def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
     counts = re.findall(r"\d+ (?:failed|passed|skipped|errors?)", summary)
     row |= {"tests": ", ".join(counts) or summary, "native": capability}
     if tests.returncode:
+        print(f"pytest: exit code {tests.returncode}", file=sys.stderr)
         print(tests.stdout[-4000:], tests.stderr[-1000:], file=sys.stderr)
     code = f"import sys; sys.path.insert(0, {str(checkout)!r})\n{TRAIN}"
     train = run(python, "-c", code, folder, cwd=folder, check=False)
