@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gac.evaluation.cells import percent, percent_interval
-from gac.evaluation.estimates import bootstrap_interval
 
 Finals = Mapping[str, Sequence[float | None]]
 """Label -> final accuracy of each seed; None if the run is missing or failed."""
@@ -18,6 +17,8 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
     With few seeds such intervals are somewhat too narrow.
     """
+    from gac.evaluation.estimates import bootstrap_interval  # imports numpy: not for `gac --help`
+
     if len(values) < 2:
         return None
     return [round(end, 6) for end in bootstrap_interval(values)]
