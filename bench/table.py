@@ -31,7 +31,7 @@ def newest(kind: str) -> dict[str, Any] | None:
     of_kind = [
         d
         for d in documents
-        if any(row["device"] == kind and row["work"] in WORK for row in d.get("rows", ()))
+        if any(row.get("device") == kind and row.get("work") in WORK for row in d.get("rows", ()))
     ]
     return max(of_kind, key=lambda d: d["date"], default=None)
 

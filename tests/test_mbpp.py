@@ -74,7 +74,7 @@ class FixedAnswers(CodeReward):
 
 
 def test_reward_counters_are_in_the_metrics(overrides):
-    reward = "{name: 'tests.test_mbpp:Written', timeout: 1, setup_field: test_setup_code}"
+    reward = "{name: 'tests.test_mbpp:FixedAnswers', timeout: 1, setup_field: test_setup_code}"
     overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
     config = load(TrainConfig, EXAMPLE, overrides)
     (row,) = metrics(train(config))

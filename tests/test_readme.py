@@ -20,7 +20,7 @@ def test_diff_runs_as_written():
 
     diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
     added = "\n".join(line[2:] for line in diff.splitlines() if line[:1] in "+ ")
-    controller = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    trl, controller = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
     namespace = {
         "model": make("qwen2"),
         "input_ids": torch.randint(3, 61, (2, 5)),
@@ -30,7 +30,8 @@ def test_diff_runs_as_written():
         "mu": 0.5,
         "old_logps": torch.full((2, 5), -4.0),
     }
-    exec(compile(added + "\n" + controller, "README.md", "exec"), namespace)
+    exec(compile("\n".join((added, controller, trl)), "README.md", "exec"), namespace)
+    namespace["apply_fused_head"]().undo()  # the tests that follow see TRL as it is
     assert namespace["loss"].isfinite() and 0 <= namespace["mu"] <= 1
     assert namespace["model"].lm_head.weight.grad.abs().sum() > 0
 
