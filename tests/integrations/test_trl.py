@@ -165,7 +165,7 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     assert trl_task.column(trainer, "gac/sft_variance")[0] == pytest.approx(
         torch.tensor(losses).var(correction=0).item(), rel=1e-4
     )
-    # the policy equals the reference up to the rounding of two forward passes: k3 is half its square
+    # policy and reference differ by the rounding of two forward passes; k3 is half its square
     assert trl_task.column(trainer, "gac/kl")[0] < 1e-12
     assert set(trainer.state.log_history[0]) >= {
         "gac/mu_star",
