@@ -1,4 +1,4 @@
-"""The namespace of the operators; the kernels hub replaces this file to make it unique."""
+"""Namespace of the custom operators; the kernels hub replaces this file to make names unique."""
 
 import torch
 

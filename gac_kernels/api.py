@@ -61,9 +61,10 @@ def fused_gac_loss(
             ignore the position.
         advantages: [B] or [B, T]; packed: [S] or [N]. Used for rollouts, and for demonstrations
             with the "shaped" weight.
-        is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout. Shaped like
-            targets, it gives each token its own role, e.g. for a demonstrated prefix of a rollout;
-            the tokens of one role in a sequence are then averaged and counted like a sequence.
+        is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout. With the
+            shape of targets, it gives one role per token, e.g. for a rollout whose prefix is a
+            demonstration; the tokens of each role in a sequence then count as a sequence of their
+            own.
         mu: weight of the demonstrations, in [0, 1]. A 0-d tensor avoids a host synchronization.
             Under torch.compile, pass a tensor: every new number triggers a recompilation.
         old_logps: same shape as targets; log-probabilities under the policy that sampled the
@@ -79,7 +80,7 @@ def fused_gac_loss(
             rollout tokens and of the loss of demonstration tokens, not differentiated. They affect
             no denominator, KL, entropy or statistic.
         rollout_logps: same shape as targets; log-probabilities from the engine that sampled the
-            rollouts, required by `spec.correction`. nan: no correction of that token.
+            rollouts, required by `spec.correction`. nan: no correction for that token.
         moments: False skips the statistics.
         overwrite: store the gradient in the logits' memory, which destroys the logits. No effect on
             tensors whose rows share memory (such as expanded ones), or under torch.compile, which
@@ -203,7 +204,10 @@ def with_temperature(spec: LossSpec, scaling: Scaling) -> LossSpec:
 
 
 def _named(flat: Sequence[Tensor], shape: torch.Size, outputs: Sequence[str]) -> tuple[Tensor, ...]:
-    """Choose and shape the results of a log-prob function: logps, entropy and all MORE_OUTPUTS."""
+    """Select the requested outputs of a log-prob function and give them `shape`.
+
+    `flat` has logps, entropy and all MORE_OUTPUTS.
+    """
     logps, entropy, *extra = (x.view(shape) for x in flat)
     named = dict(zip(MORE_OUTPUTS, extra, strict=False))
     if "is_top1" in named:
@@ -238,13 +242,13 @@ def fused_linear_gac_loss(
 ) -> LossOutput:
     """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
 
-    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. Losses
-    that depend on sums of current log-probs over a sequence take 8 N H V: `spec.ratio="sequence"`
-    with `old_logps` (or `kl_ratio`, or a correction), and a "sequence" correction without
-    `old_logps`. Rows without a loss are skipped, rows whose gradient is known to be 0 need only the
-    forward GEMM, and a frozen weight needs no weight-gradient GEMM. Under autocast the operands are
-    rounded to its dtype, and the gradients of float32 weights are float32. The weight must not be
-    sharded: under FSDP, call this inside the module's forward.
+    The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. This
+    becomes 8 N H V if the loss depends on sums of current log-probs over a sequence: with
+    `spec.ratio="sequence"` and `old_logps`, `kl_ratio` or a correction, and with a "sequence"
+    correction without `old_logps`. Rows without a loss are skipped, rows whose gradient is known to
+    be 0 need only the forward GEMM, and a frozen weight needs no weight-gradient GEMM. Under
+    autocast the operands are rounded to its dtype; gradients of float32 weights are float32. The
+    weight must not be sharded: under FSDP, call this inside the module's forward.
 
     Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
@@ -255,8 +259,9 @@ def fused_linear_gac_loss(
         overwrite: accepted for symmetry; there are no logits to overwrite.
         chunk_bytes: memory for one chunk of logits and gradients; None: 128 MiB on a CPU, 1000
             MiB on a GPU.
-        sketch: also compute `LossOutput.sketch`, even if no gradient is needed. It is nan for
-            sequences whose rows are skipped because mu is 0 or 1.
+        sketch: the projections for `LossOutput.sketch`, which is then computed even if no gradient
+            is needed; None: no sketch. Sequences whose rows are skipped because mu is 0 or 1 get
+            nan.
 
     Returns:
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
@@ -381,7 +386,7 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the inputs of the LM head; its GEMM dtype is autocast's if enabled, or hidden's."""
+    """Check the LM head's inputs; GEMMs use autocast's dtype if enabled, otherwise hidden's."""
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)

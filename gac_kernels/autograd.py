@@ -1,8 +1,8 @@
 """Autograd functions behind the public API.
 
 The losses compute their gradients in the forward pass, where every coefficient is known and the
-rows are still in cache; the backward pass only scales them. The log-probability functions do not
-know their upstream gradient yet and recompute the probabilities in the backward pass.
+rows are still in cache; the backward pass only scales them. The upstream gradients of the
+log-probability functions are unknown until the backward pass, which recomputes the probabilities.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LossTask(NamedTuple):
 
 
 class FusedLoss(Function):
-    """logits [B, T, V] -> the scalars of `tokens.Summary`, logps, entropy, moments and sketch."""
+    """Loss of logits [B, T, V]: scalars of `tokens.Summary`, logps, entropy, moments, sketch."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ class FusedLoss(Function):
 
 
 class TokenLogprobs(Function):
-    """logits [B, T, V], targets [N] -> logps [N], entropy [N], and MORE_OUTPUTS if `more`."""
+    """Log-probs from logits [B, T, V]: logps [N], entropy [N], and MORE_OUTPUTS if `more`."""
 
     @staticmethod
     def forward(
@@ -105,7 +105,7 @@ class TokenLogprobs(Function):
 
 
 class FusedLinearLoss(Function):
-    """hidden [N, H], weight [V, H], bias [V] -> the same outputs as `FusedLoss`."""
+    """Loss from hidden [N, H], weight [V, H] and bias [V]: the outputs of `FusedLoss`."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class FusedLinearLoss(Function):
 
 
 class LinearLogprobs(Function):
-    """hidden [N, H], weight [V, H], bias [V], targets [N] -> the outputs of `TokenLogprobs`."""
+    """Log-probs from hidden [N, H], weight [V, H], bias [V]: the outputs of `TokenLogprobs`."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class LinearLogprobs(Function):
 def _outputs(
     ctx: Any, task: LossTask, terms: TokenTerms, sketch: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Reduce the terms to the flat outputs of a loss function; only the first is differentiable."""
+    """Reduce the terms to the flat outputs of a loss function; only the loss is differentiable."""
     *scalars, statistics = task.backend.reduce(task.tokens, terms, task.moments)
     flat: tuple[Tensor | None, ...] = (None,) * 3
     if statistics is not None:

@@ -1,10 +1,10 @@
 """Builds the CUDA library of `csrc/cuda` with nvcc: `python -m gac_kernels.build_cuda`.
 
-By default it is built for the GPUs that are present, or for every supported one on a machine
-without a GPU; `--arch 90a` builds for a GPU that is elsewhere. The library has a plain C interface
-and its own copy of the CUDA runtime, so it needs no torch headers and works with every torch
-version. Its file name contains a hash of its sources and flags: changed sources are rebuilt, and a
-stale library is never loaded. nvcc may come from the CUDA toolkit or from pip:
+By default the library is built for the GPUs of this machine or, if it has none, for all supported
+GPUs; `--arch 90a` builds for a GPU in another machine. The library has a plain C interface and its
+own copy of the CUDA runtime, so it needs no torch headers and works with every torch version. Its
+file name contains a hash of its sources and flags: changed sources are rebuilt, and a stale library
+is never loaded. nvcc may come from the CUDA toolkit or from pip:
 
     python -m pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*"
     python -m pip install "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*"
@@ -37,7 +37,7 @@ NO_COMPILER = 77  # exit code without nvcc
 
 
 class NoCompilerError(RuntimeError):
-    """There is no nvcc."""
+    """Raised if nvcc is not found."""
 
 
 def find_nvcc() -> str | None:
@@ -72,7 +72,8 @@ def _digest() -> str:
 def library_path(targets: Sequence[str] | None = None) -> Path:
     """Path of a library of the current sources for these architectures, built or not.
 
-    targets: default: `architectures()`. A library that was built for more of them is used too.
+    targets: architectures; default: `architectures()`. A library built for additional ones is used
+    too.
     """
     wanted = architectures() if targets is None else targets
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gac"
@@ -101,7 +102,7 @@ def compile_source(*options: str) -> str:
 
 
 def _pip_library(nvcc: Path) -> list[str]:
-    """The option that finds the CUDA runtime of pip's packages, which is in lib, not in lib64."""
+    """The linker option for the CUDA runtime of pip's packages, which is in lib, not in lib64."""
     libraries = nvcc.resolve().parents[1] / "lib"
     return [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
 
@@ -116,7 +117,7 @@ def build(targets: Sequence[str] | None = None) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    # git ignores the folder by its suffix, even if this process is killed
+    # with this suffix, git ignores the folder if it is left behind by a killed process
     with tempfile.TemporaryDirectory(dir=path.parent, suffix=".so") as folder:
         built = Path(folder) / path.name
         options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]

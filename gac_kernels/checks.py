@@ -77,7 +77,7 @@ def same_device(name: str, value: Tensor, other: Tensor, cpu: bool = False) -> N
 
 
 def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) -> None:
-    """Check that weight [V, H] and bias [V] fit hidden [..., H]; autocast aligns their dtypes."""
+    """Check that weight [V, H] and bias [V] fit hidden [..., H]; dtypes may differ in autocast."""
     tensor("weight", weight)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(

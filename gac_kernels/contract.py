@@ -37,7 +37,7 @@ class DemoWeight(enum.Enum):
     """loss = -p / max(p, c), with a detached denominator: TRAPO, arXiv 2512.17636."""
 
 
-# What the log-probability functions compute on request, under TRL's names.
+# Further outputs that the log-probability functions compute on request; the names are TRL's.
 MORE_OUTPUTS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 REDUCTIONS = ("sequence", "token", "constant", "sum")
 POLICIES = ("clip", "cispo", "sapo", "reinforce")
@@ -113,10 +113,12 @@ class LossSpec:
     tokens of the sequence (GSPO, arXiv 2507.18071).
     """
     correction: str = "none"
-    """Importance correction of log-probs from another engine (`rollout_logps`): a detached factor
-    of the policy term, exp(old - rollout) or, without `old_logps`, exp(current - rollout). One
-    factor per token or, from the sum over its rollout tokens, per sequence. "truncate" clamps it to
-    [correction_min, correction_max]; "mask" makes it 0 outside. Also "none" (the default).
+    """Importance correction for log-probs from another engine (`rollout_logps`): "none", or a
+    detached factor of the policy term, exp(old - rollout) or, without `old_logps`,
+    exp(current - rollout). "token_truncate" and "token_mask" use one factor per token;
+    "sequence_truncate" and "sequence_mask" use one per sequence, from the sum over its rollout
+    tokens. Truncation clamps the factor to [correction_min, correction_max]; masking sets it to 0
+    outside.
     """
     correction_min: float | None = None
     """Lower bound of that factor, or None."""
@@ -210,7 +212,7 @@ class Signals(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Sufficient statistics of a batch; `a + b` are those of the two batches combined.
+    """Sufficient statistics of a batch; `a + b` combines those of two batches.
 
     The rollout moments are means and centered sums, so merging loses no precision.
     They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
@@ -356,7 +358,7 @@ class LossOutput(NamedTuple):
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
     sketch: Tensor | None = None
-    """float32 [S, k, k]: R G S^T for each sequence, where G is its part of its own term's gradient
-    with respect to the head weight and k the size of both projections; see `HeadSketch`. None
-    unless requested.
+    """float32 [S, k, k]: R G S^T for each sequence. G is the gradient of the head weight from the
+    sequence's contribution to its own term (rollout or demonstration), and k is the size of both
+    projections; see `HeadSketch`. None unless requested.
     """

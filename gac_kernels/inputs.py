@@ -30,7 +30,7 @@ class BatchInputs(NamedTuple):
         return self.targets.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether `x` has one value per sequence, not per token; both if S == N: per sequence."""
+        """Whether `x` has one value per sequence, not per token; True if S == N, where both fit."""
         return x.shape == (self.sequences,)
 
     def to_targets_device(self) -> BatchInputs:

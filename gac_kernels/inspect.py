@@ -43,24 +43,24 @@ class Report(NamedTuple):
     config: str
     arch: str
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spill_stores: int
-    """Bytes per thread."""
+    """Bytes stored by spills, per thread."""
     spill_loads: int
-    """Bytes per thread."""
+    """Bytes loaded by spills, per thread."""
     stack: int
-    """Bytes per thread."""
+    """Stack size in bytes per thread."""
     shared: int
-    """Bytes per program."""
+    """Shared memory in bytes per program."""
     instructions: int
     wide_accesses: int
-    """Global loads and stores of 16 bytes per thread among the instructions."""
+    """Number of global loads and stores of 16 bytes per thread."""
     sums: float
     """Instructions per thread and logit in the hot loop of the first pass; nan if there is none."""
     gradient: float
     """The same for the second pass."""
     seconds: float
-    """Time to compile."""
+    """Time to compile, in seconds."""
 
 
 class Configuration(NamedTuple):
@@ -182,7 +182,7 @@ def batch_configurations() -> Iterator[Configuration]:
 
 
 def compile_triton(configuration: Configuration, arch: str) -> Report:
-    """Compile one launch as Triton would on that GPU, with all pointers 16-byte aligned.
+    """Compile one launch as Triton would on a GPU of this `arch`, all pointers 16-byte aligned.
 
     arch: compute capability times 10, such as "90", or the name of an AMD GPU, such as "gfx942".
     """
@@ -231,7 +231,7 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
 
 
 def _amd_report(configuration: Configuration, arch: str, compiled: Any, seconds: float) -> Report:
-    """The statistics in the assembly of an AMD GPU; a spilled register takes four bytes."""
+    """Read the statistics from the assembly of an AMD GPU; a spilled register takes four bytes."""
     assembly = compiled.asm["amdgcn"]
     spilled = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     spilled += 4 * _number(r"\.sgpr_spill_count:\s+(\d+)", assembly)
@@ -305,10 +305,10 @@ def _number(pattern: str, log: str) -> int:
 
 
 def triton_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
-    """The Triton kernels on each architecture."""
+    """Compile the Triton kernels for each architecture."""
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise RuntimeError(
-            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r}: unset it, "
+            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r}: unset it; "
             "interpreted kernels are not compiled"
         )
     for configuration in (*triton_configurations(), *batch_configurations()):
@@ -317,7 +317,7 @@ def triton_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
 
 
 def cuda_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
-    """The kernels of csrc/cuda, if nvcc is found.
+    """Compile the kernels of csrc/cuda for each architecture, if nvcc is found.
 
     Thread-block clusters need compute capability 9.0.
     """

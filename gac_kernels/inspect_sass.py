@@ -1,8 +1,8 @@
-"""Counts a kernel's instructions per logit in the loops over a row of its machine code.
+"""Counts instructions per logit in a kernel's machine code, in the loops over a row.
 
-The input is the output of `nvdisasm -c`. A pass is the control-flow cycle through a block of
-exponentials with the fewest instructions per logit; rare paths (a new maximum, the edge of a row, a
-barrier that is not ready) are not on that cycle and are not counted.
+The input is the output of `nvdisasm -c`. Of the control-flow cycles through a block of
+exponentials, a pass is the one with the fewest instructions per logit; rare paths (a new maximum,
+the edge of a row, a barrier that is not ready) are not on that cycle and are not counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Block(NamedTuple):
 
     instructions: int
     powers: int
-    """Exponentials of logits: unconditional ones, which come in groups."""
+    """Number of exponentials of logits; these are unconditional and come in groups."""
     stores: int
-    """To global memory."""
+    """Number of stores to global memory."""
     next: tuple[int, ...]
     """Blocks that can follow."""
 

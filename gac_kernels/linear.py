@@ -28,7 +28,7 @@ ASYNCHRONOUS = {"cuda"}
 
 
 class Scaling(NamedTuple):
-    """How logits x become z = softcap tanh(x / softcap) / temperature."""
+    """Scaling of logits x to z = softcap tanh(x / softcap) / temperature."""
 
     temperature: float
     softcap: float | None = None  # None: z = x / temperature
@@ -100,7 +100,7 @@ class Accumulator:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: counts cannot be read, so every row is multiplied."""
+    """Whether a CUDA graph is being captured; counts cannot be read then, so no row is skipped."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -132,7 +132,7 @@ def early_logits(hidden: Tensor, head: Projection, order: Tensor, live: Tensor) 
     """Logits of the first rows in `order`, as many as the first block can have.
 
     Computed before their number is known, so that the device has work while the host waits for it.
-    None if the host would not wait, or if the logits belong into the buffer of a whole chunk.
+    None if the host would not wait, or if the logits belong in the buffer of a whole chunk.
     """
     if hidden.device.type not in ASYNCHRONOUS or capturing(hidden.device) or not head.rounds:
         return None

@@ -205,7 +205,7 @@ def fused_loss(
     options: GemmOptions,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """Compute either fused loss in compiled code."""
+    """Compute either form of the fused loss in compiled code."""
     outputs = ops.loss(
         *operands,
         *_to_tensors(inputs),

@@ -2,8 +2,8 @@
 
 The logits of a chunk are computed block by block; their gradient is stored in the operands' dtype
 and passed to the two backward GEMMs at once. The backward GEMMs need many rows, because every chunk
-reads and writes the whole [V, H] weight gradient; the float32 logits take more memory per row, so a
-block has fewer rows.
+reads and writes the whole [V, H] weight gradient. The float32 logits take more memory per row, so a
+block has fewer rows than a chunk.
 
 Notation: V vocabulary size, H hidden size, M rows.
 """
@@ -31,7 +31,7 @@ NO_SPLIT_K = 1 << 24
 
 
 class GemmOptions(NamedTuple):
-    """How hidden is multiplied by the weight."""
+    """Options of the GEMMs of hidden and the weight."""
 
     dtype: torch.dtype  # that the operands are rounded to, as under autocast
     chunk_bytes: int | None = None  # memory for logits and their gradients; None: CHUNK_BYTES
@@ -95,8 +95,8 @@ class Projection:
     def chunk_rows(self, count: int, weight_gradient: bool) -> int:
         """Rows per chunk of `count` rows.
 
-        Several chunks sum the gradient of the weight in float32. A single chunk needs no sum, and
-        may take its memory too.
+        Several chunks need a float32 buffer to sum the gradient of the weight. A single chunk does
+        not, and may use that memory for more rows.
         """
         return (
             count if weight_gradient and self.chunk < count <= self._largest_chunk else self.chunk
@@ -189,8 +189,8 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 def has_float32_output(device_type: str, dtype: torch.dtype) -> bool:
     """Whether GEMMs of this dtype can output float32.
 
-    Those of a CPU cannot, nor those of some builds of PyTorch for AMD GPUs: their operands are
-    copied to float32.
+    CPU GEMMs cannot, nor can those of some PyTorch builds for AMD GPUs: their operands are copied
+    to float32.
     """
     operand = torch.ones(16, 16, dtype=dtype, device=device_type)
     out = torch.zeros(16, 16, dtype=compute_dtype(dtype), device=device_type)

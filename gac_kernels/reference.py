@@ -123,7 +123,7 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
 
 
 def _ratio(logps: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """The ratio to the sampling policy, and whether it is clamped at exp(MAX_LOG_RATIO)."""
+    """The probability ratio to the sampling policy, and whether it is clamped (MAX_LOG_RATIO)."""
     old = logps.detach() if tokens.old is None else tokens.old
     log_ratio = logps - old
     if spec.ratio == "sequence":

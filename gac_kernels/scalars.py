@@ -1,6 +1,6 @@
-"""Encode a LossSpec as plain numbers for kernels and operators.
+"""Encodes a LossSpec as plain numbers for kernels and operators.
 
-None becomes a number that has no effect, and an enumerated option its index, which C++ uses.
+None becomes a number that has no effect. An enumerated option becomes the index that C++ uses.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def plan_scalars(spec: LossSpec) -> PlanScalars:
 
 
 def encode(spec: LossSpec) -> tuple[str, list[float]]:
-    """Encode a spec for `decode`: a literal, and the numbers, where None becomes nan.
+    """Encode a spec for `decode`: a string, and the numbers, where None becomes nan.
 
-    Dynamo can trace f-strings, but not of numbers that it treats as dynamic.
+    Dynamo can trace f-strings, except those of numbers that it treats as dynamic.
     """
     texts = [f"{name!r}:{getattr(spec, name)!r}" for name in _TEXTS]
     literal = "{" + ",".join(texts) + f",'demo_weight':{spec.demo_weight.value!r}" + "}"

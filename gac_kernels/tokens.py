@@ -1,4 +1,4 @@
-"""Convert the caller's batch to per-token values, and token terms to the outputs.
+"""Converts the caller's batch to per-token values, and token terms to the outputs.
 
 Everything here is plain PyTorch of size N or S; work of size N x V is in the backends.
 Notation: N tokens, S sequences, B padded rows, T row length.
@@ -29,11 +29,11 @@ class Tokens(NamedTuple):
     weight: Tensor  # [N]: weight of the token's loss in its own term; 0 where there is no loss
     scale: Tensor  # [N]: weight in the mixed loss, i.e. `weight` times (1 - mu) or mu
     factor: Tensor | None  # [N]: multiplies the policy term, or a demonstration's loss
-    rollout_logps: Tensor | None  # [N]: for a correction of the current log-probs; nan: no factor
+    rollout_logps: Tensor | None  # [N]: for the correction of current log-probs; nan: no correction
     sequence: Tensor  # int64 [N]: the token's sequence
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
-    rollout_lengths: Tensor  # int64 [S]: those of them that are not demonstrations
+    rollout_lengths: Tensor  # int64 [S]: tokens with a loss that are not demonstrations
     is_demo: Tensor  # bool [S], or [N] if each token has its own role
     mu: float | Tensor
 
@@ -42,11 +42,11 @@ class Tokens(NamedTuple):
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
 
     def select(self, index: Tensor) -> Tokens:
-        """Select the tokens at `index` [M], in only the fields that row kernels use."""
+        """Select the tokens at `index` [M], with only the fields that row kernels use."""
         return self._map_columns(lambda x: x.index_select(0, index))
 
     def part(self, span: slice) -> Tokens:
-        """The tokens in `span`, in the same fields as `select`, as views."""
+        """The tokens in `span` as views, with the same fields as `select`."""
         return self._map_columns(lambda x: x[span])
 
     def _map_columns(self, function: Callable[[Tensor], Tensor]) -> Tokens:
@@ -114,7 +114,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     demo_lengths = lengths - rollout_lengths
     in_demo, in_rollout = is_demo, ~is_demo
     if not inputs.is_per_sequence(is_demo):
-        # a sequence without a loss counts for the role of its first position
+        # a sequence in which no token has a loss takes the role of its first position
         first = torch.nn.functional.pad(demo, (0, 1))[offsets[:-1]] & (offsets.diff() > 0)
         in_demo = (demo_lengths > 0) | ((lengths == 0) & first)
         in_rollout = (rollout_lengths > 0) | ((lengths == 0) & ~first)

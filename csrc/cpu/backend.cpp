@@ -168,7 +168,7 @@ class Worker {
 template <class F, class Skip>
 const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   const RowKernels* const kernels = row_kernels();
-  if (!kernels) return "GAC_CPU_CAPABILITY names no instruction set of this processor";
+  if (!kernels) return "GAC_CPU_CAPABILITY names an instruction set that this processor lacks";
   if (a.rows == 0) return nullptr;
   if (!a.logits.data || !a.targets) return "logits or targets hold no data";
   const Rows logits(a.logits, a), out(a.out, a);
@@ -189,7 +189,7 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
       }
     }
   });
-  return failed ? "there is no memory for a row" : nullptr;
+  return failed ? "not enough memory for the buffer of a row" : nullptr;
 }
 
 }  // namespace

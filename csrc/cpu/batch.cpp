@@ -38,8 +38,8 @@ double phi(float logp) {
 
 bool is_rollout(const ReduceArguments& a, int64_t s) { return a.rollout_lengths[s] > 0; }
 
-// Weight of token i of sequence s in the moments; 0 for demonstrations, so that a nan in one still
-// propagates.
+// Weight of token i of sequence s in the moments. Demonstrations are not skipped but have weight 0,
+// so that a nan in one still propagates.
 double moment_weight(const ReduceArguments& a, int64_t s, int64_t i) {
   return a.demo[i] ? 0 : 1 / double(a.rollout_lengths[s]);
 }
@@ -109,8 +109,8 @@ const char* gac_plan(const gac::PlanArguments* arguments) {
     for (int64_t i = begin; i < end; ++i) lengths[is_demo(s, i)] += a.targets[i] != kIgnore;
     a.lengths[s] = lengths[0] + lengths[1];
     a.rollout_lengths[s] = lengths[0];
-    // A sequence counts for the roles of its tokens with a loss; without one, for that of its first
-    // position.
+    // A sequence counts for the roles of its tokens with a loss. If no token has a loss, it counts
+    // for the role of its first position.
     const bool known = !a.role_per_token || begin < end;
     for (int d = 0; d < 2; ++d)
       if (lengths[d] > 0 || (a.lengths[s] == 0 && (known ? is_demo(s, begin) == bool(d) : !d)))

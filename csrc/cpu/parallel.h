@@ -12,8 +12,8 @@
 namespace gac {
 
 // Calls f(begin, end) for parts of [0, count), on at most `threads` threads, each with at least
-// `grain` items. The team always has `threads` members: a smaller one would end the others, and
-// torch would have to start them again.
+// `grain` items. The OpenMP team always has `threads` members: a smaller team would end the other
+// threads, and torch would have to start them again.
 template <class F>
 void parallel_for(int64_t count, int64_t grain, int64_t threads, const F& f) {
   if (count <= grain || threads <= 1 || omp_in_parallel()) return f(int64_t(0), count);

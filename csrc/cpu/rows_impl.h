@@ -34,8 +34,8 @@ inline Floats min_distance(float exp2_scale) {
   return splat(d > -FLT_MAX ? d : -FLT_MAX);
 }
 
-// Reduces by halves: a serial chain over the lanes would take a tenth of the time of the block's
-// exponentials.
+// Reduces by halves: a serial chain over the lanes would take a tenth of the time that the block's
+// exponentials take.
 float max_lane(Floats v) {
   float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof(lanes));

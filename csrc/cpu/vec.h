@@ -96,7 +96,7 @@ inline Halves narrow(Floats v, Float16) {
   return (Halves)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   const Words bits = (Words)v, sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-  // Subnormals: adding 0.5 shifts the value's last bits out, rounded by the adder itself.
+  // Subnormals: adding 0.5 shifts out the value's last bits, and the addition rounds the result.
   const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3f000000;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const Words is_small = (Words)(magnitude < (113u << 23));
@@ -174,9 +174,9 @@ inline Exponent split(Floats d, Floats scale, Floats shift) {
 // exactly 0 at -127.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// n counts eighths; the fractional powers come from a table that fills one register, which allows a
-// short polynomial: there are only sixteen registers. Each entry has its index subtracted, because
-// the shifted n adds it back.
+// n counts eighths. The powers 2^(i / 8) come from a table that fills one of the sixteen registers,
+// so that a short polynomial is enough. Table entry i is stored minus i 2^20, because the shifted n
+// adds i 2^20 again.
 inline Exponent exponent(Floats d, Floats scale) { return split(d, scale, splat(0x1.8p20f)); }
 
 inline Floats exp2(Exponent t) {

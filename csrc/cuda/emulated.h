@@ -2,9 +2,9 @@
 //
 // Every CUDA thread is a fiber, and a scheduler resumes the fibers of all resident clusters in
 // random order. Asynchronous copies and stores complete at a random later time, and a copy reads
-// its source only then; until then the destination holds nan. Premature reads and writes and waits
-// that never end are therefore detected, in shared memory and in the rows themselves. Neither
-// memory ordering nor timing is modelled.
+// its source only then; until then the destination holds nan. This detects premature reads and
+// writes, both in shared memory and in the rows themselves, and waits that never end. Neither
+// memory ordering nor timing is modeled.
 #pragma once
 
 #include <ucontext.h>

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_consta
 
 using Kernel = void (*)(Arguments);
 
-// The dtypes that the library launches: a gradient has its logits' dtype, and in the linear form
-// float32 logits also have a half-precision gradient. Only these have a sketch, as does float32.
+// The dtypes that the library launches: the gradient has the dtype of the logits or, with float32
+// logits in the linear form, a half-precision dtype. Only float32 logits have a sketch.
 template <class In, class Out>
 Kernel kernel_of(const Arguments& a) {
   if constexpr (std::is_same_v<In, float>) {

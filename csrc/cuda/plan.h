@@ -24,17 +24,17 @@ inline const char* launch_error(const Arguments& a) {
     return "sketch must have 4, 8, 16, 32 or 64 buckets";
   const bool half = a.dtype != kFloat32;
   if (half && (a.signs || (a.out && a.out_dtype != a.dtype)))
-    return "half-precision logits have no sketch, and a gradient of their own dtype";
+    return "half-precision logits have no sketch and require a gradient of the same dtype";
   if (slots_needed(a, item_size) > a.slots)
     return "the row does not fit in the cluster's shared memory";
   return nullptr;
 }
 
-// A cluster processes the rows id, id + count, ... When one ends, the hardware starts the next.
-// With more clusters than fit at once, a cluster that has to wait (another stream may occupy
-// multiprocessors) is late by one turn, not by the whole launch. A turn should be long compared
-// with a cluster's start-up, when nothing is prefetched yet: at least kTurnTiles tiles per block,
-// an estimated 50 us on an H200.
+// A cluster processes the rows id, id + count, ... When one cluster ends, the hardware starts the
+// next. More clusters are launched than run at once, in up to kTurns turns: a cluster that has to
+// wait, because another stream occupies multiprocessors, is then late by one turn and not by the
+// whole launch. A turn should be long compared with a cluster's start-up, when nothing is
+// prefetched yet: at least kTurnTiles tiles per block, an estimated 50 us on an H200.
 constexpr int64_t kTurns = 8, kTurnTiles = 64;
 
 // The number of clusters to launch if `resident` of them run at once on an idle device.

@@ -95,8 +95,8 @@ GAC_DEVICE void send_sums(Shared& shared, Sums partial, int parity, float exp2_s
     send(all, shared.inbox[parity][cluster_rank()], shared.exchange[parity], thread());
 }
 
-// Merges the sums of all blocks, in the first warp; in the same order in every block, hence bitwise
-// equal.
+// Merges the sums of all blocks, in the first warp. Every block uses the same order, so the results
+// are bitwise equal.
 GAC_DEVICE Sums collect(Shared& shared, int parity, uint32_t phase, float exp2_scale) {
   if (thread() == 0) arrive_expect(shared.exchange[parity], cluster_size() * sizeof(Sums));
   wait<true>(shared.exchange[parity], phase);

@@ -1,18 +1,18 @@
 """Backend registry. A backend is a module with these functions:
 
 `ALL_OPTIONS: bool`
-    Whether `row_loss` knows every option that acts on a single token; if not, only the policy
-    "clip", without `tokens.factor`, `tokens.rollout_logps` and `kl_ratio`. What it does not know
-    takes two passes (see `passes.in_passes`).
+    Whether `row_loss` supports every option that acts on a single token. If not, it supports only
+    the policy "clip", without `tokens.factor`, `tokens.rollout_logps` and `kl_ratio`; other options
+    take two passes (see `passes.in_passes`).
 `unavailable(device, dtype) -> str | None`
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`
-    Per-token values, as defined by `tokens.plan`, in few launches.
+    Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
 `reduce(tokens, terms, moments) -> Summary`
-    Sums over all tokens in float64, as defined by `tokens.reduce`, in few launches.
+    Sums over all tokens in float64, as defined by `tokens.reduce`, in few kernel launches.
 `row_stats(logits, targets, temperature, softcap, more) -> (logps, entropy, lse)`
-    float32 [N] each, 0 for rows without a loss. Reads each row with a loss once. `more` adds
-    contract.MORE_OUTPUTS, float32 too.
+    Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. `more` adds
+    contract.MORE_OUTPUTS, also in float32.
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
     [N] each):
@@ -28,9 +28,8 @@
 `plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
 device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
 dimension; `out` may have a different float dtype from the logits, or share their storage. Rows
-whose target is -100 are never read and get an all-zero gradient, as does a row with zero
-coefficients. Row kernels use no atomics and sum in a fixed order, so results are bitwise
-reproducible.
+whose target is -100 are never read and get an all-zero gradient, as do rows with zero coefficients.
+Row kernels use no atomics and sum in a fixed order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations

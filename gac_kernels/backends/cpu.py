@@ -2,9 +2,9 @@
 
 Each row is completed while it is in the L2 cache: sums, token formulas, gradient. Rows run in
 parallel and each one is summed in a fixed order, so results do not depend on the number of threads.
-Up to rounding, they do depend on the instruction set, which is selected when the kernels are first
-used: the widest of AVX-512, AVX2 and the baseline that the processor supports, or the one named by
-the environment variable GAC_CPU_CAPABILITY.
+Their rounding depends on the instruction set. It is selected when the kernels are first used: the
+widest of AVX-512, AVX2 and the baseline that the processor supports, or the one that the
+environment variable GAC_CPU_CAPABILITY names.
 
 The library has a plain C interface, `csrc/cpu/native.h`, loaded with ctypes: one binary works with
 every version of torch and Python. The operators of torch.compile are in `gac_kernels/ops.py`.
@@ -317,7 +317,7 @@ def _pointers(tensors: Iterable[Tensor | None]) -> list[int | None]:
 def _rows(
     logits: Tensor, out: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Any, ...]:
-    """The first fields of RowArguments: the rows of logits and out, [B, T, V], and their scale."""
+    """The first fields of RowArguments: the layout of logits and out [B, T, V], and the scaling."""
     batch, length, width = logits.shape
     rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
     out_rows: tuple[int | None, ...] = (None, 0, 0, 0)

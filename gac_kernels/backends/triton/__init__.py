@@ -13,7 +13,7 @@ import torch
 
 from ...scalars import DTYPES
 
-ALL_OPTIONS = False
+ALL_OPTIONS = True
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
@@ -38,16 +38,17 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return _interpreter_error()
     if device.type != "cuda":
         return f"it does not run on {device.type!r}; on a CPU, set TRITON_INTERPRET=1 before import"
-    # AMD's capability numbers mean something else; Triton compiles for all of its supported GPUs
+    # AMD GPUs number capabilities differently; Triton compiles for every AMD GPU that it supports
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
     return None
 
 
 def _interpreter_error() -> str | None:
     """Why the interpreter does not work, or None.
 
-    In loops, that of Triton 3.6 converts one-element arrays to scalars, which numpy 2.4 rejects.
+    In loops, Triton 3.6's interpreter converts one-element arrays to scalars, which numpy 2.4
+    rejects.
     """
     triton, numpy = (tuple(map(int, version(p).split(".")[:2])) for p in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):

@@ -31,8 +31,8 @@ def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
     second read finds part of its row in the L2 cache. Small rows use fewer warps; otherwise most
     lanes would idle. Rows whose length is not a multiple of 16 are unaligned and loaded element by
     element, which takes more registers.
-    A table instead of autotuning: a different tile would sum in a different order, and tuning runs
-    would overwrite logits that share their storage with the gradient.
+    This is a table and not autotuned: a different tile would sum in a different order, and tuning
+    runs would overwrite logits that share their storage with the gradient.
     """
     width = 16 // dtype.itemsize
     if vocab % 16 and vocab >= 8192:
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     programs: int
     arguments: dict[str, Any]
     warps: int
-    """Of 32 threads; on AMD GPUs with 64 threads, half as many are launched."""
+    """Number of warps of 32 threads; GPUs whose warps have 64 threads launch half as many."""
 
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of `device`; asynchronous."""
@@ -63,13 +63,13 @@ class Launch(NamedTuple):
 
 
 def launch_warps(warps: int, size: int) -> int:
-    """The number of warps of `size` threads that replaces `warps` of 32 threads."""
+    """The number of warps of `size` threads that replace `warps` warps of 32 threads."""
     return max(32 * warps // size, 1)
 
 
 @functools.cache
 def warp_size(device: torch.device) -> int:
-    """Threads of a warp: 32, or 64 on some AMD GPUs."""
+    """Threads per warp: 32, or 64 on some AMD GPUs."""
     if not torch.version.hip or device.type != "cuda":
         return 32
     return torch.cuda.get_device_properties(device).warp_size
@@ -87,8 +87,8 @@ def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:
     """Sizes and strides of `rows` [B, T, V] and, if given, of `out` with the same shape.
 
     Evenly spaced rows are passed as one batch with stride 0: Triton specializes kernels on the
-    divisibility of strides, and that of the batch stride T V would vary with T. T is at least 1
-    because kernels divide by it.
+    divisibility of strides, and the divisibility of the batch stride T V would vary with T. T is at
+    least 1 because kernels divide by it.
     """
     tensors = (rows,) if out is None else (rows, out)
     batches, length, _ = rows.shape

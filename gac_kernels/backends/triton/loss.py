@@ -13,12 +13,14 @@ from ...contract import LossSpec
 from ...scalars import token_scalars
 from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
-from .. import reference
 from . import launch
 from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
 
 MAX_LOG_RATIO = tl.constexpr(CAP)
-_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale")
+_COLUMNS = (
+    *("targets", "demo", "advantages", "old", "ref", "scale"),
+    *("factor", "rollout_logps"),
+)
 
 
 @triton.jit
@@ -49,22 +51,69 @@ def kl_estimate(logp, ref, KL: tl.constexpr):
 
 
 @triton.jit
-def rollout_term(logp, old, advantage, low, high, dual_clip, HAS_DUAL: tl.constexpr):
-    """A rollout token's clipped policy loss, its derivative by logp, and 1 if it was clipped."""
+def rollout_term(
+    logp,
+    old,
+    advantage,
+    low,
+    high,
+    dual_clip,
+    tau_positive,
+    tau_negative,
+    POLICY: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+):
+    """A rollout token's policy loss, its derivative by logp, and 1 if it was clipped.
+
+    Also the ratio, and whether it is clamped at exp(MAX_LOG_RATIO).
+    """
     log_ratio = logp - old
-    ratio = tl.exp(tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
+    overflows = log_ratio > MAX_LOG_RATIO
+    ratio = tl.exp(tl.where(overflows, MAX_LOG_RATIO, log_ratio))
     bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
-    free = ratio * advantage
-    bound = bounded * advantage
-    clipped = free > bound
-    loss = -tl.where(clipped, bound, free)
-    if HAS_DUAL:
-        ceiling = -dual_clip * advantage
-        beyond = (advantage < 0) & (loss > ceiling)
-        loss = tl.where(beyond, ceiling, loss)
-        clipped = clipped | beyond
-    d_logp = tl.where(clipped | (log_ratio > MAX_LOG_RATIO), 0.0, -free)
-    return loss, d_logp, tl.where(clipped, 1.0, 0.0)
+    clipped = tl.full([], False, tl.int1)
+    if POLICY == "clip":
+        free = ratio * advantage
+        bound = bounded * advantage
+        clipped = free > bound
+        loss = -tl.where(clipped, bound, free)
+        if HAS_DUAL:
+            ceiling = -dual_clip * advantage
+            beyond = (advantage < 0) & (loss > ceiling)
+            loss = tl.where(beyond, ceiling, loss)
+            clipped = clipped | beyond
+        d_logp = tl.where(clipped | overflows, 0.0, -free)
+    elif POLICY == "sapo":
+        tau = tl.where(advantage > 0, tau_positive, tau_negative)
+        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
+        loss = -4.0 / tau * gate * advantage
+        d_logp = tl.where(overflows, 0.0, -4.0 * gate * (1.0 - gate) * ratio * advantage)
+    else:
+        if POLICY == "cispo":
+            clipped = bounded != ratio
+            d_logp = -bounded * advantage
+        else:
+            d_logp = -advantage
+        loss = tl.where(d_logp == 0, 0.0, d_logp * logp)  # 0 log 0 = 0
+    return loss, d_logp, tl.where(clipped, 1.0, 0.0), ratio, overflows
+
+
+@triton.jit
+def correction(log_ratio, low, high, MASK: tl.constexpr):
+    """The importance factor of a token with this log-ratio to the policy that sampled it."""
+    factor = tl.where(log_ratio == log_ratio, tl.exp(log_ratio), 1.0)
+    if MASK:
+        bounded = tl.where((factor < low) | (factor > high), 0.0, factor)
+    else:
+        bounded = tl.where(factor < low, low, tl.where(factor > high, high, factor))
+    return bounded
+
+
+@triton.jit
+def weigh(loss, d_logp, logp, weight):
+    """Multiply by a weight; a token of weight 0 has no loss, even if its logp is -inf."""
+    impossible = (weight == 0) & (logp == float("-inf"))
+    return tl.where(impossible, 0.0, loss * weight), d_logp * weight
 
 
 @triton.jit
@@ -101,6 +150,8 @@ def loss_kernel(
     old,  # float32 [N], or None: the ratio is 1 and differentiable
     ref,  # float32 [N] or None
     scale,  # float32 [N]
+    factor,  # float32 [N] or None
+    rollout_logps,  # float32 [N] or None: no correction
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
     buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
@@ -112,6 +163,7 @@ def loss_kernel(
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
     exp2_scale,
+    softcap,  # or None, like the options below that are not used
     inverse_temperature,
     low,
     high,
@@ -119,6 +171,13 @@ def loss_kernel(
     kl_coef,
     entropy_coef,
     demo_shape,
+    tau_positive,
+    tau_negative,
+    correction_min,
+    correction_max,
+    POLICY: tl.constexpr,
+    KL_RATIO: tl.constexpr,
+    MASK_CORRECTION: tl.constexpr,
     HAS_DUAL: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     KL: tl.constexpr,
@@ -143,21 +202,44 @@ def loss_kernel(
     row = row_at(logits, n, T, stride_b, stride_t)
     if y != NO_LOSS:
         logp, entropy, _, top, log2_mass = row_values(
-            row, y, V, exp2_scale, out is not None, PEEL, L, R, STAGES
+            row, y, V, exp2_scale, softcap, out is not None, PEEL, L, R, STAGES
         )
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
             loss, d_logp = demo_term(logp, advantage, demo_shape, DEMO)
+            if factor is not None:
+                loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
         else:
             old_logp = logp
             if old is not None:
                 old_logp = tl.load(old + n)
-            loss, d_logp, clipped = rollout_term(
-                logp, old_logp, advantage, low, high, dual_clip, HAS_DUAL
+            loss, d_logp, clipped, ratio, overflows = rollout_term(
+                logp,
+                old_logp,
+                advantage,
+                low,
+                high,
+                dual_clip,
+                tau_positive,
+                tau_negative,
+                POLICY,
+                HAS_DUAL,
             )
+            if factor is not None:
+                loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
+            if rollout_logps is not None:
+                log_correction = logp - tl.load(rollout_logps + n)
+                corrected = correction(
+                    log_correction, correction_min, correction_max, MASK_CORRECTION
+                )
+                loss, d_logp = weigh(loss, d_logp, logp, corrected)
             if ref is not None:
                 kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
-                loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
+                if KL_RATIO:
+                    d_kl = ratio * (d_kl + tl.where(overflows, 0.0, kl))
+                    loss += tl.where(kl_coef == 0, 0.0, kl_coef * ratio * kl)
+                else:
+                    loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
                 d_logp += tl.where(kl_coef == 0, 0.0, kl_coef * d_kl)
             if HAS_ENTROPY:
                 loss -= entropy_coef * entropy
@@ -184,6 +266,7 @@ def loss_kernel(
                 top,
                 log2_mass,
                 exp2_scale,
+                softcap,
                 d_logp * inverse_temperature,
                 d_entropy * inverse_temperature,
                 entropy,
@@ -205,14 +288,16 @@ def loss_launch(
     out: Tensor | None,
     terms: Tensor,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> launch.Launch:
     """The launch of `loss_kernel`.
 
-    It writes `terms` float32 [5, N] in the order of TokenTerms, and the gradient of the logits to
-    `out`.
+    The kernel writes `terms` float32 [5, N] in the order of TokenTerms, and the gradient of the
+    logits to `out`.
     """
     signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
+    has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy == "sapo"
     arguments = {
         "logits": logits,
         "out": out,
@@ -225,6 +310,7 @@ def loss_launch(
         "out_stride_t": 0,
         **launch.geometry(logits, out),
         "exp2_scale": launch.exp2_scale(spec.temperature),
+        "softcap": softcap,
         "inverse_temperature": 1 / spec.temperature,
         "low": scalars.ratio_low,
         "high": scalars.ratio_high,
@@ -232,6 +318,13 @@ def loss_launch(
         "kl_coef": scalars.kl_coef,
         "entropy_coef": scalars.entropy_coef,
         "demo_shape": scalars.demo_shape,
+        "tau_positive": scalars.sapo_tau_positive if is_sapo else None,
+        "tau_negative": scalars.sapo_tau_negative if is_sapo else None,
+        "correction_min": scalars.correction_min if has_correction else None,
+        "correction_max": scalars.correction_max if has_correction else None,
+        "POLICY": spec.policy,
+        "KL_RATIO": spec.kl_ratio and spec.kl_coef != 0,
+        "MASK_CORRECTION": scalars.mask_correction,
         "HAS_DUAL": spec.dual_clip is not None,
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,
@@ -253,8 +346,6 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
-    if softcap is not None:
-        return reference.row_loss(logits, tokens, spec, out, sketch, softcap)
     terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    loss_launch(logits, tokens, spec, out, terms, sketch).run(logits.device)
+    loss_launch(logits, tokens, spec, out, terms, sketch, softcap).run(logits.device)
     return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])

@@ -104,7 +104,8 @@ def sequence_kernel(
 def merge_moments(sums, lengths, is_demo, moments, S, BLOCK: tl.constexpr):
     """Merge the moments of all sequences into TokenMoments.rollouts by Chan's formula.
 
-    Rollouts have weight 1, demonstrations weight 0, so that a nan in one still propagates.
+    Rollouts have weight 1 and demonstrations weight 0; they are not skipped, so that a nan in a
+    demonstration still propagates.
     """
     zero = tl.zeros([BLOCK], tl.float64)
     count, s_sum, r_sum = zero, zero, zero
@@ -160,7 +161,7 @@ def merge_kernel(
     HAS_REF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run as one program: reduce the sums of all sequences to the results."""
+    """Reduce the sums of all sequences to the results; runs as one program."""
     zero = tl.zeros([BLOCK], tl.float64)
     rollouts, demos, rollout_loss, demo_loss = zero, zero, zero, zero
     kls, clips, rollout_entropy, demo_entropy = zero, zero, zero, zero
@@ -225,7 +226,8 @@ def sequence_launch(
 ) -> launch.Launch:
     """The launch of `sequence_kernel`.
 
-    It writes `sums` float64 [SUMS, S] and the mean negative log-likelihoods of the demonstrations.
+    The kernel writes `sums` float64 [SUMS, S] and the mean negative log-likelihoods of the
+    demonstrations.
     """
     names = ("live", "advantages", "weight", "offsets", "lengths", "is_demo")
     arguments = {
