@@ -230,7 +230,7 @@ def fused_loss(
         sketches = None if factors is None else per_sequence(factors, scaled, spec, inv_scale)
         return LinearLoss(terms, grads, sketches, inv_scale)
 
-    result, terms = in_passes(tokens, spec, backend, need_gradient, logprobs, one_pass)
+    result, terms = in_passes(tokens, spec, need_gradient, logprobs, one_pass)
     if result is None:
         none = InputGradients(None, None, None)
         return LinearLoss(terms, none, None, None)

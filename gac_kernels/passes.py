@@ -26,7 +26,6 @@ Result = TypeVar("Result", bound=HasTerms)
 def in_passes(
     tokens: Tokens,
     spec: LossSpec,
-    backend: Any,
     need_gradient: bool,
     logprobs: Callable[[], tuple[Tensor, Tensor]],
     one_pass: Callable[[Tokens, LossSpec], Result],
@@ -36,18 +35,15 @@ def in_passes(
     Args:
         tokens: the batch.
         spec: the options.
-        backend: a module of `backends`; it need not support every option.
         need_gradient: False: the log-probs may be enough, and the first result is None.
         logprobs: computes logps and entropy, [N] each.
         one_pass: processes each token on its own.
     """
-    kind, sequence_ratio = coupling(tokens, spec), spec.ratio == "sequence"
-    if kind is Coupling.NONE and not _supports(backend, tokens, spec):
-        kind = Coupling.CURRENT
-    match kind:
+    match coupling(tokens, spec):
         case Coupling.NONE:
             # a sequence ratio that is not coupled is 1 or unused
-            result = one_pass(tokens, replace(spec, ratio="token") if sequence_ratio else spec)
+            one_ratio = spec if spec.ratio == "token" else replace(spec, ratio="token")
+            result = one_pass(tokens, one_ratio)
             return result, result.terms
         case Coupling.KNOWN:
             result = one_pass(*linearize(tokens, spec))
@@ -58,13 +54,6 @@ def in_passes(
             if not need_gradient:
                 return None, terms
             return one_pass(*linearize(tokens, spec, logps)), terms
-
-
-def _supports(backend: Any, tokens: Tokens, spec: LossSpec) -> bool:
-    """Whether the backend's row kernels support all per-token options of `spec`."""
-    plain = spec.policy == "clip" and not spec.kl_ratio
-    without_factor = tokens.factor is None and tokens.rollout_logps is None
-    return backend.ALL_OPTIONS or (plain and without_factor)
 
 
 class LogitsLoss(NamedTuple):
@@ -94,5 +83,5 @@ def logits_loss(
         return LogitsLoss(terms, inv_scale)
 
     need_gradient = out is not None
-    result, terms = in_passes(tokens, spec, backend, need_gradient, logprobs, one_pass)
+    result, terms = in_passes(tokens, spec, need_gradient, logprobs, one_pass)
     return LogitsLoss(terms, None if result is None else result.inv_scale)

@@ -124,8 +124,6 @@ class SumGradient(Function):
 class ShardedRows:
     """Backend (see `backends`) for a vocabulary shard, whose first entry is `start`."""
 
-    ALL_OPTIONS = True
-
     def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
         self.start, self.group = start, group
         self.scale_, self.reduce = inner.scale_, inner.reduce

@@ -19,6 +19,8 @@ struct Arguments {
   const float* old;
   const float* ref;
   const float* scale;
+  const float* factor;
+  const float* rollout_logps;
   const float* d_logps;
   const float* d_entropy;
   float* results;  // kStats [3, N]: logp, entropy, lse; kLoss [5, N]: as TokenTerms
@@ -28,8 +30,11 @@ struct Arguments {
   int64_t batch_stride, row_stride, out_batch_stride, out_row_stride;
   float exp2_scale;  // log2(e) / temperature
   float inverse_temperature;
+  // a TokenSpec
   float ratio_low, ratio_high, dual_clip, kl_coef, entropy_coef, demo_shape;
-  int32_t kl_estimator, demo_weight;  // positions in the enumerations of token_math.h
+  float sapo_tau_positive, sapo_tau_negative, correction_min, correction_max;
+  int32_t kl_estimator, demo_weight, policy;  // positions in the enumerations of token_math.h
+  int32_t kl_ratio, mask_correction;
   int32_t task, dtype, out_dtype;
   int32_t cluster;  // blocks that share a row: 1, 2, 4 or 8
   int32_t slots;    // tiles of shared memory per block

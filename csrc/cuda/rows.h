@@ -114,7 +114,9 @@ GAC_DEVICE float target_logit(const Arguments& a, const Slice& s, int64_t y) {
 
 // The per-row inputs, one in each lane of the first warp. They are loaded before the slice, so that
 // they have arrived when its sums are ready.
-enum Column { kAdvantage, kOld, kRef, kScale, kDLogp, kDEntropy, kDemo, kTargetLogit };
+enum Column {
+  kAdvantage, kOld, kRef, kScale, kFactor, kRolloutLogp, kDLogp, kDEntropy, kDemo, kTargetLogit
+};
 
 template <class In>
 GAC_DEVICE float column_of(const Arguments& a, const Slice& s, int64_t n, int64_t y) {
@@ -124,6 +126,8 @@ GAC_DEVICE float column_of(const Arguments& a, const Slice& s, int64_t n, int64_
     case kOld: column = a.old; break;
     case kRef: column = a.ref; break;
     case kScale: column = a.scale; break;
+    case kFactor: column = a.factor; break;
+    case kRolloutLogp: column = a.rollout_logps; break;
     case kDLogp: column = a.d_logps; break;
     case kDEntropy: column = a.d_entropy; break;
     case kDemo: return a.demo && a.demo[n] ? 1.0f : 0.0f;
@@ -133,23 +137,29 @@ GAC_DEVICE float column_of(const Arguments& a, const Slice& s, int64_t n, int64_
 }
 
 struct Columns {
-  float advantage, old, ref, scale, d_logp, d_entropy;
+  float advantage, old, ref, scale, factor, rollout_logp, d_logp, d_entropy;
   bool demo;
 };
 
 GAC_DEVICE Columns gather_columns(float column) {
-  return {shuffle(column, kAdvantage), shuffle(column, kOld),    shuffle(column, kRef),
-          shuffle(column, kScale),     shuffle(column, kDLogp), shuffle(column, kDEntropy),
+  return {shuffle(column, kAdvantage),   shuffle(column, kOld),    shuffle(column, kRef),
+          shuffle(column, kScale),       shuffle(column, kFactor),
+          shuffle(column, kRolloutLogp), shuffle(column, kDLogp), shuffle(column, kDEntropy),
           shuffle(column, kDemo) != 0};
 }
 
 GAC_DEVICE TokenLoss<float> token_loss(const Arguments& a, const Columns& c, const Statistics& s) {
   const TokenSpec<float> spec{a.ratio_low, a.ratio_high, a.dual_clip, a.kl_coef,
                               static_cast<KlEstimator>(a.kl_estimator), a.entropy_coef,
-                              static_cast<DemoWeight>(a.demo_weight), a.demo_shape};
-  if (c.demo) return demo_loss(s.logp, c.advantage, spec);
+                              static_cast<DemoWeight>(a.demo_weight), a.demo_shape,
+                              static_cast<Policy>(a.policy), a.sapo_tau_positive,
+                              a.sapo_tau_negative, a.kl_ratio != 0, a.mask_correction != 0,
+                              a.correction_min, a.correction_max};
+  float weight = a.factor ? c.factor : 1.0f;
+  if (c.demo) return demo_loss(s.logp, c.advantage, spec, weight);
+  if (a.rollout_logps) weight *= correction(s.logp - c.rollout_logp, spec);
   return rollout_loss(s.logp, s.entropy, c.advantage, a.old ? c.old : s.logp, a.ref != nullptr,
-                      c.ref, spec);
+                      c.ref, spec, weight);
 }
 
 // Writes each value to its column; a compile-time count keeps the values in registers.

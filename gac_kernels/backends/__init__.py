@@ -1,9 +1,5 @@
 """Backend registry. A backend is a module with these functions:
 
-`ALL_OPTIONS: bool`
-    Whether `row_loss` supports every option that acts on a single token. If not, it supports only
-    the policy "clip", without `tokens.factor`, `tokens.rollout_logps` and `kl_ratio`; other options
-    take two passes (see `passes.in_passes`).
 `unavailable(device, dtype) -> str | None`
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`

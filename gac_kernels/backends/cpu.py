@@ -30,7 +30,6 @@ from ..scalars import DTYPES, plan_scalars, token_scalars
 from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
-ALL_OPTIONS = True
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
 

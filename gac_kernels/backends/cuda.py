@@ -23,9 +23,12 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 from . import reference, triton
 
-ALL_OPTIONS = False
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
+_LOSS_COLUMNS = (
+    *("targets", "demo", "advantages", "old", "ref", "scale"),
+    *("factor", "rollout_logps"),
+)
 
 _TILE_BYTES = 8192
 _WARPS = 8  # consumer warps of a block
@@ -47,7 +50,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *_fields(
             "logits out targets demo advantages old ref"
-            " scale d_logps d_entropy results signs parts",
+            " scale factor rollout_logps d_logps d_entropy results signs parts",
             ctypes.c_void_p,
         ),
         *_fields(
@@ -56,11 +59,13 @@ class Arguments(ctypes.Structure):
         ),
         *_fields(
             "exp2_scale inverse_temperature ratio_low ratio_high dual_clip"
-            " kl_coef entropy_coef demo_shape",
+            " kl_coef entropy_coef demo_shape"
+            " sapo_tau_positive sapo_tau_negative correction_min correction_max",
             ctypes.c_float,
         ),
         *_fields(
-            "kl_estimator demo_weight task dtype out_dtype cluster slots sketch device",
+            "kl_estimator demo_weight policy kl_ratio mask_correction"
+            " task dtype out_dtype cluster slots sketch device",
             ctypes.c_int32,
         ),
     )
@@ -141,7 +146,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 
 def _batch_backend(device: torch.device) -> ModuleType:
-    """The backend that runs `plan`, `reduce` and `scale_` on `device`."""
+    """The backend that runs `plan`, `reduce` and `scale_`, and rows with a softcap."""
     return reference if triton.unavailable(device, torch.float32) else triton
 
 
@@ -153,7 +158,8 @@ def row_stats(
     more: bool = False,
 ) -> tuple[Tensor, ...]:
     if more or softcap is not None:
-        return reference.row_stats(logits, targets, temperature, softcap, more)
+        rows = _batch_backend(logits.device)
+        return rows.row_stats(logits, targets, temperature, softcap, more)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
     _launch(_STATS, logits, None, temperature, results, {"targets": targets})
     return results[0], results[1], results[2]
@@ -171,8 +177,8 @@ def row_grads(
     softcap: float | None = None,
 ) -> None:
     if softcap is not None:
-        upstream = d_logps, d_entropy
-        reference.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
+        rows, columns = _batch_backend(logits.device), (targets, lse, entropy, d_logps, d_entropy)
+        rows.row_grads(logits, *columns, temperature, out, softcap)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
@@ -189,12 +195,10 @@ def row_loss(
     softcap: float | None = None,
 ) -> TokenTerms:
     if softcap is not None:
-        return reference.row_loss(logits, tokens, spec, out, sketch, softcap)
+        rows = _batch_backend(logits.device)
+        return rows.row_loss(logits, tokens, spec, out, sketch, softcap)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    columns: Columns = {
-        name: getattr(tokens, name)
-        for name in ("targets", "demo", "advantages", "old", "ref", "scale")
-    }
+    columns: Columns = {name: getattr(tokens, name) for name in _LOSS_COLUMNS}
     row_sketch = None if out is None else sketch
     _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])

@@ -10,7 +10,6 @@ from ..contract import IGNORE, LossSpec
 from ..sketch import RowSketch, row_buckets
 from ..tokens import Tokens, TokenTerms, plan, reduce
 
-ALL_OPTIONS = True
 __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
 
 

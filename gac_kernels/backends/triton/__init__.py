@@ -13,7 +13,6 @@ import torch
 
 from ...scalars import DTYPES
 
-ALL_OPTIONS = True
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference
 from . import launch
 from .softmax import NO_LOSS, row_at, write_gradient, write_zeros
 
@@ -33,6 +32,7 @@ def grads_kernel(
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
     exp2_scale,
+    softcap,  # or None
     inverse_temperature,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -56,6 +56,7 @@ def grads_kernel(
             log2_lse,
             rounding,
             exp2_scale,
+            softcap,
             d_logp * inverse_temperature,
             d_h * inverse_temperature,
             tl.load(entropy + n),
@@ -76,6 +77,7 @@ def grads_launch(
     d_entropy: Tensor,
     temperature: float,
     out: Tensor,
+    softcap: float | None = None,
 ) -> launch.Launch:
     """The launch of `grads_kernel`, which writes the gradient of the logits to `out` [B, T, V]."""
     tile = launch.tiling(logits.shape[-1], logits.dtype)
@@ -87,6 +89,7 @@ def grads_launch(
         ),
         **launch.geometry(logits, out),
         "exp2_scale": launch.exp2_scale(temperature),
+        "softcap": softcap,
         "inverse_temperature": 1 / temperature,
         "BLOCK": tile.lanes * tile.width,
         "STAGES": tile.stages,
@@ -105,10 +108,5 @@ def row_grads(
     out: Tensor,
     softcap: float | None = None,
 ) -> None:
-    if softcap is not None:
-        upstream = d_logps, d_entropy
-        reference.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
-        return
-    grads_launch(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out).run(
-        logits.device
-    )
+    columns = targets, lse, entropy, d_logps, d_entropy
+    grads_launch(logits, *columns, temperature, out, softcap).run(logits.device)

@@ -324,7 +324,7 @@ def loss_launch(
         "correction_max": scalars.correction_max if has_correction else None,
         "POLICY": spec.policy,
         "KL_RATIO": spec.kl_ratio and spec.kl_coef != 0,
-        "MASK_CORRECTION": scalars.mask_correction,
+        "MASK_CORRECTION": has_correction and scalars.mask_correction,
         "HAS_DUAL": spec.dual_clip is not None,
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,

@@ -3,7 +3,8 @@
 Notation: V vocabulary size, L lanes, R consecutive logits per lane. A lane keeps its own maximum
 and sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V
 terms is a tree reduction of L short sums. Exponents are base 2: z = x exp2_scale for a logit x,
-where exp2_scale = log2(e) / temperature.
+where exp2_scale = log2(e) / temperature. With a softcap, x is the capped logit; None: no softcap,
+and no code for it.
 """
 
 import triton
@@ -18,6 +19,29 @@ NO_LOSS = tl.constexpr(-100)
 def row_at(pointer, n, T, stride_b, stride_t):
     """Row n of a [B, T, V] tensor, in 64-bit arithmetic: n must be int64."""
     return pointer + (n // T) * stride_b + (n % T) * stride_t
+
+
+@triton.jit
+def tanh(x):
+    """The interpreter has no tanh. A polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    x = tl.where(x > 9.1, 9.1, tl.where(x < -9.1, -9.1, x))  # +-1 in float32; keeps nan
+    magnitude = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(magnitude * 2.885390081777926815) + 1.0)  # 2 log2(e)
+    s = x * x
+    near = 2.06390887954e-2 - 5.70498872745e-3 * s
+    near = near * s - 5.37397155531e-2
+    near = near * s + 1.33314422036e-1
+    near = near * s - 3.33332819422e-1
+    return tl.where(magnitude < 0.625, near * s * x + x, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def cap(x, softcap):
+    """softcap tanh(x / softcap) of logits x as float32; infinities are not capped."""
+    x = x.to(tl.float32)
+    if softcap is not None:
+        x = tl.where(tl.abs(x) == float("inf"), x, softcap * tanh(x * (1.0 / softcap)))
+    return x
 
 
 @triton.jit
@@ -55,6 +79,7 @@ def read_row(
     row,
     V,
     exp2_scale,
+    softcap,
     REREAD: tl.constexpr,
     PEEL: tl.constexpr,
     L: tl.constexpr,
@@ -76,16 +101,16 @@ def read_row(
         size: tl.constexpr = 16 // R
         first = ((16 - row.to(tl.int64) % 16) % 16 // size).to(tl.int32)  # at least 1 to V // 16
         x = tl.load(row + offsets, mask=offsets < first, other=float("-inf"))
-        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
+        top, mass, moment = absorb(top, mass, moment, cap(x, softcap), exp2_scale)
         row = tl.multiple_of(row + first, 16)
         V -= first
     full = V // (L * R) * (L * R)  # only the last tile needs a mask
     for start in tl.range(0, full, L * R, num_stages=STAGES):
         x = tl.load(row + start + offsets, eviction_policy=EVICT)
-        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
+        top, mass, moment = absorb(top, mass, moment, cap(x, softcap), exp2_scale)
     if full < V:
         x = tl.load(row + full + offsets, mask=full + offsets < V, other=float("-inf"))
-        top, mass, moment = absorb(top, mass, moment, x.to(tl.float32), exp2_scale)
+        top, mass, moment = absorb(top, mass, moment, cap(x, softcap), exp2_scale)
     return gather(top, mass, moment)
 
 
@@ -95,6 +120,7 @@ def row_values(
     y,
     V,
     exp2_scale,
+    softcap,
     REREAD: tl.constexpr,
     PEEL: tl.constexpr,
     L: tl.constexpr,
@@ -103,11 +129,23 @@ def row_values(
 ):
     """The logp of token y, the entropy, and the logsumexp in nats and in bits.
 
-    The latter is the sum of a maximum and log2 of the mass. y outside [0, V) reads nothing and
-    gives nan.
+    The logsumexp in bits is returned as two summands: the maximum and log2 of the mass. With y
+    outside [0, V), logp is nan and no target logit is read.
     """
-    top, mass, moment = read_row(row, V, exp2_scale, REREAD, PEEL, L, R, STAGES)
-    x = tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
+    top, mass, moment = read_row(row, V, exp2_scale, softcap, REREAD, PEEL, L, R, STAGES)
+    x = target_logit(row, y, V, softcap)
+    return statistics(top, mass, moment, x, exp2_scale)
+
+
+@triton.jit
+def target_logit(row, y, V, softcap):
+    """The logit of token y; y outside [0, V) reads nothing and gives nan."""
+    return cap(tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")), softcap)
+
+
+@triton.jit
+def statistics(top, mass, moment, x, exp2_scale):
+    """The results of `row_values`, from the row's sums and the target's logit x."""
     log2_mass = tl.log2(mass)
     logp = (tl.fma(x, exp2_scale, -top) - log2_mass) * LN2
     entropy = (log2_mass - moment / mass) * LN2
@@ -116,14 +154,27 @@ def row_values(
 
 @triton.jit
 def gradient_tile(
-    x, hit, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY: tl.constexpr
+    x,
+    hit,
+    top,
+    log2_mass,
+    exp2_scale,
+    softcap,
+    d_logp,
+    d_entropy,
+    entropy,
+    HAS_ENTROPY: tl.constexpr,
 ):
     """d_logp (hit - p) - d_entropy p (log p + H) for a tile x of logits."""
-    d = tl.fma(x.to(tl.float32), exp2_scale, -top) - log2_mass
+    z = cap(x, softcap)
+    d = tl.fma(z, exp2_scale, -top) - log2_mass
     p = tl.exp2(d)
     gradient = tl.where(hit, d_logp, 0.0) - d_logp * p
     if HAS_ENTROPY:
         gradient -= d_entropy * p * (tl.maximum(d, FLOOR) * LN2 + entropy)
+    if softcap is not None:
+        share = z * (1.0 / softcap)
+        gradient *= tl.where(tl.abs(share) == float("inf"), 0.0, 1.0 - share * share)
     return gradient
 
 
@@ -137,6 +188,7 @@ def write_gradient(
     top,
     log2_mass,
     exp2_scale,
+    softcap,
     d_logp,
     d_entropy,
     entropy,
@@ -145,6 +197,8 @@ def write_gradient(
     STAGES: tl.constexpr,
 ):
     """out [V] = d_logp (onehot - p) - d_entropy p (log p + H), with p = 2^(z - top - log2_mass).
+
+    With a softcap, times its derivative.
 
     Runs backwards, because the end of the row was read last and is still in the cache. `out` may be
     the row itself.
@@ -157,7 +211,16 @@ def write_gradient(
     offsets = tiles * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + offsets, mask=offsets < V, other=0.0)
     gradient = gradient_tile(
-        x, offsets == y, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY
+        x,
+        offsets == y,
+        top,
+        log2_mass,
+        exp2_scale,
+        softcap,
+        d_logp,
+        d_entropy,
+        entropy,
+        HAS_ENTROPY,
     )
     tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=offsets < V)
     signed = tl.zeros([BLOCK], tl.float32)
@@ -168,7 +231,16 @@ def write_gradient(
         offsets = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + offsets, eviction_policy="evict_first")
         gradient = gradient_tile(
-            x, offsets == y, top, log2_mass, exp2_scale, d_logp, d_entropy, entropy, HAS_ENTROPY
+            x,
+            offsets == y,
+            top,
+            log2_mass,
+            exp2_scale,
+            softcap,
+            d_logp,
+            d_entropy,
+            entropy,
+            HAS_ENTROPY,
         )
         tl.store(out + offsets, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
         if signs is not None:

@@ -8,9 +8,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference
 from . import launch
-from .softmax import NO_LOSS, row_at, row_values
+from .softmax import (
+    FLOOR,
+    LN2,
+    NO_LOSS,
+    absorb,
+    cap,
+    gather,
+    row_at,
+    row_values,
+    statistics,
+    target_logit,
+)
+
+
+@triton.jit
+def more_values(row, y, V, exp2_scale, softcap, L: tl.constexpr, R: tl.constexpr):
+    """The logp of token y, the entropy, the logsumexp in nats, and contract.MORE_OUTPUTS."""
+    x_y = target_logit(row, y, V, softcap)
+    top = tl.full([L], float("-inf"), tl.float32)
+    mass = tl.zeros([L], tl.float32)
+    moment = tl.zeros([L], tl.float32)
+    squares = tl.zeros([L], tl.float32)  # of 2^d
+    total = tl.zeros([L], tl.float32)
+    ahead = tl.zeros([L], tl.int32)  # logits that precede the target's in the order of arg max
+    for start in range(0, V, L * R):
+        offsets = start + tl.arange(0, L)[:, None] * R + tl.arange(0, R)[None, :]
+        inside = offsets < V
+        x = cap(tl.load(row + offsets, mask=inside, other=float("-inf")), softcap)
+        last = top
+        top, mass, moment = absorb(top, mass, moment, x, exp2_scale)
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+        decay = tl.exp2(tl.maximum(last - anchor, FLOOR))
+        p = tl.exp2(tl.fma(x, exp2_scale, -anchor[:, None]))
+        squares = squares * decay * decay + tl.sum(p * p, 1)
+        total += tl.sum(tl.where(inside, x, 0.0), 1)
+        ahead += tl.sum(((x > x_y) | ((x == x_y) & (offsets < y))).to(tl.int32), 1)
+    _, square, _ = gather(2 * top, squares, moment)
+    top, mass, moment = gather(top, mass, moment)
+    logp, entropy, lse, _, log2_mass = statistics(top, mass, moment, x_y, exp2_scale)
+    log_square = (tl.log2(square) - 2 * log2_mass) * LN2
+    mean = tl.sum(total, 0) * exp2_scale * LN2 / V
+    is_top1 = ((tl.sum(ahead, 0) == 0) & (logp == logp)).to(tl.float32)
+    return logp, entropy, lse, log_square, mean, is_top1
 
 
 # Specialize on the alignment of the logits only: the [N] vectors are often slices.
@@ -18,35 +59,55 @@ from .softmax import NO_LOSS, row_at, row_values
 def stats_kernel(
     logits,  # [B, T, V]
     targets,  # int64 [N]
-    results,  # float32 [3, N]: logp, entropy, logsumexp; 0 where there is no loss
+    results,  # float32 [3, N]: logp, entropy, logsumexp; 0 where there is no loss; [6, N] if MORE
     N,
     T,
     V,
     stride_b: tl.int64,
     stride_t: tl.int64,
     exp2_scale,
+    softcap,  # or None
     L: tl.constexpr,
     R: tl.constexpr,
     STAGES: tl.constexpr,
     PEEL: tl.constexpr,
+    MORE: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
     logp = 0.0
     entropy = 0.0
     lse = 0.0
+    log_square = 0.0
+    mean = 0.0
+    is_top1 = 0.0
     if y != NO_LOSS:
         row = row_at(logits, n, T, stride_b, stride_t)
-        logp, entropy, lse, _, _ = row_values(row, y, V, exp2_scale, False, PEEL, L, R, STAGES)
+        if MORE:
+            logp, entropy, lse, log_square, mean, is_top1 = more_values(
+                row, y, V, exp2_scale, softcap, L, R
+            )
+        else:
+            logp, entropy, lse, _, _ = row_values(
+                row, y, V, exp2_scale, softcap, False, PEEL, L, R, STAGES
+            )
     tl.store(results + n, logp)
     tl.store(results + N + n, entropy)
     tl.store(results + 2 * N + n, lse)
+    if MORE:
+        tl.store(results + 3 * N + n, log_square)
+        tl.store(results + 4 * N + n, mean)
+        tl.store(results + 5 * N + n, is_top1)
 
 
 def stats_launch(
-    logits: Tensor, targets: Tensor, temperature: float, results: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    results: Tensor,
+    softcap: float | None = None,
 ) -> launch.Launch:
-    """The launch of `stats_kernel`, which writes `results` float32 [3, N]."""
+    """The launch of `stats_kernel`, which writes `results` float32 [3 or 6, N]."""
     tile = launch.tiling(logits.shape[-1], logits.dtype)
     arguments = {
         "logits": logits,
@@ -55,10 +116,12 @@ def stats_launch(
         "N": targets.numel(),
         **launch.geometry(logits),
         "exp2_scale": launch.exp2_scale(temperature),
+        "softcap": softcap,
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
         "PEEL": launch.unaligned(logits),
+        "MORE": len(results) > 3,
     }
     return launch.Launch(stats_kernel, targets.numel(), arguments, tile.warps)
 
@@ -70,8 +133,7 @@ def row_stats(
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
-    if more or softcap is not None:
-        return reference.row_stats(logits, targets, temperature, softcap, more)
-    results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
-    stats_launch(logits, targets, temperature, results).run(logits.device)
-    return results[0], results[1], results[2]
+    rows = 6 if more else 3
+    results = torch.empty(rows, targets.numel(), dtype=torch.float32, device=logits.device)
+    stats_launch(logits, targets, temperature, results, softcap).run(logits.device)
+    return results.unbind()
