@@ -86,6 +86,11 @@ _SPECS = {
     "k1, one": LossSpec(kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE),
     "k2, p": LossSpec(kl_coef=0.1, kl_estimator="k2", demo_weight=DemoWeight.P),
     "trust": LossSpec(demo_weight=DemoWeight.TRUST),
+    "sapo, kl ratio, masked": LossSpec(
+        policy="sapo", kl_coef=0.1, kl_ratio=True, correction="token_mask", entropy_coef=0.01
+    ),
+    "cispo, truncated": LossSpec(policy="cispo", correction="token_truncate"),
+    "reinforce": LossSpec(policy="reinforce"),
 }
 
 
@@ -110,7 +115,10 @@ def triton_configurations() -> Iterator[Configuration]:
     yield _loss_configuration("no gradient", "default", logits, None, _meta_tokens(ref=False))
     for spec in list(_SPECS)[1:]:
         tokens = _meta_tokens(ref=_SPECS[spec].kl_coef != 0)
+        if _SPECS[spec].correction != "none":
+            tokens = tokens._replace(factor=tokens.scale, rollout_logps=tokens.scale)
         yield _loss_configuration("V=151936 bfloat16", spec, logits, logits, tokens)
+    yield from _softcap_configurations()
     wide = torch.empty(2, 4, 151936, dtype=torch.float32, device="meta")
     yield _loss_configuration(
         "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
@@ -126,6 +134,25 @@ def triton_configurations() -> Iterator[Configuration]:
     )
 
 
+def _softcap_configurations() -> Iterator[Configuration]:
+    """The row kernels with a softcap, and the statistics with further outputs."""
+    from .backends.triton.grads import grads_launch
+    from .backends.triton.stats import stats_launch
+
+    for vocab, dtype in ((151936, torch.bfloat16), (50257, torch.float32)):
+        logits = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
+        tokens = _meta_tokens(ref=True)
+        row = logits.new_empty(8, dtype=torch.float32)
+        name = f"V={vocab} {str(dtype).removeprefix('torch.')}, softcap"
+        yield Configuration(name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8), 30.0))
+        yield Configuration(
+            f"{name}, more", stats_launch(logits, tokens.targets, 1.0, row.expand(6, 8), 30.0)
+        )
+        columns = tokens.targets, row, row, row, row
+        yield Configuration(name, grads_launch(logits, *columns, 1.0, logits, 30.0))
+        yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=30.0)
+
+
 def _loss_configuration(
     name: str,
     spec: str,
@@ -133,11 +160,12 @@ def _loss_configuration(
     out: torch.Tensor | None,
     tokens: Tokens,
     sketch: RowSketch | None = None,
+    softcap: float | None = None,
 ) -> Configuration:
     from .backends.triton.loss import loss_launch
 
     terms = torch.empty(5, 8, device="meta")
-    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms, sketch)
+    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms, sketch, softcap)
     return Configuration(f"{name}, {spec}", launch)
 
 
@@ -306,11 +334,6 @@ def _number(pattern: str, log: str) -> int:
 
 def triton_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
     """Compile the Triton kernels for each architecture."""
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        raise RuntimeError(
-            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r}: unset it; "
-            "interpreted kernels are not compiled"
-        )
     for configuration in (*triton_configurations(), *batch_configurations()):
         for arch in architectures:
             yield compile_triton(configuration, arch)
@@ -386,6 +409,9 @@ def main(arguments: list[str] | None = None) -> None:
     for arch in options.arch:
         if not re.fullmatch(r"\d{2,3}|gfx\w{3,4}", arch):
             parser.error(f"--arch {arch}: use a number such as 90, or a name such as gfx942")
+    interpret = os.environ.get("TRITON_INTERPRET", "0")
+    if interpret != "0" and "triton" in options.source:
+        parser.error(f"TRITON_INTERPRET={interpret}: unset it; an interpreter compiles nothing")
     reports = [r for source in options.source for r in SOURCES[source](tuple(options.arch))]
     print(table(reports))
     spilled = sum(r.spill_stores + r.spill_loads > 0 for r in reports)

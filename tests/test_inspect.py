@@ -180,7 +180,7 @@ def test_an_unknown_architecture_is_rejected(capsys: pytest.CaptureFixture[str])
 
 def test_interpreted_kernels_are_rejected() -> None:
     result = _run("-m", "gac_kernels.inspect", "--arch", "90", TRITON_INTERPRET="1")
-    assert result.returncode != 0 and "TRITON_INTERPRET" in result.stderr
+    assert result.returncode == 2 and "TRITON_INTERPRET=1: unset it" in result.stderr
 
 
 @pytest.mark.parametrize(
