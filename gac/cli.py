@@ -173,16 +173,16 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
         help="measure a model's accuracy on held-out prompts",
-        description="Generate and score a model's responses to prompts. A single task (key "
-        "`settings`) is printed as a JSON object; several (`tasks`) are saved to `out` with all "
-        "responses and shown as a table.",
+        description="Generate and score a model's responses to prompts. The result of a single "
+        "task (key `settings`) is printed as a JSON object. The results of several tasks (`tasks`) "
+        "are saved to `out`, with all responses, and printed as a table.",
     )
     evaluate.add_argument(
         "config",
         type=Path,
         nargs="?",
         metavar="CONFIG.yaml",
-        help="optional; its keys are listed below",
+        help="evaluation configuration (optional); its keys are listed below",
     )
     evaluate.add_argument(
         "--against",
@@ -305,7 +305,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
     demo.add_argument("--steps", type=int, default=160, help="optimizer steps per method")
     demo.add_argument(
-        "--jobs", type=int, default=None, help="number of parallel runs; None: one per core"
+        "--jobs", type=int, default=None, help="number of parallel runs (default: one per core)"
     )
     demo.set_defaults(run=_demo)
 

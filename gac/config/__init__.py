@@ -1,6 +1,6 @@
 """Run configurations: nested frozen dataclasses, read from YAML and `key.sub=value` overrides.
 
-It may import `errors`.
+This package may import `errors`.
 """
 
 from .build import choose, load

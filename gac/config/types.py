@@ -21,8 +21,8 @@ TRUE_TEXTS, FALSE_TEXTS = ("true", "yes", "on"), ("false", "no", "off")
 class Choice:
     """Marks a field as one of several dataclasses: `Annotated[Method, Choice(lambda: METHODS)]`.
 
-    In YAML such a field is `{name: gac, ema_decay: 0.95}`, or just `gac` for all defaults: `name`
-    picks the class, the remaining keys are its fields.
+    In YAML such a field is `{name: gac, ema_decay: 0.95}`, or just `gac` for all defaults. `name`
+    selects the class; the other keys are its fields.
     """
 
     table: Callable[[], Mapping[str, type]]

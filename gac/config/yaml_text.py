@@ -63,8 +63,8 @@ def parse_yaml(text: str) -> Any:
 def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; {} if it is empty.
 
-    The key `base` names another file, relative to this one, whose values the others override.
-    Raises ConfigError if a file cannot be read or contains anything else.
+    The optional key `base` names another file, relative to this one; the other keys override its
+    values. Raises ConfigError if a file cannot be read or contains anything else.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How mu is chosen: controller, gate, estimators, schedules, signals and solvers.
+"""Chooses mu: controller, gate, alarm, estimators, schedules, signals and solvers.
 
-It may import `config`.
+This package may import `config`.
 """

@@ -1,9 +1,9 @@
 """Detects demonstrations that have changed, from a lasting rise of their loss.
 
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
-steps, before averages of noisy gradients show it. The loss shows it immediately. The test is a
-one-sided CUSUM (Page, Continuous inspection schemes, Biometrika 1954) of winsorized forecast
-errors, so that a single outlier cannot decide; docs/controller.md has the formulas.
+steps, before averages of noisy gradients show the change. The loss shows it immediately. The test
+is a one-sided CUSUM (Page, Continuous inspection schemes, Biometrika 1954) of winsorized forecast
+errors, so that a single outlier cannot raise the alarm; docs/controller.md has the formulas.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from gac.control.checks import finite, is_count, is_real, numbers, require
 
-MAX_SOURCES = 4  # remembered levels of other sources
+MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise
-CLEAR = 1.5  # CUSUM above which the alarm ends; a batch counts for at most 1, so it takes two
-OLDER_THRESHOLD, OLDER_MIN_JUMP = 6.0, 0.1  # what counted as a jump in earlier versions
+CLEAR = 1.5  # CUSUM above which the alarm ends; a batch adds at most 1, so at least two are needed
+OLDER_THRESHOLD, OLDER_MIN_JUMP = 6.0, 0.1  # minimum jump of the loss in earlier versions
 
 
 class AlarmState(NamedTuple):
@@ -43,7 +43,7 @@ class AlarmState(NamedTuple):
     suspect: bool = False
     """Whether the alarm is on: the demonstrations are assumed to be wrong."""
     sources: tuple[float, ...] = ()
-    """Relative rises of the loss in long alarms, which may be other sources of demonstrations."""
+    """Relative rise of the loss in each long alarm, which may be due to another good source."""
 
     def to_plain(self) -> dict[str, Any]:
         """The state in plain JSON types."""
@@ -73,7 +73,7 @@ class AlarmState(NamedTuple):
     def _of_numbers(cls, level: float, square: float, count: float, raised: float) -> AlarmState:
         """Convert a state of earlier versions: loss level, squared error, count, alarm flag."""
         scale = math.sqrt(max(square, 0.0))
-        if not raised:  # starts again: the average may have been of another kind of loss
+        if not raised:  # start again: the saved average may be of another kind of loss
             return cls(level, scale, 1, level)
         # the reference was not kept; the alarm ended after a fall as large as a jump
         jump = max(OLDER_THRESHOLD * scale, OLDER_MIN_JUMP * abs(level))
@@ -104,18 +104,19 @@ def alarm_message(before: Plain, after: Plain) -> str | None:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Assumes that the demonstrations are wrong from a lasting rise of their loss to its return.
+    """Treats the demonstrations as wrong from a lasting rise of their loss until it has returned.
 
     Losses that are None or not finite are ignored.
     """
 
     threshold: float = 4.9
-    """The alarm is raised when the CUSUM of the forecast errors exceeds this, > 0. By default, two
-    extreme batches in a row do so, and one does not.
+    """The alarm is raised when the CUSUM of the forecast errors exceeds this, > 0. With the
+    default, two extreme batches in a row raise it, and a single one does not.
     """
     slack: float = 1.5
-    """Forecast error, in typical errors, that adds nothing to the CUSUM, >= 0; smaller errors lower
-    it."""
+    """Forecast error, in typical errors, that leaves the CUSUM unchanged, >= 0; smaller errors
+    lower it.
+    """
     clip: float = 4.0
     """Forecast errors are winsorized at this many typical errors, > slack. A batch beyond it does
     not change the reference.
@@ -123,10 +124,10 @@ class Alarm:
     decay: float = 0.9
     """Per-step EMA decay of the level and the typical error, in [0, 1)."""
     warmup: int = 10
-    """Number of first losses that only update the averages, >= 2."""
+    """Number of initial losses that only update the averages, >= 2."""
     min_scale: float = 0.05
-    """Smallest typical error, relative to the level, > 0. With large batches the noise is so low
-    that any drift would count as a rise.
+    """Smallest typical error, relative to the level, > 0. Without it, any drift would count as a
+    rise with large batches, whose noise is low.
     """
     trim: float = 0.2
     """Fraction of the demonstrations of a batch that is winsorized at each end before their losses
@@ -134,8 +135,8 @@ class Alarm:
     """
     source_steps: int = 30
     """An alarm that lasts at least this many steps and ends by itself is assumed to be due to a
-    second source of good demonstrations, and its level raises no alarm later, once the losses have
-    been normal for as many steps; 0: every rise raises an alarm.
+    second source of good demonstrations. Once the losses have been normal for as many steps, a rise
+    to the level of that source raises no alarm. 0: every rise raises an alarm.
     """
 
     def __post_init__(self) -> None:
@@ -196,13 +197,13 @@ class Alarm:
         if extreme:
             extremes += 1
             shifted = loss if extremes == 1 else shifted + (loss - shifted) / extremes
-        cusum = min(cusum, self.threshold + self.clip)  # without extremes, drifts would add up
+        cusum = min(cusum, self.threshold + self.clip)  # else small drifts would add up
         state = state._replace(cusum=cusum, shifted=shifted, extremes=extremes)
         if cusum > self.threshold and extremes > 1:
             start = state._replace(cusum=0.0, extremes=0)
             known = self._known_level(state)
             if known is not None:
-                level = max(known, shifted)  # two batches may have been low by chance
+                level = max(known, shifted)  # the extreme losses may have been low by chance
                 num_losses = state.num_losses + 1
                 return start._replace(level=level, recent=level, num_losses=num_losses), False
             level = min(state.level, state.recent)
@@ -223,7 +224,7 @@ class Alarm:
         return AlarmState(level, scale, state.num_losses + 1, recent, *state[4:])
 
     def _known_level(self, state: AlarmState) -> float | None:
-        """The level of another source to which the losses have risen, after a normal time."""
+        """The level of a known source, if the losses rose to it after a normal period."""
         if state.num_losses - self.warmup < self.source_steps:
             return None
         noise = self.clip * self._typical_error(state)
@@ -240,7 +241,7 @@ class Alarm:
         cusum = max(0.0, state.cusum + min(max(step, -1.0), 1.0))
         if cusum > CLEAR:
             back = loss <= state.level + self.clip * self._typical_error(state)
-            if not back:  # the policy has learned what they teach; their level is the new reference
+            if not back:  # the policy has learned the new demonstrations: a new reference level
                 return AlarmState(loss, 0.0, 1, loss), True
             start = AlarmState(state.level, state.scale, self.warmup, loss, sources=state.sources)
             return start, True
@@ -253,7 +254,7 @@ class Alarm:
 
 
 def _scale_rate(decay: float, count: int) -> float:
-    """Weight of the newest error in the typical error, whose average is twice as long."""
+    """Weight of the newest error in the typical error, which averages over twice as many steps."""
     return max((1 - decay) / 2, 1 / count)
 
 
@@ -261,8 +262,8 @@ def winsorized_mean(losses: Sequence[float], trim: float) -> float:
     """Mean after the lowest and highest `trim` of the values are set to the next value inside.
 
     Source:
-        Tukey and McLaughlin, Sankhya 1963. A median ignores that up to half of a batch has turned
-        bad; a mean follows a single demonstration.
+        Tukey and McLaughlin, Sankhya 1963. A median does not react when up to half of a batch turns
+        bad; a mean reacts to a single demonstration.
     """
     ordered = sorted(losses)
     cut = int(trim * len(ordered))

@@ -78,7 +78,7 @@ class ControllerConfig:
     kl_decay: float = 0.9
     """EMA decay of the KL, in [0, 1); the average starts at the first value."""
     kl_sign: int = 1
-    """+1: a high KL raises the SFT share, as printed; -1: it lowers it."""
+    """+1: a high KL raises the SFT share, as printed; -1: a high KL lowers it."""
     alpha_every: str = "refresh"
     """When alpha is updated: on "refresh" steps, or on every "step"."""
     estimator: str = "independent"
@@ -165,10 +165,10 @@ def step(
     Args:
         config: the options.
         state: the state before the update, which is not modified.
-        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; the average of a non-finite
-            one does not change. None between refreshes.
+        signals: sigma_s^2, sigma_r^2 and disagreement of this refresh; a non-finite one leaves its
+            average unchanged. None between refreshes.
         kl: mean KL to the reference policy per token, nats; ignored if not finite.
-        corrections: for the estimators other than "independent"; zero until first given.
+        corrections: for the estimators other than "independent"; zero until they are first given.
         alignment: inner product of the two gradients at this refresh, for a gate.
         demo_loss: mean loss of the step's demonstrations, for an alarm; ignored if not finite.
         demo_losses: loss of each demonstration; where given, `demo_loss` is not read.
@@ -302,8 +302,8 @@ class GuidedController:
         """Update the state with the measurements of a step and return the next mu.
 
         Args:
-            signals: the three signals, on steps where `is_refresh()` is true; the average of a
-                non-finite one does not change. None: not measured.
+            signals: the three signals, on steps where `is_refresh()` is true; a non-finite one
+                leaves its average unchanged. None: not measured.
             kl: mean KL to the reference policy per rollout token, nats; None or non-finite: not
                 measured.
             corrections: covariance and biases, for the estimators other than "independent".

@@ -42,8 +42,8 @@ def mu_star(
         disagreement: `D = |g_s* - g_r*|^2` >= 0, in the same unit as the two variances.
         sft_variance: sigma_s^2 >= 0, total variance of the SFT gradient.
         rl_variance: sigma_r^2 >= 0, total variance of the RL gradient.
-        covariance: c, trace of the cross-covariance of the two. True moments satisfy 2 c <=
-            sigma_s^2 + sigma_r^2; with noisy estimates the denominator may be <= 0, and the
+        covariance: c, trace of the cross-covariance of the two gradients. True moments satisfy 2 c
+            <= sigma_s^2 + sigma_r^2; with noisy estimates the denominator may be <= 0, and the
             quotient is then clipped, as in the paper.
 
     Returns:

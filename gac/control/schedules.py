@@ -81,7 +81,7 @@ class RandomPrior:
 
 
 PRIORS: dict[str, type] = {"cosine": Prior, "random": RandomPrior}
-"""Name -> prior. Fields without a name change the method's default prior, usually the cosine."""
+"""Name -> prior. A mapping without a name changes fields of the method's default prior."""
 PriorChoice = Annotated[Prior | RandomPrior, Choice(lambda: PRIORS)]
 
 

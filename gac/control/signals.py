@@ -44,7 +44,7 @@ class GradientSignals:
     """The quantities in equation 3 themselves, estimated without bias from gradients."""
 
     paired: bool = False
-    """SFT and RL micro-batches of the same index share their randomness, so that their covariance
+    """SFT and RL micro-batches with the same index share their randomness, so that their covariance
     can be estimated.
     """
     bias: bool = False

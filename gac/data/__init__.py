@@ -1,6 +1,6 @@
 """Training data: sources, examples and their order, and the rows and micro-batches of a step.
 
-It may import `models` and earlier packages.
+This package may import `models` and earlier packages.
 """
 
 from .examples import DataConfig, Example, Examples, load_demos, load_prompts

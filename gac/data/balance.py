@@ -18,9 +18,9 @@ from .rows import Row
 def assign_rows(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list[Row]]:
     """Assign `rows` to ranks, keeping their order. Deterministic, so all ranks get the same result.
 
-    Greedy: longest first, each to the rank with the fewest tokens in its group, ties broken by
-    total tokens. A group is the rows that may share a forward: one kind, with or without a
-    gradient.
+    Greedy: longest first, each to the rank with the fewest tokens in the row's group; ties are
+    broken by total tokens. A group contains the rows that may share a forward: rows of one kind,
+    either all with or all without a gradient.
 
     together: number of consecutive rows of one kind that must stay on one rank.
     """

@@ -1,4 +1,4 @@
-"""Rows of conversations: `messages`, prompts that are lists of messages, and completions."""
+"""Rows that hold conversations: `messages`, prompts that are lists of messages, completions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
     if demo_field is not None and isinstance(fields.get(demo_field), list):
         messages = check_messages(replace(row, fields=fields), demo_field)
         if len(messages) != 1 or messages[0]["role"] != "assistant":
-            row.fail(demo_field, "expected one message of the assistant")
+            row.fail(demo_field, "expected one assistant message")
         fields[demo_field] = messages[0]["content"]
     return replace(row, fields=fields)
 

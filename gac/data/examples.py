@@ -43,7 +43,7 @@ class Source:
     """One of several sources of prompts."""
 
     path: str
-    """Where its rows are, as in `data.prompts`."""
+    """Location of its rows, in the format of `data.prompts`."""
     name: str = ""
     """Name in the metrics and in `Example.source`; empty: the path."""
     weight: float = 1.0
@@ -125,7 +125,7 @@ class DataConfig:
     chat: bool = False
     """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
-    """System prompt, of prompts that are text (requires `chat`) or messages without one."""
+    """System prompt for text prompts (requires `chat`), and for messages that contain none."""
     max_prompt_tokens: int | None = None
     """Drop rows with longer prompts, and count them."""
     max_demo_tokens: int | None = None
@@ -434,7 +434,7 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
 
 
 def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
-    """Apply the length limits: None if the prompt is too long, no `demo` if that is too long."""
+    """Apply the length limits: returns None for a long prompt, and removes a long `demo`."""
     limit = config.max_prompt_tokens
     if limit is not None and len(example.prompt) > limit:
         dropped[f"prompt longer than {limit} tokens"] += 1

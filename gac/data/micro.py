@@ -13,7 +13,7 @@ Unit = Sequence[Row]  # consecutive rows that are never split
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How a rank's rows of one kind are split into micro-batches."""
+    """Options for splitting a rank's rows of one kind into micro-batches."""
 
     rows: int | None = None
     """Rows per micro-batch if `tokens` is None; None: all."""
@@ -51,7 +51,7 @@ class MicroBatches:
             )
 
     def _pack(self, units: Sequence[Unit], min_count: int) -> list[list[Unit]]:
-        """Few parts with similar numbers of tokens.
+        """Distribute the units over few parts with similar numbers of tokens.
 
         Greedy: longest unit first, each to the part with the fewest tokens.
         """
@@ -74,7 +74,7 @@ class MicroBatches:
         """Group units of similar length, as many as fit including their padding."""
         assert self.tokens is not None
         parts: list[list[Unit]] = []
-        cost = remaining = 0  # of each unit in the current part; of the part's budget
+        cost = remaining = 0  # tokens per unit of the current part; tokens left in its budget
         for unit in sorted(units, key=self._cost, reverse=True):
             if not parts or cost > remaining:
                 parts.append([])

@@ -80,13 +80,13 @@ class Order:
 class MixedOrder:
     """Infinite epochs over several sources, visited in fixed proportions.
 
-    Row indices count through the sources. Every prefix of the order has each source's share, to
-    within one row.
+    Row indices continue from one source to the next. Every prefix of the order has each source's
+    share, to within one row.
 
     Args:
         sizes: number of rows of each source.
         weights: the sources' relative shares, > 0.
-        seed: of the order within each source.
+        seed: seed of the order within each source.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:

@@ -1,6 +1,6 @@
 """Converts token lists to the tensors of one forward.
 
-Legend: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
+Notation: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
 response tokens have a loss. Rows are padded on the right, or packed end to end; either way
 `targets[t]` is the token after input t.
 """

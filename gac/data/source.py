@@ -114,7 +114,7 @@ def _read_table(path: Path, kind: str) -> Iterator[SourceRow]:
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
-    """Every field is text; an empty field is null."""
+    """Read a CSV file: every field is text, and an empty field is null."""
     opener: Any = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=separator, strict=True)
@@ -133,7 +133,7 @@ def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
 
 
 def _read_json(path: Path) -> Iterator[SourceRow]:
-    """A list of objects, an object with such a list as its only value, or JSON lines."""
+    """Read a list of objects, an object with such a list as its only value, or JSON lines."""
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:

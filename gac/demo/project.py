@@ -30,7 +30,7 @@ method: constant
 data:
   prompts: {folder}/data/train.jsonl
 
-# A function of a file next to this one; also: math, exact, choice, code
+# A function in a file next to this one; or a built-in reward: math, exact, choice, code
 reward: reward.py:reward
 
 # In each step: 16 prompts with 8 sampled responses each, and 32 demonstrations
@@ -44,7 +44,7 @@ steps: {steps}
 optim:
   lr: {rate}
 
-# Held-out prompts, before training, every 50 steps and at the end
+# Evaluation on held-out prompts: before training, every 50 steps and at the end
 eval:
   data:
     prompts: {folder}/data/eval.jsonl

@@ -1,8 +1,9 @@
 """Scenarios for the demo task, one configuration each: `python -m gac.demo.scenarios`.
 
-Each changes the demonstrations, the rewards or the base model of `base`, the demo's own setting.
-The command writes the data, the base models and OUT/NAME.yaml; then run, for example, `gac train
-OUT/spoil.yaml --set method=guarded-probing` or `gac study OUT/spoil.yaml --methods ...`.
+Each scenario changes the demonstrations, the rewards or the base model of the scenario `base`,
+which is the demo's own setting. The command writes the data, the base models and OUT/NAME.yaml;
+then run, for example, `gac train OUT/spoil.yaml --set method=guarded-probing` or `gac study
+OUT/spoil.yaml --methods ...`.
 """
 
 from __future__ import annotations

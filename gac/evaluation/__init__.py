@@ -1,4 +1,4 @@
 """Evaluation: one task, a suite of them, and estimates with intervals.
 
-It may import `methods` and earlier packages.
+This package may import `methods` and earlier packages.
 """

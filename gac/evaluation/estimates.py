@@ -1,6 +1,6 @@
 """Estimates with intervals: pass@k, accuracy over prompts, differences of paired scores.
 
-Samples of one prompt are not independent, so the unit is the prompt.
+Samples of one prompt are not independent, so every estimate treats a prompt as one unit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
         return math.nan, math.nan
     if not ((values >= 0) & (values <= 1)).all():
         worst = values[~((values >= 0) & (values <= 1))][0]
-        raise ValueError(f"means has {worst!r}: a Wilson interval needs scores in [0, 1]")
+        raise ValueError(f"means has {worst!r}: a Wilson interval requires scores in [0, 1]")
     p = float(values.mean())
     variance = float(values.var(ddof=1)) if n > 1 else 0.0
     size = max(n, n * p * (1 - p) / variance) if variance > 0 else n

@@ -88,7 +88,7 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """Run the single task in `settings`; returns its accuracy, overall and by split, and more."""
+    """Run the single task in `settings`; returns the columns of `flat`, such as its accuracy."""
     accelerator = _make_accelerator(config)
     row: dict[str, Any] = {}
 

@@ -1,6 +1,6 @@
 """One evaluation task: a model's answers to held-out prompts, and their summary.
 
-Legend: Q prompts, K samples per prompt.
+Notation: Q prompts, K samples per prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EvalTask:
     samples: int = 1
     """Responses per prompt; accuracy is their mean (avg@k)."""
     temperature: float = 0.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
     """Nucleus sampling threshold."""
     max_new_tokens: int = 1024
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
     length: int
     """Length in tokens, including the stop token."""
     score: float | None
-    """None: the reward dropped the row."""
+    """The reward; None if the reward dropped the row."""
     truncated: bool
     """Whether the length limit cut it off."""
 
@@ -126,8 +126,8 @@ def generate_answers(
     responses: list[tuple[int, ...]] = []
     with torch.random.fork_rng():
         for turn in range(required_calls(model, len(own_starts))):
-            # with sharded weights, a rank that has finished its batches must still join the others'
-            # calls
+            # with sharded weights, every call needs all ranks, even those that have finished their
+            # batches
             start = own_starts[turn] if turn < len(own_starts) else len(examples)
             part = range(start, min(start + per_call, len(examples)))
             torch.manual_seed((seed << 32) + start)
@@ -163,9 +163,9 @@ def generate_answers(
 
 
 def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
-    """accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, splits.
+    """Summarize the answers of a task; values without any measurement are None.
 
-    Values without any measurement are None.
+    Keys: accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, splits.
     """
     scored = [a for a in answers if a.score is not None]
     by_prompt = _scores_by_prompt(scored)

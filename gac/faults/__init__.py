@@ -1,4 +1,4 @@
 """Fault tolerance: checkpoints, guards, heartbeats, preflight checks.
 
-It may import `evaluation` and earlier packages.
+This package may import `evaluation` and earlier packages.
 """

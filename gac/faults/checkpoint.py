@@ -170,7 +170,7 @@ def newest(folder: Path) -> Path | None:
             return path
         damaged = path.with_name(path.name.replace("step-", "damaged-"))
         logger.warning(
-            "%s is damaged (%s); renamed it to %s, falling back to the previous checkpoint",
+            "%s is damaged (%s); renamed it to %s and falling back to the previous checkpoint",
             path,
             faults[0],
             damaged.name,

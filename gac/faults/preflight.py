@@ -113,7 +113,7 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
     ]
     if differing:
         raise ConfigError(
-            "the checkpoint in `out` has a different configuration; resume with that one, or "
+            "the checkpoint in `out` has a different configuration: restore that configuration, or "
             "choose another `out`:\n  " + "\n  ".join(differing)
         )
     if saved_ranks != ranks and not resize:

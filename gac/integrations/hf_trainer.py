@@ -15,7 +15,7 @@ from gac.integrations.mixer import Mixer
 from .rollouts import rollout_moments
 
 if TYPE_CHECKING:
-    from typing import Any as Trainer  # a mixin can use its host class's attributes
+    from typing import Any as Trainer  # for type checkers: the mixin uses attributes of its host
 else:
     Trainer = object
 
@@ -95,7 +95,7 @@ def unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
     return {
         "deepspeed": (
             plugin is not None and plugin.zero_stage == 3,
-            "ZeRO-3 hides the head's weight: use ZeRO-2 or FSDP2",
+            "ZeRO-3 partitions the head's weight: use ZeRO-2 or FSDP2",
         ),
         "parallelism_config": (
             parallel is not None and parallel.non_data_parallel_size > 1,

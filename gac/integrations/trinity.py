@@ -3,9 +3,9 @@
     algorithm:
       algorithm_type: gac.integrations.trinity.GACAlgorithm
 
-It replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive. Each term
-is divided by its count over the whole training step, so the gradient does not depend on the number
-of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
+This algorithm replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive.
+Each term is divided by its count over the whole training step, so the gradient does not depend on
+the number of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _linear_forward(
     input_ids: Tensor,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Replace `FusedLinearForPPO.forward`, of the backends "torch" and "liger"."""
+    """Replacement for `FusedLinearForPPO.forward` of the backends "torch" and "liger"."""
     return _log_probs(hidden_states, vocab_weights, input_ids, temperature)
 
 
@@ -66,7 +66,7 @@ def apply_fused_head() -> Patch:
         reduction: str = "none",
         dist_process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Replace verl's Triton kernel; its outputs are flat."""
+        """Replacement for verl's Triton kernel, whose outputs are flat."""
         sharded = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
         if sharded or reduction.lower() != "none":
             return own(hidden, weight, labels, temperature, reduction, dist_process_group)

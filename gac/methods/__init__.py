@@ -1,6 +1,6 @@
 """Every method, one file each, and the interface between methods and the trainer.
 
-It may import `rollouts` and earlier packages.
+This package may import `rollouts` and earlier packages.
 """
 
 from .aligned_mtl import AlignedMTL

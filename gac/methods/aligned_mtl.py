@@ -14,7 +14,7 @@ from .gram_solver import GramSolver
 class AlignedMTL(GramSolver):
     """Preference-weighted sum of the gradients after their principal components are equalized.
 
-    Weights may be negative, so it may ascend on one term.
+    Weights may be negative, so an update may raise one of the two losses.
     """
 
     name: ClassVar[str] = "aligned-mtl"

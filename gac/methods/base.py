@@ -3,7 +3,7 @@
 `needs` says what a step requires, `sampling` how rows are sampled, `loss` what is minimized, and
 `mix` how the two terms are weighted. Only `mix` has no default. The trainer does not depend on any
 particular method. It keeps the state that the method returns, in plain JSON types, and saves it in
-checkpoints. Legend: N tokens, Q prompts, K rollouts per prompt.
+checkpoints. Notation: N tokens, Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class DPO(Preference):
 
 @dataclass(frozen=True)
 class IPO(Preference):
-    """DPO's pairs, with the squared distance of h from the margin 1 / (2 tau) as the loss."""
+    """DPO with another loss: the squared distance of h (see `dpo`) from 1 / (2 tau)."""
 
     name: ClassVar[str] = "ipo"
     source: ClassVar[str] = "arXiv 2310.12036, equation 17"

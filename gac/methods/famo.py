@@ -17,9 +17,9 @@ class FAMO(LossWeights):
     """Learned weights that make the logarithms of both losses fall at the same rate.
 
     The RL loss is the surrogate minus a lower bound, and the weights of a step use the losses of
-    the previous step. `rollout_floor` must be a valid bound for the run's advantages: divided by
-    the group's standard deviation, those of K rollouts reach sqrt(K - 1) in magnitude, and clipping
-    allows 1.2 times that.
+    the previous step. `rollout_floor` must be a valid bound for the run's advantages: with K
+    rollouts per prompt, advantages that are divided by the group's standard deviation reach sqrt(K
+    - 1) in magnitude, and clipping allows 1.2 times that.
     """
 
     name: ClassVar[str] = "famo"

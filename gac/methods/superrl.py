@@ -18,9 +18,9 @@ class SuperRL(TokenWeighted):
     """Prompts whose rollouts all have reward 0 are trained only on their demonstration.
 
     Every other prompt is trained by RL: loss = sum over prompts of L_SFT where max_k r_k <= 0, else
-    L_RL. This is the second version of the publication; the first switched for a whole run. It
-    leaves open how the two sums are normalized: here each term is the mean over its own rows, and
-    the terms are added. HPT is the same rule with another RL loss.
+    L_RL. This is the second version of the publication; the first version switched for a whole run.
+    The publication leaves open how the two sums are normalized: here each term is the mean over its
+    own rows, and the terms are added. HPT is the same rule with another RL loss.
     """
 
     name: ClassVar[str] = "superrl"

@@ -1,7 +1,7 @@
 """Custom per-token losses, for methods whose loss the fused kernels do not provide.
 
 Reductions, metrics and sufficient statistics are those of the fused loss; a method only defines the
-loss of a token. Legend: N tokens, S sequences, H hidden size, V vocabulary.
+loss of a token. Notation: N tokens, S sequences, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

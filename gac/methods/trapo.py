@@ -17,9 +17,9 @@ from .base import Loss, Method, Mix, Observation, State
 class TRAPO(Method):
     """Rollouts in micro-groups; after low rewards, the next one starts from a demonstration prefix.
 
-    Prefix tokens are trained by trust-region SFT with loss -p / max(p, c), the policy's own tokens
-    by RL with advantages centered over the whole group and no clipping. All sums are divided by
-    `loss.max_tokens`. Prefixes may end at any token rather than at a paragraph, and all
+    Prefix tokens are trained by trust-region SFT with loss -p / max(p, c). The policy's own tokens
+    are trained by RL, with advantages centered over the whole group and no clipping. All sums are
+    divided by `loss.max_tokens`. Prefixes may end at any token rather than at a paragraph, and all
     micro-groups use the same demonstration.
     """
 

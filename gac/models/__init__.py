@@ -1,4 +1,4 @@
 """Causal language models: loading, weights, the LM head, attention for packed rows.
 
-It may import `config` and `parallel`.
+This package may import `config` and `parallel`.
 """

@@ -36,7 +36,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in names of a model's configuration
+DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in keys of a model's configuration
 ALL_LINEAR = "all-linear"
 # families in which peft accepts no adapters on `out_proj` and `conv1d`
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -65,7 +65,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to train, and how to load it."""
+    """The model to train, and how to load it."""
 
     path: str = ""
     """A folder with a transformers model, or the name of one on the Hub."""
@@ -183,7 +183,7 @@ def _training_config(config: ModelConfig) -> Any:
 
 
 def _disable_noise(model: nn.Module, lora: LoraConfig | None) -> None:
-    """Put all modules in eval mode, for noise that no key of the configuration controls.
+    """Put all modules in eval mode, because some noise has no key in a model's configuration.
 
     Gradient checkpointing works in training mode only. The dropout of adapters has its own key.
     """
@@ -201,7 +201,7 @@ def _disable_noise(model: nn.Module, lora: LoraConfig | None) -> None:
 
 
 def load_meta_model(config: ModelConfig) -> Any:
-    """The model on the meta device: without weight values and adapters."""
+    """The model on the meta device: without weight values or adapters."""
     return meta_model(config.path, dtype=DTYPES[config.dtype])
 
 

@@ -30,7 +30,7 @@ from gac_kernels import (
 )
 
 logger = logging.getLogger(__name__)
-# what to do in the LM head of the forward that is running: called with its input
+# function that replaces the LM head in the current forward; called with the head's input
 _in_head: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_in_head", default=None)
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 MULTIPLYING = ("hyperclovax",)  # `logits_scaling` of every other family is a divisor
@@ -117,7 +117,8 @@ def attach_head(model: PreTrainedModel) -> bool:
     `model(input_ids, request=f)` calls `f` with a `Head` inside the forward, where FSDP has
     gathered the head's weight, and returns its result. Without `request` the forward is unchanged.
     The scale and the softcap of the logits are read from the configuration and then verified; a
-    model that transforms its logits in another way falls back to them, with a warning.
+    model that transforms its logits in another way falls back to a loss on its logits, with a
+    warning.
 
     Returns:
         Whether the loss is computed from the hidden states; also stored as `model.plain_head`.
@@ -179,7 +180,7 @@ def _head_input(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Ten
 
     def capture(hidden: Tensor) -> Tensor:
         inputs.append(hidden)
-        return hidden.new_empty(*hidden.shape[:-1], 0)  # what follows the head costs nothing
+        return hidden.new_empty(*hidden.shape[:-1], 0)  # empty: what follows the head costs nothing
 
     token = _in_head.set(capture)
     try:
@@ -252,8 +253,8 @@ def _check_causal(model: nn.Module, patched: Any) -> None:
 def _verified_head(model: nn.Module, patched: Any) -> bool:
     """Whether the logits are the output of the LM head, transformed as the configuration says.
 
-    The head's output is replaced by numbers of every size that logits have, so that a softcap is
-    seen no matter how small the logits of this model are.
+    The head's output is replaced by numbers of all magnitudes that logits can have, so that a
+    softcap is detected even if this model's own logits are small.
     """
     ids = _test_ids(patched, next(model.parameters()).device)
     ramps: list[Tensor] = []
@@ -276,5 +277,5 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
         return False
     try:
         return bool(model(input_ids=ids, request=lambda head: head.hidden.shape[:2] == ids.shape))
-    except (IndexError, RuntimeError):  # something that follows needs the logits
+    except (IndexError, RuntimeError):  # code after the head needs the logits
         return False

@@ -1,4 +1,4 @@
 """Process groups, sharding (DDP, FSDP2) and collectives.
 
-It may import `config`.
+This package may import `config`.
 """

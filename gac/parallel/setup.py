@@ -98,7 +98,7 @@ def make_accelerator(
 
 
 def _join(timeout: float) -> None:
-    """Join a process group whose store prefix is this restart attempt.
+    """Join a process group, with the number of this restart attempt as its store prefix.
 
     torchrun's store survives an elastic restart; without a prefix, gloo would contact the dead
     processes whose addresses the store still contains.
@@ -171,7 +171,7 @@ def shard(
         ConfigError: a parameter was left unsharded.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    if not names:  # the family does not list its layers: take the elements of its longest list
+    if not names:  # the family does not name its layers: take the modules in its longest list
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
         names = {type(m).__name__ for m in max(lists, key=len, default=())}
     layers = [m for m in model.modules() if type(m).__name__ in names]

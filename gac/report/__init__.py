@@ -1,6 +1,6 @@
 """Reports: HTML pages, plots and tables of runs and evaluations.
 
-It may import `evaluation` and earlier packages.
+This package may import `evaluation` and earlier packages.
 """
 
 import contextlib

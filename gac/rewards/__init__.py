@@ -1,6 +1,6 @@
 """Rewards that score completions; `build_reward` builds one from its configuration.
 
-It may import `sandbox` and earlier packages.
+This package may import `sandbox` and earlier packages.
 """
 
 from .base import Reward, RewardError, RowReward

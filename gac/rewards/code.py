@@ -58,13 +58,13 @@ class CodeReward(Reward):
     the tests. A row holds either `tests`, Python statements that use the program's names and run in
     order after `setup`, or `cases`, pairs of standard input and expected output (trailing white
     space and trailing empty lines are ignored). A row that no program could pass is an error if
-    that can be shown without a program (its setup fails, its tests are not valid Python, a field is
-    missing) or with the row's own answer. Anything that a program can cause scores 0.
+    this can be shown without a program (its setup fails, its tests are not valid Python, a field is
+    missing) or by running the row's own answer. Every failure that a program can cause scores 0.
 
     Args:
         timeout: CPU-time limit of a program, or of each case, in whole seconds. The wall-clock
-            limit is four times as long, not counting time spent waiting for a core, and at most
-            forty times as long.
+            limit is four times as long, not counting time spent waiting for a core; counting that
+            time, it is forty times as long.
         memory_mb: memory limit of a program in MiB, on top of Python and the preloaded packages.
         partial: reward the fraction of tests or cases passed instead of all or nothing.
         workers: number of programs run concurrently; None: available cores divided by the ranks on
@@ -237,7 +237,8 @@ class CodeReward(Reward):
     def _reference_fails(self, task: TestSpec, suite: JudgeSpec) -> bool:
         """Whether the row's own answer shows that the row is at fault.
 
-        A program alone cannot show that: it may have been written to make the tests fail like this.
+        A program alone cannot show that: it may have been written to make the tests fail in this
+        way.
         """
         if not suite.reference.strip():
             return False

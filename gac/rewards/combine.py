@@ -103,8 +103,8 @@ class BatchCallableReward(CallableReward):
 def load_callable(name: str) -> Callable[..., Any]:
     """Import the callable named `package.module:function`.
 
-    `path/file.py:function` loads a file, relative to the current folder, or to one in `sys.path`,
-    which contains the folder of the configuration file.
+    `path/file.py:function` loads a file. The path is relative to the current folder or to a folder
+    in `sys.path`, such as that of the configuration file.
 
     Raises:
         ValueError: no such module or file, no such name in it, or not callable.

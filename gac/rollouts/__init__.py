@@ -1,4 +1,4 @@
 """Sampling: generation engines, rollout plans, advantages.
 
-It may import `rewards` and earlier packages.
+This package may import `rewards` and earlier packages.
 """

@@ -1,6 +1,6 @@
 """Group-relative advantages and loss weights.
 
-Legend: Q prompts, K rollouts per prompt.
+Notation: Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sampling from a policy: configuration, and the engine `generate`.
 
-Legend: Q prompts, K rollouts per prompt.
+Notation: Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class PagedConfig:
     max_batch_tokens: int | None = None
     """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
     num_blocks: int | None = None
-    """Blocks of the cache, each one page per layer; null: chosen from the free GPU memory, or on a
-    CPU what all responses need."""
+    """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
+    on a CPU, enough for all responses.
+    """
     page_size: int = 256
     """Tokens per page, >= 4."""
 

@@ -31,7 +31,8 @@ def generate_paged(
     """
     stops = stop_tokens(tokenizer, params.stop)
     settings = generation_config(params, stops, tokenizer.pad_token_id)
-    # on a CPU, transformers would take most of the machine's memory: allow what all responses need
+    # on a CPU, transformers would take most of the machine's memory: allow only what all responses
+    # need
     on_cpu = next(model.parameters()).device.type == "cpu"
     blocks = params.samples * sum(
         -(-(len(prompt) + params.max_new_tokens) // config.page_size) for prompt in prompts

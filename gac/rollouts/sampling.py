@@ -1,6 +1,6 @@
 """The rollouts of one step: prompts, responses, rewards, advantages, training rows.
 
-Legend: Q prompts, K rollouts per prompt.
+Notation: Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def is_flat(group: Sequence[Sample]) -> bool:
 
 
 class SignalWatch:
-    """Warns once if no group of this process has had different rewards for several samplings."""
+    """Warns once if no group of this process had different rewards, several times in a row."""
 
     PATIENCE = 10
 
@@ -223,7 +223,7 @@ class Sampler:
     def _groups(
         self, policy: Policy, examples: list[Example]
     ) -> tuple[list[Example], list[list[Sample]]]:
-        """Sample all groups, and again for new prompts in place of those without signal."""
+        """Sample all groups, then sample new prompts in place of those without signal."""
         groups = self._sample_all(policy, examples)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
         counts = sum(len(_scored(group)) > 1 for group in groups), len(flat)

@@ -28,7 +28,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # the same on all architectures
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_set_limit = resource.setrlimit  # programs see another one, see `modules`
+_set_limit = resource.setrlimit  # `modules` replaces resource.setrlimit for programs
 
 
 def _call(function: str, *arguments: object) -> int:
@@ -51,9 +51,9 @@ def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
     """Bound CPU time, address space, output, open files and threads of this process.
 
     Args:
-        cpu_seconds: CPU time after which the kernel kills it; soft equals hard because SIGXCPU can
-            be caught.
-        memory_bytes: limit on its whole address space.
+        cpu_seconds: CPU time after which the kernel kills the process; the soft limit equals the
+            hard one because SIGXCPU can be caught.
+        memory_bytes: limit on the whole address space.
         tasks: limit on the total threads and processes of this uid (uid 0 is exempt).
     """
     for name, value in (
@@ -92,7 +92,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def unused_uids(seed: int) -> list[range]:
-    """Ranges of uids that no account or process should use, best first; `seed` selects the place.
+    """Ranges of uids that no account or process should use, best first; `seed` selects the start.
 
     By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
     dynamic service users. A container may have only the latter.

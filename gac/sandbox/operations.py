@@ -2,7 +2,8 @@
 
 A class of the program is described to the judge by the special methods in `SPECIAL` that it
 defines. Methods that C code calls to interpret an object (`__index__`, `__float__`, `__buffer__`,
-`__array__` and similar) are absent on purpose, as are `__eq__` and `__hash__`: the judge compares.
+`__array__` and similar) are absent on purpose, as are `__eq__` and `__hash__`: comparisons are made
+in the judge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The judge's proxies for objects of the program.
 
 Each class of the program has a local class, built from its description. Its instances ask the
-solver for attributes and for the special methods in `operations.SPECIAL` that the class defines,
-and for nothing else: code written in C finds no protocol to follow. Instances of subclasses of
+solver only for attributes and for the special methods in `operations.SPECIAL` that the class
+defines, so code written in C finds no other special methods to call. Instances of subclasses of
 immutable builtin types, such as named tuples, are real local values with these methods added.
 Equality is decided here, on plain values.
 """
@@ -35,7 +35,7 @@ class RemoteError(Exception):
 
 
 class _RemoteBase:
-    """What proxies for classes and for instances have in common."""
+    """Common base of the proxies for classes and of the proxies for instances."""
 
     _remote_: tuple[SolverClient, int]
 
@@ -233,7 +233,7 @@ class SolverClient:
         return self.answer(question)
 
     def answer(self, question: Json = None) -> Any:
-        """Send `question`, if any, and return the answer. The first one is whether the program ran.
+        """Send `question`, if any, and return the answer; the first says whether the program ran.
 
         The solver may call functions of the tests before it answers.
         """

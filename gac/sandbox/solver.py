@@ -71,8 +71,8 @@ def assemble(spec: Mapping[str, str]) -> str:
     """The text to run: the program, or the prompt with the program as its continuation.
 
     `spec` has "program" and may have "entry_point" and "prompt", code that the program continues
-    if it does not define the entry point itself. A continuation is cut before its first top-level
-    statement, where generation stopped when such data sets were created.
+    if it does not define the entry point itself. A continuation ends before its first top-level
+    statement, because such data sets were created with models that stopped there.
     """
     program, name, prompt = (spec.get(key, "") for key in ("program", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"

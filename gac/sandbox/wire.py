@@ -252,7 +252,7 @@ def _read_type(name: Json) -> type:
     return kind
 
 
-# type -> the values inside, and the type's name -> function from these values
+# _ITEMS: type -> function that lists the values inside; _READ_ITEMS: type's name -> its inverse
 _ITEMS: dict[type, Callable[[Any], list[Any]]] = {
     **dict.fromkeys((list, tuple, set, frozenset, deque), list),
     **dict.fromkeys((type({}.keys()), type({}.values())), list),
@@ -276,7 +276,7 @@ _READ_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "dict_items": lambda items: dict(_paired(items)).items(),
     "slice": lambda items: slice(*items),
 }
-# type -> content, and the type's name -> function from the content
+# _CONTENT: type -> function that returns the content; _READ_CONTENT: type's name -> its inverse
 _CONTENT: dict[type, Callable[[Any], Json]] = {
     int: hex,
     bytes: bytes.hex,

@@ -1,4 +1,4 @@
 """`gac study`: a resumable comparison of methods over seeds, with paired differences.
 
-It may import `report` and earlier packages.
+This package may import `report` and earlier packages.
 """

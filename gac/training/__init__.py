@@ -1,4 +1,4 @@
 """The run configuration, the training loop and its optimizer step, export and replay.
 
-It may import `faults` and earlier packages.
+This package may import `faults` and earlier packages.
 """

@@ -20,7 +20,7 @@ from gac.errors import ConfigError
 from gac.models.causal_lm import ModelConfig
 from gac.rewards import Reward
 
-ENDS = 1 << 20  # bytes at each end of a file of weights that are read
+ENDS = 1 << 20  # bytes to read at each end of a weights file
 
 
 def fingerprint(
@@ -60,7 +60,7 @@ def _content(example: Example) -> bytes:
 
 
 def _model(folder: Path) -> Iterator[bytes]:
-    """Configuration, and name, size and both ends of each file of weights."""
+    """Yield the configuration, and the name, size and both ends of each weights file."""
     for path in sorted(folder.glob("*")) if folder.is_dir() else ():
         if path.name == "config.json":
             yield path.read_bytes()

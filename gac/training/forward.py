@@ -31,7 +31,7 @@ class Forward:
     reference: nn.Module | None
     """The frozen initial policy; None: the policy without its adapters."""
     temperature: float
-    """Of the rollouts; demonstrations are scored at 1."""
+    """Temperature of the rollouts; demonstrations are scored at 1."""
     micro: MicroBatches
     """How rows of one kind are grouped into micro-batches, packed or padded."""
     pad_token: int

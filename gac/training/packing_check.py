@@ -9,8 +9,8 @@ from gac.data.rows import Row, collate
 from gac.models.head import Head
 
 # Largest change that counts as rounding, relative to the effect of neighbors that a row can see.
-# Tiny float32 models of all families have at most 1e-5 or, if a convolution or a recurrent state
-# passes from row to row, at least 1e-3.
+# For tiny float32 models of all families it is at most 1e-5 or, if a convolution or a recurrent
+# state passes from row to row, at least 1e-3.
 FLOAT32, LOWER_PRECISION = 1e-4, 0.05
 ROW = (1, 2, 3, 0, 1, 3, 2, 1)
 NEIGHBORS = ((2, 1, 0, 3, 3), (0, 3, 2, 2, 1))
@@ -22,8 +22,8 @@ def supports_packing(model: nn.Module) -> bool:
 
     The log-probs of a row must agree, up to rounding, whatever row it is packed with, and with
     those of the row alone. Rounding is small compared to the effect of the same neighbors when the
-    row can see them, as parts of one long row. In lower precision it could hide what passes through
-    a convolution, so models with one are not packed.
+    row can see them, as parts of one long row. In lower precision, rounding could hide the effect
+    of a convolution, so models with a convolution are then not packed.
     """
     precise: list[bool] = []  # whether each forward computed in float32
     training = [module for module in model.modules() if module.training]

@@ -27,7 +27,7 @@ def upgrade_config(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         if "gate" in method and "alarm" not in method:  # gates had no alarm in earlier versions
             saved = {**saved, "method": {**method, "alarm": None}}
         alarm = method.get("alarm")
-        if isinstance(alarm, Mapping) and "slack" not in alarm:  # a threshold for another test
+        if isinstance(alarm, Mapping) and "slack" not in alarm:  # for an earlier test
             alarm = {key: value for key, value in alarm.items() if key != "threshold"}
             saved = {**saved, "method": {**method, "alarm": alarm}}
     try:
@@ -42,7 +42,7 @@ def _methods() -> dict[str, type[Method]]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run. Everything is written to `out`, which is all that resuming needs."""
+    """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
     out: str = "runs/gac"
     """The run directory."""

@@ -51,7 +51,7 @@ class Gram(NamedTuple):
         return self if size == 0 else Gram(self.sft / size, self.dot / size, self.rl / size)
 
     def norm_of(self, weights: Weights) -> float:
-        """|w_s g_s + w_r g_r|"""
+        """Norm of the update, |w_s g_s + w_r g_r|."""
         s, r = weights
         return math.sqrt(max(s * s * self.sft + 2 * s * r * self.dot + r * r * self.rl, 0.0))
 

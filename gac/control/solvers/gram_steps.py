@@ -12,7 +12,7 @@ from gac.control.checks import is_real, require
 
 from .gram import Gram, Weights
 
-MIN_WEIGHT = 1e-3  # of GradNorm; the weight of an objective could never recover from 0
+MIN_WEIGHT = 1e-3  # lower bound of GradNorm's weights: a weight of 0 could never recover
 
 
 class GradNormState(NamedTuple):
@@ -91,7 +91,7 @@ def moco_step(
     s, r = weights
     v_s = s - lr * ((a / trace + regularization) * s + b / trace * r)
     v_r = r - lr * (b / trace * s + (c / trace + regularization) * r)
-    share = min(max((v_s - v_r + 1) / 2, 0.0), 1.0)  # projection on the simplex
+    share = min(max((v_s - v_r + 1) / 2, 0.0), 1.0)  # projection onto the simplex
     return (share, 1 - share), (share, 1 - share)
 
 

@@ -1,1 +1,1 @@
-"""What some steps measure besides the gradient of their mixed loss: one probe per file."""
+"""Probes: what some steps measure besides the gradient of the mixed loss. One probe per file."""

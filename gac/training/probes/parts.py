@@ -94,7 +94,7 @@ class GradientParts:
         return all_reduce_sum(total).cpu()
 
     def bias(self, live: Sequence[Row], accumulate: Accumulate) -> Tensor:
-        """Gram matrix [4, 4] of the gradients of the two terms, as applied and as plain ones.
+        """Gram matrix [4, 4] of the applied and the plain gradients of the two terms.
 
         The plain gradients, without phi and without clipping, are only measured.
         """
