@@ -113,7 +113,7 @@ def test_conversations(tmp_path, chat_tokenizer, row):
     [
         ({"prompt": []}, "field 'prompt': expected a list of messages"),
         ({"prompt": [{"role": "user"}]}, "message 1 needs `role` and `content`"),
-        ({"prompt": [USER], "completion": [USER]}, "expected one message of the assistant"),
+        ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
     ],
 )
 def test_invalid_conversations(tmp_path, chat_tokenizer, row, message):

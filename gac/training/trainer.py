@@ -1,7 +1,7 @@
 """The training loop: sample, score, compute the loss, step the optimizer, log one line.
 
 All randomness in step t is seeded by (seed, t, rank), so a resumed run reproduces an uninterrupted
-one. The trainer never names a method; see `methods/base.py`.
+one. The trainer does not depend on any particular method; see `methods/base.py`.
 """
 
 from __future__ import annotations
