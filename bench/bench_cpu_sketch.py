@@ -1,4 +1,4 @@
-"""Benchmark of the head sketch: its CPU-time overhead in the linear loss, in alternating order."""
+"""Benchmark of the head sketch: the CPU time that it adds to the linear loss, interleaved."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ PEERS = tuple(name for name in NAMES if name not in ("ours", "eager"))
 
 
 def linear_providers(device: torch.device) -> tuple[dict[str, Provider], dict[str, str]]:
-    """All providers but torch.compile, also our row kernels in CUDA."""
+    """All providers except torch.compile, including our CUDA row kernels."""
     found, missing = providers(device, compiled=False)
     if reason := unavailable_reason("native", device.type):
         missing[CSRC] = reason

@@ -233,7 +233,7 @@ def test_ours(shape: str, tokens: int, record: Record) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("shape", list(HEADS)[:2])
 def test_peer(shape: str, tokens: int, record: Record) -> None:
-    """TRL is the only one with log-probs of given logits."""
+    """Benchmarks TRL, the only peer that computes log-probs of given logits."""
     run(shape, tokens, record, [TRL])
 
 

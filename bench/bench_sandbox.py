@@ -1,7 +1,7 @@
 """Benchmark of the sandbox: programs per second, latency of one program, and start-up time.
 
-On a shared machine wall-clock figures are too slow, so CPU time is measured too; it gives the
-throughput of two idle cores.
+On a shared machine, wall-clock time includes waiting for a core. CPU time is therefore measured
+too; it gives the throughput of two idle cores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Peak host memory of loading a sharded model and of exporting it: `python -m bench.bench_start`.
 
-Real processes over gloo on this machine. Each rank's peak (VmHWM, which includes mapped files) is
-measured relative to its memory before the work and reported as a fraction of the model size.
+Runs real processes over gloo on this machine. Each rank's peak (VmHWM, which includes mapped files)
+is measured relative to its memory before the work and reported as a fraction of the model size.
 *full* loads the full model on every rank, then shards it, and exports by loading it again;
 *sharded* is what gac does: it shards while loading. Finally, it measures the step time lost to a
 checkpoint that is saved synchronously or asynchronously (`dcp.async_save`). Writes

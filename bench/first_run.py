@@ -13,7 +13,7 @@ Peers are benchmarked if their wheels are in bench/wheels/ (or in the folder giv
 
     python3 -m pip download --no-deps -d bench/wheels -r requirements/peers.txt
 
-Git ignores the library and the wheels: list both where files for the GPU machine are selected.
+Git ignores the library and the wheels, so name both when you copy files to the GPU machine.
 `--dry-run` runs the same steps on a CPU, with interpreted kernels and tiny sizes.
 """
 
@@ -234,7 +234,7 @@ def run_part(
 
 
 def copy_out(folder: Path, out: Path, since: float) -> None:
-    """Copy to `out` the summary, one archive of the logs, and the results written since then.
+    """Copy to `out` the summary, one archive of the logs, and the results written after `since`.
 
     The GPU machine returns few files, and none from deep folders.
     """

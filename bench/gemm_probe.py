@@ -15,8 +15,8 @@ from .record import Record
 from .settings import DEVICE, tiny
 from .timing import Step, interleave, runnable
 
-# 512: a block of logits; 2048 and 8192: chunks of as many tokens; then other sizes of a chunk. At
-# least one that is no whole wave of tiles (1408).
+# 512: a block of logits; 2048 and 8192: chunks of that many tokens; then other chunk sizes, at
+# least one of which does not fill whole waves of tiles (1408).
 ROWS = tiny((512, 2048, 8192, 2304, 1024, 1408, 1536, 4096), (4, 8))
 SECONDS = tiny(0.4, 0)  # per shape, over all rounds
 

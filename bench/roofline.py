@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "roofline.md"
 COUNTS = Path(__file__).parent / "instructions.json"
 TOKENS = 8192
-CHUNK = 2304  # rows of a chunk of the linear form, unless a single chunk holds all tokens:
+CHUNK = 2304  # rows of a chunk of the linear form; with this head, a single chunk has all tokens:
 SINGLE_CHUNK = "Qwen2.5-7B"
 SHAPES = ("Qwen2.5-1.5B", "Qwen2.5-7B")
 

@@ -3,7 +3,7 @@
     python -m bench.sandbox_load --programs 10000 --workers 64
 
 Every program starts 30 threads at once, three times. Every hundredth one is a thread bomb, which
-must fail on its own: the limit on threads holds per program.
+must fail without affecting the others: the limit on threads holds per program.
 """
 
 from __future__ import annotations

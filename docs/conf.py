@@ -38,9 +38,7 @@ autodoc_preserve_defaults = True  # show LossSpec(), not the repr with all field
 autodoc_class_signature = "separated"
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Source"]  # paper and equation
-suppress_warnings = [
-    "config.cache"
-]  # conf.py defines the function `setup`, which cannot be pickled
+suppress_warnings = ["config.cache"]  # conf.py defines `setup`, a function, which cannot be pickled
 # links to external docs need network access at build time: GAC_DOCS_LINKS=1 make docs
 if os.environ.get("GAC_DOCS_LINKS") == "1":
     intersphinx_mapping = {
@@ -54,7 +52,7 @@ GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
 
 
 def generate(app: object) -> None:
-    """Generates the command-line and configuration reference pages."""
+    """Generate the command-line and configuration reference pages."""
     subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
 
 

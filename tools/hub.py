@@ -2,7 +2,8 @@
 
 The hub distributes the kernels without the native libraries: Python and Triton only. FOLDER gets
 the source layout that kernel-builder reads (build.toml, flake.nix, CARD.md, torch-ext/, tests/) and
-the folders that it builds from it (build/torch-cpu, build/torch-cuda), which `kernels` can load.
+the folders that kernel-builder makes from it (build/torch-cpu, build/torch-cuda), which `kernels`
+can load.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m tools.release_check [--quick]      # --quick: without the matrix of versions
 
 Prints one line per check: passed, FAILED, or skipped with the reason. The exit code is 1 if any
-check failed. Install auditwheel, actionlint and zizmor to skip nothing.
+check failed. The checks that use auditwheel, actionlint or zizmor are skipped where these are not
+installed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def tool(name: str) -> str:
 
 
 def metadata(wheel: Path) -> str:
-    """The wheel has the name, the bounds and the tag that the documentation states."""
+    """Check that the wheel has the name, the bounds and the tag that the documentation states."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -74,7 +75,7 @@ def platform_tag(wheel: Path) -> str:
 
 
 def packages() -> str:
-    """An sdist and a wheel from it install into new environments, which train there."""
+    """Check that the sdist and a wheel built from it install into new environments, and train."""
     pytest = (
         sys.executable,
         "-m",
@@ -88,7 +89,7 @@ def packages() -> str:
 
 
 def workflows() -> str:
-    """The workflows are valid, and safe as far as linters can tell."""
+    """Check that the workflows are valid, and safe as far as linters can tell."""
     files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     done, missing = [], []
     for name, options in (("actionlint", ()), ("zizmor", ("--offline",))):
@@ -103,12 +104,12 @@ def workflows() -> str:
 
 
 def hub() -> str:
-    """The layout of the kernels hub is written, and its built folder loads."""
+    """Check that the layout of the kernels hub is written, and that its built folder loads."""
     return command(sys.executable, "-m", "pytest", "-q", "tests/test_hub.py").splitlines()[-1]
 
 
 def matrix() -> str:
-    """The wheel works with every supported version."""
+    """Check that the wheel works with every supported version."""
     text = command(sys.executable, "-m", "tools.versions")
     return "; ".join(line for line in text.splitlines() if re.match(r"3\.\d+-", line))
 

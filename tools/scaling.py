@@ -2,7 +2,8 @@
 
 The formulas count what FSDP2 and AdamW must store and send; tests compare them with the byte counts
 of real runs on CPU processes. Activations are excluded because they depend on the micro-batch, not
-on the number of ranks. Legend: P parameters, S ranks of a shard group, R replicas, m micro-batches.
+on the number of ranks. Notation: P parameters, S ranks of a shard group, R replicas, m
+micro-batches.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def rollout_peak_bytes(shape: Shape, shards: int, tokens: int, reference: bool =
 def gathered_elements(shape: Shape, micro_batches: int) -> int:
     """Elements that a rank all-gathers to compute gradients.
 
-    The root once per micro-batch, each layer once for its forward and once for its backward.
+    The root is gathered once per micro-batch, each layer once for its forward and once for its
+    backward.
     """
     return micro_batches * (shape.root + 2 * shape.layers * shape.layer)
 

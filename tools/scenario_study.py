@@ -98,7 +98,7 @@ FOURTH: dict[str, dict[str, Any]] = {
     "gac": FIRST["gac"],
     "chord": FIRST["chord"],
 }
-"""The default, its version without a remaining share, the published controller and schedules."""
+"""The default, the same without a share for suspect demonstrations, the controller, CHORD-mu."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")

@@ -118,7 +118,7 @@ def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
             small[name] = _kinds(value) if "layer" in name or "block" in name else value
         elif name in ("pad_token_id", "eos_token_id", "bos_token_id"):
             small[name] = ("pad_token_id", "eos_token_id", "bos_token_id").index(name)
-    if "kv_lora_rank" in values:  # latent attention has as many heads for keys and values
+    if "kv_lora_rank" in values:  # latent attention: as many key-value heads as query heads
         small["num_key_value_heads"] = HEADS
     layers = special.get("num_hidden_layers", LAYERS)
     for name in ("layer_types", "layers_block_type"):
@@ -128,6 +128,6 @@ def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
 
 
 def _kinds(types: list[str]) -> list[str]:
-    """One layer of each of the first kinds, LAYERS in total."""
+    """Choose LAYERS layer types: each of the first distinct types, repeated if there are few."""
     kinds = list(dict.fromkeys(types))[:LAYERS]
     return kinds * (LAYERS // len(kinds)) + kinds[: LAYERS % len(kinds)]
