@@ -9,23 +9,21 @@ from pathlib import Path
 from PIL import Image
 
 from gac.demo.run import METHODS
+from gac.evaluation.cells import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def table(runs: Path) -> str:
     """Markdown table of the last evaluation of each default method, seed 0."""
-    lines = [
-        "| method | greedy accuracy | on `+` | on `-` | steps |",
-        "|---|---|---|---|---|",
-    ]
+    head = "method | greedy accuracy | on `+` | on `-` | steps"
+    rows = []
     for method in METHODS:
         text = (runs / f"{method}-0" / "eval.jsonl").read_text()
         last = json.loads(text.splitlines()[-1])
         cells = [last["accuracy"], last["accuracy/+"], last["accuracy/-"]]
-        percents = " | ".join(f"{100 * x:.1f} %" for x in cells)
-        lines.append(f"| {method} | {percents} | {last['step']} |")
-    return "\n".join(lines)
+        rows.append([method, *(f"{100 * x:.1f} %" for x in cells), str(last["step"])])
+    return markdown_table(head.split(" | "), rows)
 
 
 def fill(readme: str, block: str, text: str) -> str:

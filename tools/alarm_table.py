@@ -18,6 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from gac.control.alarm import Alarm, AlarmState
+from gac.evaluation.cells import markdown_table
 
 STEPS = 1000
 PAGE = Path("docs/controller.md")
@@ -113,7 +114,7 @@ STREAMS = {
         LATE,
     ),
 }
-ISSUED = 12  # the first streams were known when the alarm was designed
+ISSUED = 12  # number of streams that were known when the alarm was designed
 
 
 class Result(NamedTuple):
@@ -153,10 +154,8 @@ def run(stream: Stream, seed: int, alarm: Alarm | None = None) -> Result:
 
 def table(seeds: int) -> str:
     """The Markdown table of all streams."""
-    lines = [
-        "| stream | wrong decisions | worst run | false alarms per 1,000 steps | longest delay |",
-        "|---|---|---|---|---|",
-    ]
+    head = "stream | wrong decisions | worst run | false alarms per 1,000 steps | longest delay"
+    rows = []
     for number, (name, stream) in enumerate(STREAMS.items()):
         results = [run(stream, seed) for seed in range(seeds)]
         wrong = [100 * r.wrong for r in results]
@@ -164,9 +163,10 @@ def table(seeds: int) -> str:
         delays = [r.delay for r in results if r.delay is not None]
         delay = f"{max(delays)} steps" if delays else ""
         label = name if number < ISSUED else f"*{name}*"
-        row = (label, f"{np.mean(wrong):.2f} %", f"{max(wrong):.1f} %", f"{alarms:.2f}", delay)
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            (label, f"{np.mean(wrong):.2f} %", f"{max(wrong):.1f} %", f"{alarms:.2f}", delay)
+        )
+    return markdown_table(head.split(" | "), rows) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
+from gac.evaluation.cells import markdown_table
 from gac.parallel import setup
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
@@ -39,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "LoRA": {"model.lora.rank": 2},
     "FSDP2": {"parallel.mode": "fsdp"},
 }
-FALLBACK = "padding rows"  # in the warning about a model that cannot be packed
+FALLBACK = "padding rows"  # part of the warning about a model that cannot be packed
 SECONDS = 200  # limit of a mode
 TOLERANCE = 2e-3  # relative difference of losses and gradient norms between modes
 INTRODUCTION = """\
@@ -219,18 +220,11 @@ def page(results: dict[str, dict[str, str]]) -> str:
         [(f"`{f}`", reason) for f, reason in others.items() if reason.startswith("model type") == x]
         for x in (True, False)
     )
-    parts = [text, _table(head, rows)]
+    parts = [text, markdown_table(head, rows) + "\n"]
     parts += [f"[{number}] {reason}\n" for reason, number in notes.items()]
-    parts += ["## Refused\n", _table(("family", "reason"), refused)]
-    parts += [f"## Not tested\n\n{UNTESTED}", _table(("family", "reason"), untested)]
+    parts += ["## Refused\n", markdown_table(("family", "reason"), refused) + "\n"]
+    parts += [f"## Not tested\n\n{UNTESTED}", markdown_table(("family", "reason"), untested) + "\n"]
     return "\n".join(parts)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)]) + "\n"
 
 
 if __name__ == "__main__":
