@@ -21,7 +21,13 @@ from .passes import in_passes
 from .projection import Projection, spans
 from .sketch import HeadSketch, SketchFactors, per_sequence
 from .sketcher import Sketcher
-from .tokens import Tokens, TokenTerms, has_zero_gradient, scale_for_float16
+from .tokens import (
+    Tokens,
+    TokenTerms,
+    has_zero_gradient,
+    may_have_gradient,
+    scale_for_float16,
+)
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}
@@ -217,15 +223,29 @@ def fused_loss(
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
     need_gradient = any(needs) or sketch is not None
+    first_count: int | None = None
 
     def logprobs() -> tuple[Tensor, Tensor]:
-        scaling = Scaling(spec.temperature, softcap)
-        logps, entropy, _ = token_stats(hidden, head, tokens.targets, scaling, backend)
+        nonlocal first_count
+        has_gradient = may_have_gradient(tokens, spec)
+        run = hidden, head, tokens.targets, Scaling(spec.temperature, softcap), backend
+        (logps, entropy, _), first_count = _forward_stats(*run, False, has_gradient)
         return logps, entropy
 
     def one_pass(tokens: Tokens, spec: LossSpec) -> LinearLoss:
         inv_scale, scaled = scale_for_float16(tokens, spec, head.dtype)
-        run = hidden, head, scaled, spec, backend, needs, need_gradient, sketch, softcap
+        run = (
+            hidden,
+            head,
+            scaled,
+            spec,
+            backend,
+            needs,
+            need_gradient,
+            sketch,
+            softcap,
+            first_count,
+        )
         terms, grads, factors = _one_pass(*run)
         sketches = None if factors is None else per_sequence(factors, scaled, spec, inv_scale)
         return LinearLoss(terms, grads, sketches, inv_scale)
@@ -247,7 +267,14 @@ def _one_pass(
     need_gradient: bool,
     sketch: HeadSketch | None,
     softcap: float | None,
+    first_count: int | None,
 ) -> tuple[TokenTerms, InputGradients, SketchFactors | None]:
+    """Compute the loss and its gradients, each token on its own.
+
+    first_count: in the second of two passes, an upper bound of the number of rows with a gradient.
+    The other rows are then skipped: their terms are known. Where reading the exact number would
+    stop the host a second time, all `first_count` rows are multiplied, some by 0.
+    """
     has_gradient = torch.zeros_like(tokens.live)
     if need_gradient:
         has_gradient = ~has_zero_gradient(tokens, spec)
@@ -256,8 +283,14 @@ def _one_pass(
     sketcher = None if sketch is None else Sketcher(sketch, head, len(hidden))
     order, counts = partition_tokens(tokens.live, has_gradient)
     ordered, results = tokens.select(order), torch.empty_like(terms)
-    first = early_logits(hidden, head, order, tokens.live)
-    gradient_rows, live_rows = read_counts(counts, len(order))
+    first = None
+    if first_count is not None and hidden.device.type in ASYNCHRONOUS:
+        gradient_rows = first_count
+    else:
+        first = early_logits(hidden, head, order, tokens.live)
+        gradient_rows, live_rows = read_counts(counts, len(order))
+    if first_count is not None:
+        live_rows = gradient_rows
     if not need_gradient:
         gradient_rows = 0
 
@@ -291,12 +324,26 @@ def token_stats(
     more: bool = False,
 ) -> Tensor:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N], 2 N H V FLOPs."""
+    no_gradient = torch.zeros_like(targets, dtype=torch.bool)
+    return _forward_stats(hidden, head, targets, scaling, backend, more, no_gradient)[0]
+
+
+def _forward_stats(
+    hidden: Tensor,
+    head: Projection,
+    targets: Tensor,
+    scaling: Scaling,
+    backend: ModuleType,
+    more: bool,
+    has_gradient: Tensor,
+) -> tuple[Tensor, int]:
+    """Compute `token_stats`, and count the rows of `has_gradient` with the same synchronization."""
     live = targets != IGNORE
     stats = hidden.new_zeros(6 if more else 3, len(hidden), dtype=head.accum_dtype)
-    order, counts = partition_tokens(live, torch.zeros_like(live))
+    order, counts = partition_tokens(live, has_gradient)
     ordered, results = targets[order], torch.empty_like(stats)
     first = early_logits(hidden, head, order, live)
-    _, live_rows = read_counts(counts, len(order))
+    gradient_rows, live_rows = read_counts(counts, len(order))
 
     def row_fn(span: slice, logits: Tensor) -> None:
         block = backend.row_stats(logits, ordered[span], *scaling, more)
@@ -304,7 +351,7 @@ def token_stats(
 
     forward_chunks(hidden, head, order, live, row_fn, (0, live_rows), first)
     stats.index_copy_(1, order[:live_rows], results[:, :live_rows])
-    return stats
+    return stats, gradient_rows
 
 
 def token_grads(

@@ -220,6 +220,22 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     return no_loss | no_gradient
 
 
+def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
+    """Tokens whose gradient may not be 0 once the current log-probs are known, bool [N].
+
+    With a sequence ratio, a token also has the gradients of the others in its sequence.
+    """
+    if spec.ratio == "sequence":
+        factor = tokens.factor
+        size = (tokens.advantages if factor is None else tokens.advantages * factor).abs()
+        total = tokens.rollout_sum(size).to(size.dtype)
+        tokens = tokens._replace(
+            advantages=torch.where(tokens.demo, tokens.advantages, total),
+            factor=None if factor is None else torch.where(tokens.demo, factor, 1),
+        )
+    return ~has_zero_gradient(tokens, spec)
+
+
 def scale_for_float16(
     tokens: Tokens, spec: LossSpec, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tokens]:

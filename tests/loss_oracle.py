@@ -74,7 +74,7 @@ def rollout_tokens(
     spec: LossSpec, logp: Tensor, entropy: Tensor, a: Tensor, w: Tensor, columns: dict[str, Any]
 ) -> Tensor:
     """The losses of the rollout tokens of one sequence."""
-    old, ref, engine = (columns[k] for k in ("old_logps", "ref_logps", "rollout_logps"))
+    old, ref, engine = (columns.get(k) for k in ("old_logps", "ref_logps", "rollout_logps"))
     anchor = logp.detach() if old is None else old
     log_ratio = logp - anchor
     r = log_ratio.mean().expand_as(logp).exp() if spec.ratio == "sequence" else log_ratio.exp()

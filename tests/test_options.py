@@ -233,7 +233,7 @@ def make(spec: LossSpec, **keywords: Any) -> tuple[Batch, Tensor]:
 @pytest.mark.parametrize("backend", ["native", "triton", "reference"])
 @pytest.mark.parametrize("dead", ["weight", "correction", "sequence ratio"])
 def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the rows of the sequences that still learn enter the backward GEMMs."""
+    """Only sequences with a nonzero gradient have rows in the backward GEMMs."""
     require_backend(backend)
     spec = {
         "weight": LossSpec(),
@@ -282,7 +282,7 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
 def test_number_of_forward_passes(
     spec: LossSpec, keywords: list[str], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """6 N H V where the contract says so, and 8 N H V elsewhere."""
+    """The loss takes 6 N H V FLOPs where the contract says so, and 8 N H V elsewhere."""
     require_backend("native")
     batch, logps = make(spec)
     rows = []
@@ -299,6 +299,40 @@ def test_number_of_forward_passes(
         hidden, weight, *batch.inputs, bias=bias, **batch.keywords, **columns, backend="native"
     )
     assert sum(rows) == 12 * passes
+
+
+@pytest.mark.parametrize(
+    ("dead", "exact", "bound"), [("ratio", 8, 12), ("correction", 8, 12), ("advantage", 4, 4)]
+)
+def test_two_passes_synchronize_once(
+    dead: str, exact: int, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the first pass cannot reduce the rows of the second: their number is not read."""
+    require_backend("native")
+    spec = LossSpec(ratio="token" if dead == "correction" else "sequence")
+    if dead == "correction":
+        spec = LossSpec(correction="sequence_mask")
+    batch, logps = make(spec)
+    shifted = logps - 0.5 * (torch.arange(12) < 4)
+    extra = {"rollout_logps" if dead == "correction" else "old_logps": shifted}
+    if dead == "advantage":  # of a token whose sequence has others
+        targets, _, is_demo = batch.inputs
+        advantages = torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0])
+        batch = batch._replace(inputs=(targets, advantages, is_demo))
+    rows, syncs = [], []
+    logits, read_counts = linear.Projection.logits, linear.read_counts
+    monkeypatch.setattr(
+        linear.Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
+    )
+    monkeypatch.setattr(linear, "read_counts", lambda *a: syncs.append(1) or read_counts(*a))
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(linear, "ASYNCHRONOUS", devices)
+        hidden, weight, bias = leaves = copies(batch.leaves, torch.float32)
+        keywords = batch.keywords | extra | {"bias": bias, "backend": "native"}
+        out = fused_linear_gac_loss(hidden, weight, *batch.inputs, **keywords)
+        truth = batch._replace(keywords=batch.keywords | extra)
+        check(out, gradients(out.loss, leaves), truth, 1e-4)
+    assert rows == [12, exact, 12, bound] and len(syncs) == 2 + 1
 
 
 @pytest.mark.parametrize("backend", ["native", "triton", "reference"])
@@ -344,7 +378,7 @@ def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> No
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_weight_0_removes_an_impossible_token(backend: str) -> None:
-    """Its log-probability is -inf; its loss is 0, not nan."""
+    """The token's log-probability is -inf; its loss is 0, not nan."""
     require_backend(backend)
     logits = torch.zeros(1, 2, 3)
     logits[0, 0, 1] = -torch.inf

@@ -53,12 +53,45 @@ LOSSES = {
     "shaped: reads the demonstration's advantage": LossSpec(demo_weight=DemoWeight.SHAPED),
     "trust above and below c": LossSpec(demo_weight=DemoWeight.TRUST, demo_shape=0.3),
     "temperature": LossSpec(temperature=0.7, entropy_coef=0.1),
+    "cispo": LossSpec(policy="cispo", clip_low=None, clip_high=0.05),
+    "sapo": LossSpec(policy="sapo", sapo_tau=(1.0, 1.3)),
+    "reinforce": LossSpec(policy="reinforce"),
+    "KL times the ratio": LossSpec(kl_coef=0.2, kl_ratio=True),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_option_of_the_loss(name: str, small_tiles: None, poison: None) -> None:
     check(make_batch(), spec=LOSSES[name])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LossSpec(correction="token_truncate", correction_min=0.9, correction_max=1.1),
+        LossSpec(correction="token_mask", correction_max=1.1, policy="cispo", kl_coef=0.1),
+    ],
+    ids=["truncate", "mask"],
+)
+def test_weights_and_a_correction_of_current_logps(spec: LossSpec, small_tiles: None) -> None:
+    batch = make_batch()
+    weights = torch.tensor([[1.5, 0.5], [0.0, 2.0], [0.0, 1.0]], device=DEVICE)
+    rollout_logps = batch["old_logps"].clone()
+    rollout_logps[2, 1] = torch.nan
+    columns = {"old_logps": None, "rollout_logps": rollout_logps, "weights": weights}
+    check(batch | columns, spec=spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+def test_softcap(softcap: float, dtype: torch.dtype, small_tiles: None, poison: None) -> None:
+    """From strongly capped, with a tied maximum, to nearly linear; -inf still masks."""
+    batch = make_batch(dtype=dtype)
+    logits = batch["logits"]
+    logits[0, 0, :200], logits[1, 0, 130:] = -torch.inf, -torch.inf
+    logits[2, 0, 5] = logits[2, 1, 7] = 1e30
+    batch["targets"][1, 0], batch["targets"][0, 0] = 3, 250
+    check(batch, spec=LossSpec(entropy_coef=0.1, temperature=0.8), softcap=softcap, logit_scale=2.0)
 
 
 # Smaller than a tile, exactly one tile, one tile plus one entry, and a single entry.

@@ -177,8 +177,8 @@ def row_grads(
     softcap: float | None = None,
 ) -> None:
     if softcap is not None:
-        rows, columns = _batch_backend(logits.device), (targets, lse, entropy, d_logps, d_entropy)
-        rows.row_grads(logits, *columns, temperature, out, softcap)
+        rows, upstream = _batch_backend(logits.device), (d_logps, d_entropy)
+        rows.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
