@@ -1,4 +1,4 @@
-"""Programs that return objects which libraries would interpret, as data; see `test_attacks.py`.
+"""Test data: programs that return objects which libraries interpret; see `test_attacks.py`.
 
 A program returns `Thing(...)` where the tests expect a number. The bodies are members of its class.
 """

@@ -1,4 +1,4 @@
-"""Programs that try to make a row look broken, or to run code through its tests, as data.
+"""Test data: programs that try to make a row look broken, or to run code through its tests.
 
 See `test_attacks.py`.
 """

@@ -1,4 +1,4 @@
-"""Messages that a program writes to every descriptor instead of its answer, as data.
+"""Test data: messages that a program writes to every descriptor instead of its answer.
 
 See `test_attacks.py`. All of them are complete frames that claim to answer a call of `add`.
 """

@@ -1,6 +1,6 @@
 """Shared inputs for the loss tests: named cases, each with the reason it exists.
 
-Legend: B padded rows, T row length, N tokens, V vocabulary, H hidden size, S sequences.
+Notation: B padded rows, T row length, N tokens, V vocabulary, H hidden size, S sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sandbox escape attempts as data, run by `test_escapes.py`. See also `fakes`.
+"""Test data: sandbox escape attempts, run by `test_escapes.py`. See also `fakes`.
 
 A script that dies early would look contained, so each one reports its progress: one line per
 operation, then END.

@@ -1,4 +1,4 @@
-"""Programs that try to pass tests without being correct, as data; run by `test_escapes.py`."""
+"""Test data: programs that try to pass without being correct; run by `test_escapes.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Correct programs that read standard input or are written in unusual completions, as data."""
+"""Test data: correct programs that read standard input or are in unusual completions."""
 
 from __future__ import annotations
 

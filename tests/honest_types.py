@@ -1,4 +1,4 @@
-"""Correct programs with unusual classes, as data, run by `test_honest.py`.
+"""Test data: correct programs with unusual classes, run by `test_honest.py`.
 
 Each entry is a title, a program and, after a line of dashes, its tests: one per paragraph.
 """

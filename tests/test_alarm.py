@@ -120,7 +120,7 @@ def test_the_reference_is_frozen_while_the_alarm_is_on():
 
 
 def test_demonstrations_that_the_policy_learns_meanwhile_are_used_again():
-    """Half of the rise is gone: the reference restarts at the present level, with a warm-up."""
+    """Once half of the rise is gone, the reference restarts at that level, with a warm-up."""
     losses = [1.0] * 40 + [3.0] * 2 + [1.7] * 5
     assert changes([1.0] * 40 + [3.0] * 2 + [2.1] * 60) == [41]
     steps = changes(losses + [4.0] * 5)

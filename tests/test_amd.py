@@ -1,4 +1,4 @@
-"""AMD GPUs without one: the Triton kernels compile, and a ROCm build of PyTorch is recognized."""
+"""AMD support, without a GPU: Triton kernels compile, and a ROCm build of PyTorch is recognized."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_row_has_as_many_threads_in_warps_of_64(
 def test_gemms_without_float32_output_get_float32_operands(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU is such a device."""
+    """The CPU stands in for a device without such GEMMs."""
     assert not projection.has_float32_output("cpu", dtype)
     monkeypatch.setattr(projection, "has_float32_output", lambda *_: False)
     assert projection.operand_dtype(CUDA, dtype) == torch.float32

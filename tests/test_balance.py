@@ -146,8 +146,9 @@ def without_timing(row):
 @pytest.mark.dist
 @pytest.mark.parametrize(("method", "mode"), [("gac-gated-sketch", "ddp"), ("dpo", "fsdp")])
 def test_results_do_not_depend_on_row_placement(task, tmp_path, method, mode):
-    """Padded on one process, packed and balanced on two. Covers unit sketches, preference pairs and
-    the old log-probs of reused rollouts. A run resumed halfway is bitwise identical.
+    """Compares padding on one process with packing and balancing on two. Covers unit sketches,
+    preference pairs and the old log-probs of reused rollouts. A run resumed halfway is bitwise
+    identical.
     """
     changes = {
         "method": method,

@@ -40,7 +40,7 @@ def test_gpu_linear_bench_runs_on_a_cpu(results) -> None:
 
 
 def test_gpu_logits_bench_runs_on_a_cpu(results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without our Triton kernels and TRL's, which would take minutes in the interpreter."""
+    """Leaves out our Triton kernels and TRL's, which would take minutes in the interpreter."""
     monkeypatch.setattr(bench_gpu_logits, "BACKENDS", {"ours, csrc": "native"})
     monkeypatch.setitem(sys.modules, "trl.kernels.logprob_entropy", None)
     record = Record()
@@ -62,7 +62,7 @@ def test_a_failing_step_is_excluded_with_its_error() -> None:
 def test_a_provider_with_wrong_gradients_is_excluded(
     results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even if it is our own; the others are still timed."""
+    """This holds for our own loss too. The other providers are still timed."""
     monkeypatch.setattr(bench_gpu_linear, "ours", lambda b, **_: 1.5 * ours(b))
     monkeypatch.setattr(
         bench_gpu_linear,

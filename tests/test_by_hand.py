@@ -111,7 +111,7 @@ def test_a_second_interrupt_takes_effect_immediately():
 
 
 def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_path, monkeypatch):
-    """Otherwise a power failure could leave an empty progress file, or no checkpoint at all."""
+    """Without this, a power failure could leave an empty progress file, or no checkpoint at all."""
     events = []
     sync, rename = os.fsync, Path.rename
 

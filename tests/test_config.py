@@ -276,7 +276,7 @@ def test_describe_shows_types_defaults_and_field_docs():
 
 
 def test_a_prior_is_chosen_by_its_name():
-    """Fields without `name` change the method's default prior, as in earlier versions."""
+    """A mapping without `name` changes the method's default prior, as in earlier versions."""
     from gac.control.schedules import Prior, RandomPrior
     from gac.training.run_config import TrainConfig, upgrade_config
 

@@ -135,8 +135,8 @@ def test_rows_with_zero_gradient_have_a_zero_sketch(install_library) -> None:
 
 
 def test_sketching_does_not_change_other_results(install_library) -> None:
-    """Bitwise identical with and without a sketch, in place, and for other schedules and cluster
-    counts.
+    """They are bitwise identical with and without a sketch, in place, and for other schedules and
+    cluster counts.
     """
     library = install_library(4, 3)
     logits = torch.randn(2, 6, 8001)

@@ -100,7 +100,7 @@ def test_configurations_can_be_read(page):
 
 @pytest.mark.parametrize("page", pages_with_code("json"), ids=name)
 def test_rows_can_be_read(page, tmp_path):
-    """As prompts and as demonstrations."""
+    """Read the rows of each block as prompts and as demonstrations."""
     tokenizer = make_tokenizer(string.printable[:95])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for number, block in enumerate(blocks(page, "json")):

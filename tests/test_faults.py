@@ -136,7 +136,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
 
 
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
-    """A skipped, an applied and a skipped step; under dropout, whose masks are replayed too."""
+    """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
     folder = with_dropout(task, tmp_path / "task")
     model = {"path": str(folder / "init"), "random_init": True, "dropout": True}
     optim = {"lr": 0.05, "warmup": 1}
@@ -184,7 +184,7 @@ def test_training_continues_after_skipped_steps(task, tmp_path):
 
 @pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
 def test_no_state_keeps_a_broken_step(task, tmp_path, method):
-    """No trace in inner products, moving averages of gradients, or the previous step's losses."""
+    """Inner products, moving averages of gradients and the losses for the next step are clean."""
     out = train(faulty_config(task, tmp_path, "overflowing", method={"name": method}))
     rows = metrics(out)
     assert rows[-1]["skipped"] == 2 and len(rows) == 8
@@ -213,7 +213,7 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
 
 @pytest.mark.parametrize("method", ["gac", "moco"])
 def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
-    """Also with moving averages, which are stored under single-process parameter names."""
+    """Covers moving averages too, which are stored under single-process parameter names."""
     config = faulty_config(task, tmp_path, "overflowing", steps=4, method={"name": method})
     ranks.run(train, config, ranks=2)
     assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
@@ -256,7 +256,7 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
 
 
 def test_files_written_before_a_rename_still_load(task, tmp_path):
-    """A guard's state with the key "in_a_row"; a skipped step whose needs have one more field."""
+    """Loads a guard's state with the key "in_a_row", and a skipped step with an older `needs`."""
     guard = Guard(GuardConfig())
     guard.load_state_dict({"skipped": 3, "in_a_row": 2, "kept": 1})
     assert guard.state_dict() == {"skipped": 3, "consecutive": 2, "kept": 1}

@@ -1,4 +1,4 @@
-"""The program of the first GPU run, without a GPU: failing and hanging steps, peers' wheels."""
+"""The program of the first GPU run, on a CPU: failing and hanging steps, peers' wheels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST_RUN = [sys.executable, "-m", "bench.first_run"]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Without the settings of this pytest run, which would apply to the one that is started."""
+    """This process's environment without pytest's settings, which a new pytest would inherit."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "GAC_"))}
     return {**inherited, **variables}
 
@@ -84,8 +84,8 @@ def test_a_failed_step_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps fail, hang in a child process, lack their tool or device, or find no time left; one
-    imports a peer's wheel. What they wrote comes back in few files of one folder, without results
-    of other days.
+    imports a peer's wheel. Their output comes back as a few files in one folder, without results of
+    other days.
     """
     wheels, results, out = (tmp_path / name for name in ("wheels", "results", "out"))
     wheels.mkdir()
@@ -155,7 +155,7 @@ first_run.run_part(steps, Path("FOLDER/part"), None, seconds=100)
 
 @pytest.mark.parametrize("ended_by", ["its limit", "SIGTERM", "SIGKILL"])
 def test_no_process_outlives_its_part(tmp_path: Path, ended_by: str) -> None:
-    """Not even if it started a session of its own, unless the program itself is killed."""
+    """A process that started its own session ends too, unless the program itself is killed."""
     seconds = 6 if ended_by == "its limit" else 60
     code = ORPHANS.replace("FOLDER", str(tmp_path)).replace("SECONDS", str(seconds))
     program = subprocess.Popen(

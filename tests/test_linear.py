@@ -254,7 +254,7 @@ def test_chunk_size_changes_only_rounding(name: str) -> None:
 def test_masked_rows_are_never_read(
     backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor during CUDA graph capture, which cannot read row counts and multiplies all rows."""
+    """This includes CUDA graph capture, which cannot read row counts and multiplies all rows."""
     require_backend(backend)
     batch = build(BY_NAME["packed"])
     clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
@@ -325,7 +325,7 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
 
 
 def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
-    """As with F.linear, but the float32 weight's gradient is never rounded to bfloat16."""
+    """Operands are as in F.linear, but a float32 weight's gradient is not rounded to bfloat16."""
     batch = build(BY_NAME["entropy"])
     with torch.autocast("cpu", torch.bfloat16):
         out, d_ours = run(fused_linear_gac_loss, batch)

@@ -340,7 +340,7 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> None:
-    """Otherwise whoever saved the logits would backpropagate gradients instead of logits."""
+    """Without the error, other operations that saved the logits would read gradients instead."""
     require_backend(backend)
     batch = build(BY_NAME["defaults"])
     logits = batch.logits() * 1
@@ -353,7 +353,7 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_second_backward_is_rejected(backend: str) -> None:
-    """The first one scaled the saved gradient in place; a second one would scale it twice."""
+    """The first backward scales the saved gradient in place; a second one would scale it twice."""
     require_backend(backend)
     batch = build(BY_NAME["defaults"])
     args = batch.targets, batch.advantages, batch.is_demo

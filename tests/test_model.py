@@ -101,7 +101,7 @@ def test_a_softcap_is_seen_when_all_logits_are_small():
 
 
 def check_head_of(model, softcap):
-    """`check_head`, when the model's own forward has another softcap than its configuration."""
+    """Run `check_head` on a model whose forward has another softcap than its configuration."""
     forward = type(model).forward
 
     def capped(self, *args, **keywords):

@@ -307,7 +307,7 @@ def test_number_of_forward_passes(
 def test_two_passes_synchronize_once(
     dead: str, exact: int, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the first pass cannot reduce the rows of the second: their number is not read."""
+    """On a GPU, the second pass uses a bound on its rows that is known before the first pass."""
     require_backend("native")
     spec = LossSpec(ratio="token" if dead == "correction" else "sequence")
     if dead == "correction":

@@ -256,8 +256,8 @@ def count_rows(log: list[Gemm]) -> int:
 
 
 def test_first_block_is_multiplied_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU. Values and gradients are those of a run without it; a masked hidden state of nan,
-    whose logits may be computed early, is ignored.
+    """This holds on a GPU. Values and gradients equal those without the early GEMM; a masked hidden
+    state of nan, whose logits may be computed early, is ignored.
     """
     batch = build(BY_NAME["k2"], torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -279,7 +279,7 @@ def test_first_block_is_multiplied_before_the_sync(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In addition to its GEMM; inputs are gathered and results scattered once for all blocks."""
+    """The GEMM is not counted; inputs are gathered and results scattered once for all blocks."""
     emulate(monkeypatch, torch.bfloat16)
     multiply, row_loss = projection.multiply, reference_backend.row_loss
 
@@ -311,7 +311,7 @@ def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPa
 def test_a_single_chunk_may_use_the_memory_of_the_float32_sum(
     vocab_size: int, hidden_size: int, tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen2.5-7B with 8192 tokens; not with an explicit budget or without a gradient to sum."""
+    """This applies to Qwen2.5-7B with 8192 tokens, but not with a given budget or frozen weight."""
     emulate(monkeypatch, torch.bfloat16)
     large = head(vocab_size, hidden_size, torch.bfloat16)
     assert large.chunk_rows(tokens, weight_gradient=True) == rows

@@ -270,7 +270,7 @@ def test_a_fork_of_the_process_gets_a_server_of_its_own():
 
 
 def test_the_thread_limit_holds_per_program():
-    """A thread bomb gets its own limit and takes nothing from the program beside it."""
+    """A thread bomb reaches its own limit and does not affect the program beside it."""
     pool = Pool(workers=2)
     wait = "import threading, time\nevent = threading.Event()\ncount = 0\n"
     start = (

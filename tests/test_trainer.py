@@ -204,7 +204,7 @@ def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
 
 
 def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
-    """It has the observation instead of the mix, and the alignment in the method's state."""
+    """Such a checkpoint has the observation instead of the mix, and the alignment in its state."""
     calls = []
     record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)

@@ -151,7 +151,7 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
 
 
 def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
-    """They equal the trainer's, so the correction changes nothing; wrong ones mask everything."""
+    """Correct log-probs equal the trainer's and change nothing; wrong ones mask every rollout."""
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)

@@ -54,7 +54,7 @@ def round_trip(value):
 
 
 def equal_with_types(a, b):
-    """Equal, and of the same types all the way down."""
+    """Whether `a` and `b` are equal and have the same types at every level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple | collections.deque):

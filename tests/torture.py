@@ -3,7 +3,7 @@
 `make torture`, or `python -m tests.torture --minutes 10 --seed 0`: every trial picks a kind of run
 and kills its processes (SIGKILL one rank, or SIGTERM or SIGINT all) at random times until the run
 ends. Metrics, evaluations, samples and the weights of the last checkpoint are then compared with
-those of a run that nobody killed.
+those of an undisturbed run.
 """
 
 from __future__ import annotations

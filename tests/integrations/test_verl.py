@@ -113,7 +113,7 @@ def test_every_verl_loss_is_mixed_unchanged(files: tuple[str, str], tmp_path: Pa
 def test_bad_demonstrations_are_named(
     files: tuple[str, str], tmp_path: Path, row: dict[str, str], message: str
 ):
-    """The worker reads them, and fails, before its first step."""
+    """The worker reads the demonstrations before its first step, and fails there."""
     from gac.integrations.verl import GACPolicyLoss, Mixture
 
     path = tmp_path / "bad.jsonl"
