@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup ext demo test release-check test-versions exit-check torture test-gpu test-integrations \
-  bench bench-gpu kernel-report docs docs-serve lint types check study clean
+  mutants bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
 
@@ -44,6 +44,10 @@ exit-check: setup  ## repeat the kill tests ten times, then check the exit codes
 
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
 	$(BIN)/python -m tests.torture
+
+mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes docs/mutants.md
+	$(BIN)/python -c "import coverage" 2>/dev/null || $(PIP) coverage==7.17.3
+	$(BIN)/python -m tools.mutants $(MODULES)
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/test_*_gpu.py tests/test_batch.py

@@ -1,0 +1,281 @@
+"""Runs tests on mutants (see `tools.mutants`), in the clone that is the current directory."""
+
+# ruff: noqa: SIM905 - lists of words
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tools.mutations import Mutant, all_mutants, draw
+
+# test files that take minutes or check texts
+SKIPPED = """architecture attacks bench build_cuda compile cuda_order cuda_sketch cuda_source demo
+docs escapes first_run honest launch light_install models_table overhead packages peers readme
+scaling scenarios sharding site typing""".split()
+MARKERS = "not gpu and not release and not slow and not full"
+PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
+MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
+FILE_SECONDS = 0.3  # estimate of the time to collect one test file
+RESULTS = Path("docs/mutants.jsonl")
+# test file to the seconds of its tests, and to the tests of each line
+Coverage = dict[str, dict[str, Any]]
+
+
+def read_results(root: Path) -> list[dict[str, Any]]:
+    """All results, oldest first."""
+    path = root / RESULTS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Server:
+    """Forks a process per test file (to measure coverage) or mutant."""
+
+    def __init__(self, root: Path, options: argparse.Namespace) -> None:
+        self.root, self.options, self.isolated = root, options, options.isolated
+        self.cache = root / "build" / "mutants"
+        self.cache.mkdir(parents=True, exist_ok=True)
+        self.failed = self.cache / "failed"
+        self.kills: Counter[str] = Counter()  # per test
+        self.clock = int(time.time()) - 10**7  # of mutated files, whose bytecode must not be reused
+        self.unreliable: set[str] = set()  # tests that also fail without a mutant
+        self.temporary = Path.cwd().parent / "tmp"
+        for name in PRELOADED:
+            importlib.import_module(name)
+
+    def fork(self, work: Callable[[], int], deadline: float) -> tuple[int | None, float]:
+        """Exit status of `work` in a child process; None if it passed the deadline."""
+        began = time.monotonic()
+        child = os.fork()
+        if not child:
+            os.setsid()
+            log = os.open(self.cache / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            status = 70
+            try:
+                status = work()
+            finally:
+                os._exit(status)
+        handle = os.pidfd_open(child)
+        ready = select.select([handle], [], [], deadline)[0]
+        os.close(handle)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if self.isolated:  # we are the namespace's first process, which -1 excludes
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0 if self.isolated else os.WNOHANG)[0]:
+                pass
+        for left in self.temporary.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
+        return os.waitstatus_to_exitcode(status) if ready else None, time.monotonic() - began
+
+    def coverage(self, module: str) -> Coverage:
+        """Coverage of the test files that name a module, measured once per version of the file."""
+        covered: Coverage = {}
+        named = "gac_kernels" if module == "gac_kernels" else f"gac.{module}"
+        for path in sorted(Path("tests").rglob("test_*.py")):
+            text = path.read_text()
+            if path.stem.removeprefix("test_") in SKIPPED or path.stem.endswith("_gpu"):
+                continue
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            cached = self.cache / f"{path.stem}-{digest}.json"
+            if not cached.exists() and (self.options.all or named in text):
+                status, seconds = self.fork(partial(measure, path, cached), 400)
+                print(f"coverage of {path}: {seconds:.0f} s, status {status}", flush=True)
+                if not cached.exists():
+                    cached.write_text('{"seconds": {}, "lines": {}}')
+            if cached.exists():
+                covered[str(path)] = json.loads(cached.read_text())
+        return covered
+
+    def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[str]:
+        """Tests that cover the changed lines, best first, up to the limit on their total time."""
+        lines = contexts(text)
+        whole = (1, len(lines))
+        tests: dict[str, float] = {}
+        for first, last in (mutant.change.lines, *mutant.change.around, whole):
+            wanted = set(lines[first - 1 : last])
+            for results in covered.values():
+                for line, names in results["lines"].get(mutant.path, {}).items():
+                    if line in wanted:
+                        tests |= {
+                            name: results["seconds"][name]
+                            for name in names
+                            if name not in self.unreliable
+                        }
+            if tests:
+                break
+        stem = Path(mutant.path).stem
+
+        def cost(name: str) -> float:
+            near = 4 if stem in name.partition("::")[0] else 1
+            return (tests[name] + 0.01) / near / (1 + self.kills[name])
+
+        chosen: list[str] = []
+        left, files = self.options.cap, set()
+        for name in sorted(tests, key=cost):
+            file = name.partition("::")[0]
+            price = tests[name] + 0.003 + FILE_SECONDS * (file not in files)
+            if not chosen or price <= left:
+                chosen.append(name)
+                files.add(file)
+                left -= price
+        return chosen
+
+    def run(self, mutant: Mutant, covered: Coverage) -> dict[str, Any]:
+        """Result of the tests on one mutant."""
+        path = Path(mutant.path)
+        text = path.read_text()
+        tests = self.select(mutant, text, covered)
+        record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "tests": len(tests)}
+        if not tests:
+            return record | {"outcome": "survived", "seconds": 0.0}
+        expected = sum(covered[name.partition("::")[0]]["seconds"][name] for name in tests)
+        self.clock += 10
+        failed = self.failed
+        failed.unlink(missing_ok=True)
+        try:
+            path.write_text(mutant.text())
+            os.utime(path, (self.clock, self.clock))
+            status, seconds = self.fork(partial(test, tests, failed), 25 + 4 * expected)
+        finally:
+            path.write_text(text)
+        outcome = {None: "timed out", 0: "survived", 5: "survived"}.get(status, "killed")
+        if outcome == "killed":
+            record["by"] = (
+                failed.read_text().partition("\n")[0] if failed.exists() else f"status {status}"
+            )
+            self.kills[record["by"]] += 1
+        return record | {"outcome": outcome, "seconds": round(seconds, 1)}
+
+    def sample(self, module: str) -> None:
+        """Run the sampled mutants of a module that have no result yet, or its survivors again."""
+        latest = {record["key"]: record for record in read_results(self.root)}
+        drawn = draw(module, self.options.seed)
+        if self.options.again:
+            alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+            mutants = [mutant for mutant in all_mutants(module) if mutant.key in alive]
+        else:
+            first = itertools.islice(drawn, self.options.sample)
+            mutants = [mutant for mutant in first if mutant.key not in latest]
+        if not mutants:
+            return
+        covered = self.coverage(module)
+        while mutants:
+            records = [self.record(mutant, covered) for mutant in mutants]
+            killers = {record.get("by", "") for record in records} - {""}
+            tests = [name for name in killers if "::" in name]
+            self.failed.unlink(missing_ok=True)
+            if tests:
+                self.fork(partial(test, tests, self.failed, "--maxfail=100"), 600)
+            if not self.failed.exists():
+                break
+            self.unreliable |= set(self.failed.read_text().splitlines())
+            print(f"unreliable: {self.unreliable}", flush=True)
+            names = {r["key"] for r in records if r.get("by") in self.unreliable}
+            mutants = [mutant for mutant in mutants if mutant.key in names]
+
+    def record(self, mutant: Mutant, covered: Coverage) -> dict[str, Any]:
+        """Run a mutant and write its result."""
+        record = self.run(mutant, covered)
+        with (self.root / RESULTS).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        by = record.get("by", f"{record['tests']} tests")
+        text = f"{mutant.path}:{mutant.line} {mutant.key.removeprefix(mutant.path).strip()}"
+        print(f"{record['outcome']:9} {record['seconds']:5} s {text} [{by}]", flush=True)
+        return record
+
+
+def contexts(text: str) -> list[str]:
+    """Each line with its neighbors, which identify it after changes elsewhere in the file."""
+    lines = ["", *(line.strip() for line in text.splitlines()), ""]
+    return ["\n".join(lines[i - 1 : i + 2]) for i in range(1, len(lines) - 1)]
+
+
+class Plugin:
+    """Runs the chosen tests in their order; records the seconds, coverage and failures of tests."""
+
+    def __init__(self, chosen: list[str] | None = None, cover: Any = None) -> None:
+        self.order = {name: i for i, name in enumerate(chosen or [])}
+        self.cover = cover
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: list[str] = []
+        self.skipped: set[str] = set()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.order:
+            items[:] = [item for item in items if item.nodeid in self.order]
+            items.sort(key=lambda item: self.order[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self.cover is not None:
+            self.cover.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped:
+            self.skipped.add(report.nodeid)
+
+
+def pytest_run(files: list[str], plugin: Plugin, *extra: str) -> int:
+    """Run pytest in this process."""
+    import pytest
+
+    arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:randomly", *extra]
+    return int(pytest.main([*files, "-m", MARKERS, *arguments], plugins=[plugin]))
+
+
+def test(chosen: list[str], failed: Path, *extra: str) -> int:
+    """Run tests, and write the names of those that fail."""
+    plugin = Plugin(chosen)
+    files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
+    status = pytest_run(files, plugin, *(extra or ["-x"]))
+    if plugin.failed:
+        failed.write_text("\n".join(plugin.failed))
+    return status
+
+
+def measure(path: Path, cached: Path) -> int:
+    """Write which lines the tests of a file cover, without tests that fail."""
+    import coverage
+
+    cover = coverage.Coverage(data_file=None, include=["gac/*", "gac_kernels/*"], config_file=False)
+    plugin = Plugin(cover=cover)
+    cover.start()
+    status = pytest_run([str(path)], plugin, "--timeout=60")
+    cover.stop()
+    data, lines = cover.get_data(), {}
+    good = set(plugin.seconds) - set(plugin.failed) - plugin.skipped
+    for file in data.measured_files():
+        keys = contexts(Path(file).read_text())
+        names: dict[str, set[str]] = defaultdict(set)
+        for number, tests in data.contexts_by_lineno(file).items():
+            names[keys[number - 1]] |= good & set(tests)
+        if any(names.values()):
+            found = {line: sorted(tests) for line, tests in names.items() if tests}
+            lines[os.path.relpath(file)] = found
+    new = cached.with_suffix(".new")
+    new.write_text(json.dumps({"seconds": plugin.seconds, "lines": lines}))
+    new.replace(cached)
+    return status

@@ -1,0 +1,175 @@
+"""Mutation testing: `python -m tools.mutants [MODULE ...]` samples bugs and runs the tests.
+
+Everything runs in a clone of HEAD in a temporary folder. A server that has imported torch,
+transformers and pytest forks one process per mutant, which imports the changed file and runs the
+tests that cover the changed line, fastest first, until one fails. Results are appended to
+docs/mutants.jsonl, so an interrupted run resumes; docs/mutants.json says why a survivor is
+equivalent. Writes docs/mutants.md.
+"""
+
+# ruff: noqa: SIM905 - a list of words
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.mutant_server import MARKERS, Server, read_results
+
+ROOT = Path(__file__).resolve().parents[1]
+TRIAGE, PAGE = ROOT / "docs" / "mutants.json", ROOT / "docs" / "mutants.md"
+MODULES = """control methods evaluation rollouts data gac_kernels training faults rewards models
+study integrations sandbox""".split()
+
+
+@contextlib.contextmanager
+def clone() -> Iterator[Path]:
+    """Clone HEAD, with the native libraries, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="gac-mutants-", ignore_cleanup_errors=True) as folder:
+        copy = Path(folder) / "tree"
+        subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(copy)], check=True)
+        for library in ROOT.glob("gac_kernels/*.so"):
+            shutil.copy2(library, copy / "gac_kernels")
+        for script in ROOT.glob("tools/muta*.py"):
+            shutil.copy2(script, copy / "tools")
+        yield copy
+
+
+def namespace() -> list[str]:
+    """Command that isolates processes, so that no mutant signals or outlives the others."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    with contextlib.suppress(OSError):
+        if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            return command
+    return []
+
+
+def start(arguments: list[str]) -> int:
+    """Run the server in a clone."""
+    with clone() as copy:
+        data = os.environ.get("GAC_DATA", str(ROOT.parent / "shared" / "data"))
+        temporary = copy.parent / "tmp"
+        temporary.mkdir()
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]),
+            "GAC_DATA": data,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+            "TRITON_INTERPRET": "1",
+        }
+        isolated = namespace()
+        command = [*isolated, sys.executable, "-m", "tools.mutants", "--inside", str(ROOT)]
+        if isolated:
+            command.append("--isolated")
+        return subprocess.run(
+            [*command, *arguments], cwd=copy, env=environment, check=False
+        ).returncode
+
+
+def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
+    """The page: a row per module, then the survivors with the reason why they are equivalent."""
+    latest = {record["key"]: record for record in records}
+    rows, total = [], Counter[str]()
+    for module in MODULES:
+        first = {r["key"]: r["outcome"] for r in reversed(records) if r["module"] == module}
+        if not first:
+            continue
+        count = Counter(latest[key]["outcome"] for key in first)
+        alive = [key for key in first if latest[key]["outcome"] == "survived"]
+        count["sampled"], count["first"] = len(first), sum(o != "survived" for o in first.values())
+        count["equivalent"] = sum(key in reasons for key in alive)
+        count["left"] = len(alive) - count["equivalent"]
+        total += count
+        rows.append((module, count))
+    table = [
+        f"| {module} | {c['sampled']} | {c['first']} | {c['killed']} | {c['timed out']} |"
+        f" {c['equivalent']} | {c['left']} | {_share(c)} |"
+        for module, c in [*rows, ("**all**", total)]
+    ]
+    alive = sorted(key for key, r in latest.items() if r["outcome"] == "survived")
+    kept = [f"- `{key}`: {reasons[key]}" for key in alive if key in reasons]
+    left = [f"- `{key}`" for key in alive if key not in reasons]
+    return TEXT.format(
+        table="\n".join(table),
+        equivalent="\n".join(kept) or "None.",
+        left="\n".join(left) or "None.",
+        markers=MARKERS,
+    )
+
+
+def _share(count: Counter[str]) -> str:
+    noticed = count["killed"] + count["timed out"]
+    relevant = count["sampled"] - count["equivalent"]
+    return f"{100 * noticed / relevant:.1f} %" if relevant else ""
+
+
+TEXT = """# Mutation testing
+
+<!-- written by python -m tools.mutants; do not edit -->
+
+`make mutants` changes one expression or statement at a time, in a clone of the repository, and
+runs the tests that cover the changed line, fastest first, until one fails. It changes comparisons,
+arithmetic, `and`/`or` and their operands, `not`, conditions, booleans, numbers (by one), slices (by
+one), `min`/`max`, `any`/`all` and `floor`/`ceil`; it swaps arguments, and omits keyword arguments
+and statements. A module's sample is the mutants with the lowest hash of the seed and their name.
+
+It is a script of our own because mutmut and cosmic-ray change the working tree or start a Python
+process per mutant, which imports torch for seconds; this one forks a process that has imported it.
+
+*At first*: noticed before any test was written because of it. *Killed* and *timed out*: noticed
+now. *Noticed*: their share of the mutants that are not equivalent. The tests are those with
+`{markers}`, without the files listed in `tools/mutants.py`.
+
+| module | sampled | at first | killed | timed out | equivalent | survived | noticed |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{table}
+
+## Equivalent
+
+{equivalent}
+
+## Survived
+
+{left}
+"""
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("modules", nargs="*", default=MODULES, metavar="MODULE")
+    parser.add_argument("--sample", type=int, default=32, help="mutants per module (default: 32)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    parser.add_argument("--cap", type=float, default=20, help="seconds of tests per mutant (20)")
+    parser.add_argument("--again", action="store_true", help="run the survivors again")
+    parser.add_argument(
+        "--all", action="store_true", help="use all test files, not only those that name the module"
+    )
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--isolated", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.modules) - set(MODULES):
+        parser.error(f"unknown module {min(unknown)!r}; choose from {', '.join(MODULES)}")
+    if options.inside:
+        server = Server(Path(options.inside), options)
+        for module in options.modules:
+            server.sample(module)
+        return 0
+    status = 0 if options.page else start(sys.argv[1:])
+    reasons = json.loads(TRIAGE.read_text()) if TRIAGE.exists() else {}
+    PAGE.write_text(page(read_results(ROOT), reasons))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
