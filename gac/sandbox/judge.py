@@ -26,9 +26,9 @@ from .remote import (
 from .wire import Channel, ChannelClosed, WireError
 
 Verdict = dict[str, Any]
-"""{"passed": [bool per test], "problem": text of the first failure}; with "suspect", why the row
-rather than the program may be at fault; or {"row": what is wrong with the row itself, shown without
-the program}."""
+"""Keys: "passed", a bool per test; "problem", text of the first failure; optionally "suspect", why
+the row rather than the program may be at fault. If the row is invalid whatever the program, the
+only key is "row", the reason."""
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
 _REFUSED_EVENTS = ("pickle.find_class", "marshal.load", "code.__new__", "function.__new__")
@@ -49,8 +49,8 @@ def judge(spec: Mapping[str, Any], channel: Channel, guard: bool = True) -> Verd
 
     `spec`: "tests", a list of sources; "setup", source that runs before them; "entry_point", a
     name, or "" to use the names that "reference", the source of a solution, defines; "all", whether
-    to continue after a failure. `guard`: refuse to run the program's text, in this process and for
-    good.
+    to continue after a failure. `guard`: refuse to run text from the program; cannot be undone in
+    this process.
     """
     client = SolverClient(channel)
     try:
@@ -92,8 +92,8 @@ class _Judge:
         namespace = module.__dict__
         namespace |= {"__builtins__": builtins, "isinstance": is_instance}
         # a name that the tests call is not a module's
-        loaded = (self._used - self._called) & set(sys.modules)
-        namespace |= {name: sys.modules[name] for name in loaded if _is_stdlib(name)}
+        names = self._used - self._called
+        namespace |= {n: sys.modules[n] for n in names if n in sys.modules and _is_stdlib(n)}
         for statement in self._imports:  # the reference's; the solver does not choose what they are
             with contextlib.suppress(Exception):
                 exec(statement, namespace)
@@ -121,7 +121,7 @@ class _Judge:
         proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
 
         def blame(error: BaseException, place: str) -> str:
-            """Why the row may be at fault, or ""; raises RowError if it is, without the program."""
+            """Why the row may be at fault, or ""; raises RowError if it certainly is."""
             reason = self._row_fault(error, unknown)
             if (
                 reason
@@ -196,7 +196,7 @@ class _Judge:
                 return
         elif not event.startswith(("ctypes.", *_REFUSED_EVENTS)):
             return
-        self._refused = f"the tests would interpret data as code ({event}); write them without"
+        self._refused = f"the tests would interpret data as code ({event}); rewrite them"
         raise RefusedError(self._refused)
 
 

@@ -29,7 +29,8 @@ WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 
 # The server loads this folder as a standalone package, because importing `gac` would load torch.
 START = """
-import sys
+import gc, sys
+gc.disable()  # see `modules.settle`
 sys.path.append(sys.argv[1])
 from sandbox.zygote import main
 sys.path.remove(sys.argv[1])

@@ -27,7 +27,7 @@ from typing import Any
 from . import confine, event_loop, judge, modules, probe, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
-WARM_UP = 20  # runs before the first fork
+WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
 SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
@@ -62,7 +62,7 @@ class Job:
         return [pid for name, pid in pids.items() if pid and name not in self.ends]
 
     def overdue(self, now: float) -> bool:
-        """Whether its time is up; if not, extends the deadline by the time it waited for a core."""
+        """Whether the job's time is up, not counting the time that it waited for a core."""
         if self.deadline > now:
             return False
         waited = sum(map(_seconds_without_core, self.running()))
@@ -74,7 +74,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def kill_if_crowded(self) -> None:
-        """Kill it if it has more threads than the limit, which a shared uid does not enforce."""
+        """Kill the job if it has too many threads, which no limit prevents for a shared uid."""
         if any(confine.threads_of(pid) > confine.THREADS for pid in self.running()):
             self.kill()
 
@@ -82,8 +82,8 @@ class Job:
 class Zygote:
     """Forks children for requests on `control` until the socket closes or the trainer dies.
 
-    Children run under a uid of their own each, if root may be used to change it; otherwise under
-    the server's, where limits on threads cannot be exact.
+    Each child runs under a uid of its own if the server is root and may change uids. Otherwise all
+    run under the server's uid, where limits on threads cannot be exact.
     """
 
     def __init__(self, control: socket.socket, user: int | None) -> None:
@@ -157,10 +157,6 @@ class Zygote:
             random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            with contextlib.suppress(
-                OSError
-            ):  # if memory runs out, programs should be killed first
-                Path("/proc/self/oom_score_adj").write_text("1000")
             if self.uids is not None:
                 confine.switch_to_uid(uid)
             confine.exit_with_parent(parent)
@@ -356,7 +352,8 @@ def _address_space() -> int:
 def _warm_up() -> None:
     """Run a program and its tests here a few times.
 
-    Python adapts code to what it sees by writing to it. Done once here, its children need not.
+    Python specializes bytecode in place while it runs. Once this is done here, children write to
+    fewer of the shared pages.
     """
     spec = {"tests": ["assert f(2) == 4"], "setup": "", "entry_point": "", "reference": ""}
     stdout = sys.stdout
@@ -384,7 +381,8 @@ def main(options: dict[str, Any]) -> None:
         event_loop.install()
         _warm_up()
         modules.settle()
-        with contextlib.suppress(OSError):  # if memory runs out, programs should die first
+        # if memory runs out, programs should die first; children inherit this
+        with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
