@@ -144,7 +144,7 @@ def test_frozen_inputs_do_not_change_the_sketch(trainable):
 
 @pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
 def test_rows_with_zero_weight_have_nan_sketches(mu):
-    """They are skipped. A sequence whose gradient is 0 has a sketch of exactly 0."""
+    """Rows with zero weight are skipped; a sequence with gradient 0 has a sketch of exactly 0."""
     batch = build(CASES[0])
     batch.advantages[3] = 0.0  # a rollout without a gradient
     expected = call(batch, sketch=SKETCH, mu=0.5).sketch
