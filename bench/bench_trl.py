@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import json
 import logging
 import re
@@ -28,7 +29,7 @@ from torch import nn
 
 from .peak_memory import resident
 from .record import copy_out, device_name
-from .settings import DRY_RUN, RESULTS, tiny
+from .settings import DRY_RUN, RESULTS, skip, tiny
 
 TOLERANCE = 1e-4  # relative, of the whole gradient; float32 rounding is 1e-6 to 1e-5
 TRAINERS = ("GRPO", "SFT", "DPO")
@@ -221,12 +222,26 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def save(rows: list[dict[str, Any]], path: Path, device: str) -> None:
+    document = {
+        "device": device_name(device),
+        **{name: version(name) for name in ("trl", "torch", "transformers")},
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    copy_out(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=tiny(5, 1))
     parser.add_argument("--out", type=Path, default=RESULTS / "trl.json")
     options = parser.parse_args()
+    for name in ("trl", "datasets"):
+        if importlib.util.find_spec(name) is None:
+            raise skip(f"no {name}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -236,15 +251,7 @@ def main() -> None:
             for row in measure(trainer, case, options.rounds, options.device):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    device = "cpu" if options.device == "cpu" else "cuda"
-    document = {
-        "device": device_name(device),
-        **{name: version(name) for name in ("trl", "torch", "transformers")},
-        "rows": rows,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    copy_out(options.out)
+            save(rows, options.out, options.device)  # a later one may fail or time out
     table = markdown(rows)
     print(table)
     if options.out == RESULTS / "trl.json" and options.device == "cpu" and not DRY_RUN:

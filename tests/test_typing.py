@@ -17,7 +17,7 @@ import torch
 from gac import ControllerConfig, GuidedController, mu_star
 from gac_kernels import (
     HeadSketch, LossOutput, LossSpec, Signals, TokenMoments, fused_gac_loss, fused_linear_gac_loss,
-    linear_token_logprobs, token_logprobs,
+    linear_token_logprobs, loss_from_logprobs, token_logprobs,
 )
 
 x = torch.zeros(2, 3)
@@ -27,6 +27,9 @@ out = fused_linear_gac_loss(
 )
 assert_type(out, LossOutput)
 assert_type(fused_gac_loss(x, x, x, x, mu=x, overwrite=True), LossOutput)
+options = LossSpec(policy="sapo", sapo_tau=(1.0, 2.0), ratio="sequence", correction="token_mask")
+out = loss_from_logprobs(x, x, x, x, weights=x, rollout_logps=x, spec=options)
+out = fused_gac_loss(x, x, x, x, logit_scale=0.5, softcap=30.0)
 moments = out.moments
 assert_type(moments, TokenMoments | None)
 if moments is not None:
@@ -39,6 +42,7 @@ assert_type(mu_star(0.5, 0.1, 0.2, 0.3), float)
 
 fused_gac_loss(x, x, x)  # type: ignore[call-arg]  # is_demo is missing
 token_logprobs(x, x, temperature="hot")  # type: ignore[arg-type]  # text
+fused_gac_loss(x, x, x, x, softcap="30")  # type: ignore[arg-type]  # text
 LossSpec(kl_coef=None)  # type: ignore[arg-type]  # None
 """
 SETTINGS = """
