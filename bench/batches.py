@@ -27,12 +27,12 @@ SMALL = 2 * LENGTH  # tokens of a batch that is compared with float64
 
 
 def scaled(tokens: int) -> int:
-    """This many tokens, or two or four in a dry run."""
+    """Return `tokens`, or two or four tokens in a dry run."""
     return tiny(tokens, SMALL if tokens < 8192 else 2 * SMALL)
 
 
 class Batch(NamedTuple):
-    """Half rollouts, half demonstrations; B sequences of T = 256 tokens."""
+    """B sequences of T = 256 tokens, half rollouts and half demonstrations."""
 
     hidden: Tensor  # [B, T, H], a leaf
     weight: Tensor  # [V, H], a leaf

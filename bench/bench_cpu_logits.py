@@ -24,7 +24,7 @@ TARGETS = {"ours": {"eager": 4.0, "compile": 1.5}, "ours, overwrite": {"eager": 
 
 
 def make_batch() -> tuple[Tensor, ...]:
-    """Return logits [B, T, V] with most mass on few tokens, targets, advantages and is_demo."""
+    """Return peaked logits [B, T, V], the targets, the advantages and is_demo."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(SEQUENCES, N // SEQUENCES, V, generator=generator)
     targets = torch.randint(V, logits.shape[:2], generator=generator)
@@ -59,7 +59,7 @@ def step(loss: Callable[..., tuple[Tensor, ...]], leaf: Tensor, *batch: Tensor) 
 
 
 def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The minimum time of each step in seconds; steps alternate, for at least five rounds."""
+    """Time all steps in alternation, for at least five rounds; returns minimum times in seconds."""
     best = dict.fromkeys(steps, float("inf"))
     stop, rounds = time.perf_counter() + seconds, 0
     while rounds < 5 or time.perf_counter() < stop:

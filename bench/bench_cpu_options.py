@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def make_steps() -> dict[str, dict[str, Step]]:
-    """For each form, the forward and backward pass of each option; every row has a gradient."""
+    """Make a forward and backward pass of each option in each form; every row has a gradient."""
     batch = linear_batch(N, HEAD, torch.float32, CPU)
     hidden, weight, targets = batch.hidden.detach(), batch.weight.detach(), batch.targets
     logps, _ = linear_token_logprobs(hidden, weight, targets)

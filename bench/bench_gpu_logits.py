@@ -87,7 +87,7 @@ def backward(loss: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
 
 
 def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], dict[str, str]]:
-    """The losses that run here, ours first, and why the others do not."""
+    """The losses that run on `device`, ours first, and why the others do not run."""
     runnable_losses: dict[str, Callable[[Batch], Tensor]] = {}
     missing = {}
     for title, name in BACKENDS.items():

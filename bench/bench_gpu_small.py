@@ -60,7 +60,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_launch_overhead(backend: str, record: Record) -> None:
-    """256 tokens, V = 32000. Target: no slower than eager PyTorch."""
+    """Time one loss of 256 tokens, V = 32000. Target: no slower than eager PyTorch."""
     batch = make_batch(scaled(256), VOCAB, torch.bfloat16, DEVICE)
     runs = {"eager": eager, f"ours, {backend}": functools.partial(fused, backend=backend)}
     times = {name: host_us(lambda loss=loss: backward(loss, batch)) for name, loss in runs.items()}
@@ -114,7 +114,7 @@ def test_cuda_graph(backend: str, record: Record) -> None:
 
 
 def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
-    """A graph of REPEATS reductions over all tokens: one is too short to time."""
+    """A graph of REPEATS reductions over all tokens; a single one is too short to time."""
     triton = backends.load("triton", DEVICE)
     inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, batch.mu)
     tokens = triton.plan(inputs, SPEC)

@@ -234,7 +234,7 @@ def save(document: dict[str, Any]) -> None:
 
 
 def row(ranks: int, mode: str, stored: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The maximum of the ranks' peaks, also as a fraction of the model size."""
+    """A row of results: the maximum of the ranks' peaks, also as a fraction of the model size."""
     total = results[0]["model_mib"]
     start, exported = max(r["start"]["mib"] for r in results), results[0]["export"]
     return {

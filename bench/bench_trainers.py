@@ -216,7 +216,7 @@ class Worker:
 
 
 def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
-    """One row per arm, and the ratios of TRL's time to ours with confidence intervals."""
+    """Measure one row per arm, and the ratios of TRL's time to ours with confidence intervals."""
     workers = {arm: Worker(arm, folder, kind, rounds + 3) for arm in ARMS}
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for number in range(rounds + 1):  # the first round is a warm-up

@@ -43,7 +43,7 @@ def mapped_memory() -> bool:
 
 @pytest.fixture
 def record() -> Iterator[Record]:
-    """Rows for bench/results, saved after each benchmark so that a timeout loses only one."""
+    """Rows for bench/results, saved after each benchmark so that a timeout loses only one row."""
     from .record import Record
 
     rows = Record()

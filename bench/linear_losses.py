@@ -162,7 +162,7 @@ NAMES = ("ours", "eager", *TORCH, *PEERS)
 
 
 def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider], dict[str, str]]:
-    """The providers that run on `device`, ours first, and why the others do not."""
+    """The providers that run on `device`, ours first, and why the others do not run."""
     found = {"ours": Provider(ours), "eager": Provider(eager)}
     if compiled:
         found[COMPILED] = Provider(torch.compile(eager))
@@ -188,7 +188,7 @@ def providers(device: torch.device, compiled: bool) -> tuple[dict[str, Provider]
 
 
 def step(loss: Loss, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """loss, d hidden, d weight: one forward and backward."""
+    """Run forward and backward; returns the loss and the gradients of hidden and weight."""
     batch.hidden.grad = batch.weight.grad = None
     value = loss(batch)
     value.backward()

@@ -181,7 +181,7 @@ class Parts:
 
 
 def with_method(trainer: Trainer, rows: list[Row]) -> None:
-    """One step, as in the trainer."""
+    """Run one step as the trainer does."""
     step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
     _, observation = trainer._observe(step, measured, trainer._apply(step, measured))
@@ -189,7 +189,7 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
 
 
 def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
-    """The same step at a given mu; only its losses are recorded."""
+    """Run the same step at a given mu, without the method; only its losses are recorded."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
     step = dataclasses.replace(step, needs=StepNeeds())
     with without_statistics():

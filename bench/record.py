@@ -28,7 +28,7 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """row: device ("cpu" or "cuda"), work, shape, tokens, provider, ms and any other fields."""
+        """Add a row with device ("cpu" or "cuda"), work, shape, tokens, provider, ms and others."""
         self.rows.append(row)
 
     def save(self) -> list[Path]:

@@ -54,7 +54,7 @@ attention_utils._get_attention_functions = lambda: (None, None, None, _unpad)
 
 
 def init_single_process() -> None:
-    """Start a single-process group; verl's workers read these environment variables."""
+    """Start a single-process group and set the environment variables that verl's workers read."""
     env = {
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -119,7 +119,7 @@ OPTIONS = [
 
 
 def init_single_process() -> None:
-    """Start a single-process group; verl's workers read these environment variables."""
+    """Start a single-process group and set the environment variables that verl's workers read."""
     env = {
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -38,19 +38,19 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         h, kv = self.hidden, self.kv_width
         attention = 2 * h * h + 2 * h * kv + self.biased * (h + 2 * kv)
         return attention + 3 * h * self.intermediate + 2 * h
 
     @property
     def root(self) -> int:
-        """Parameters of embedding, final norm and head, which form FSDP's root unit."""
+        """Number of parameters of embedding, final norm and head, which form FSDP's root unit."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.root + self.layers * self.layer
 
 

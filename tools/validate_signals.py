@@ -51,7 +51,7 @@ PAPER = {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82}  # its
 
 
 class MeasuredGradients:
-    """The trainer's gradients; every few steps, each source also measures the same step."""
+    """The trainer's gradient computation; every few steps, each source measures the step too."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients

@@ -36,7 +36,7 @@ class Override(str):
 
 
 def choice_of(hint: Any) -> Choice | None:
-    """The Choice in an annotation, also inside an optional; None if there is none."""
+    """The Choice in an annotation, which may be optional; None if there is no Choice."""
     if get_origin(hint) is Annotated:
         return next((a for a in get_args(hint)[1:] if isinstance(a, Choice)), None)
     if get_origin(hint) in (Union, types.UnionType):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Alignment(NamedTuple):
-    """Unbiased estimates in a common unit; nan where unknown."""
+    """Unbiased estimates of the gradients' products in a common unit; nan where unknown."""
 
     inner: float
     """<g_s, g_r>."""

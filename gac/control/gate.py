@@ -52,7 +52,7 @@ class GateState(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> GateState:
-        """Build from plain JSON types.
+        """Build a state from plain JSON types.
 
         Raises:
             ValueError: the number of values is wrong, or one is not finite.

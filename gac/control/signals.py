@@ -33,7 +33,7 @@ class ProxySignals:
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Reads `evidence.moments`."""
+        """Compute the signals from `evidence.moments`."""
         if evidence.moments is None:
             raise ValueError("evidence.moments=None: call the loss with moments=True")
         return Reading(evidence.moments.signals(self.trim)), state
@@ -54,7 +54,7 @@ class GradientSignals:
 
     @property
     def needs(self) -> SourceNeeds:
-        """Micro-batch gradients and, with `bias`, the unbiased gradients."""
+        """Require micro-batch gradients and, with `bias`, the unbiased gradients."""
         return SourceNeeds(gram=True, bias=self.bias)
 
     def init(self) -> State:
@@ -62,7 +62,7 @@ class GradientSignals:
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Reads `evidence.gram`, and `evidence.bias_gram` under `bias`."""
+        """Compute the signals from `evidence.gram` and, with `bias`, `evidence.bias_gram`."""
         if evidence.gram is None:
             raise ValueError("evidence.gram=None: measure the micro-batch gradients")
         reading = gradient_moments(evidence.gram, evidence.sft_count, paired=self.paired)
@@ -94,7 +94,7 @@ class SketchSignals:
 
     @property
     def needs(self) -> SourceNeeds:
-        """A sketch of this size."""
+        """Require sketches of this size."""
         return SourceNeeds(sketch=self.size)
 
     def init(self) -> State:
@@ -102,7 +102,7 @@ class SketchSignals:
         return {}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Reads `evidence.sketches`."""
+        """Compute the signals from `evidence.sketches`."""
         if evidence.sketches is None:
             raise ValueError("evidence.sketches=None: pass a HeadSketch to the loss")
         return sketch_moments(evidence.sketches), state
@@ -117,7 +117,7 @@ class DegradedSignals:
 
     @property
     def needs(self) -> SourceNeeds:
-        """Same as the wrapped source."""
+        """Require what the wrapped source requires."""
         return self.source.needs
 
     def init(self) -> State:

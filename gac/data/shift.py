@@ -54,7 +54,7 @@ class ShiftingOrder:
         return [(index, row) for row in self.orders[index].take(k)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types: the first set's order, and those of the later ones."""
+        """State in plain JSON types: the order of the first set, and those of the later sets."""
         first, *later = (order.state_dict() for order in self.orders)
         return {**first, "later": later} if later else first
 

@@ -32,7 +32,7 @@ class SourceRow:
 
     @property
     def location(self) -> str:
-        """E.g. `file.jsonl, line 3`."""
+        """Where the row is, e.g. `file.jsonl, line 3`."""
         return f"{self.source}, line {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:

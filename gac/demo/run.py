@@ -118,7 +118,7 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
 
 
 def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
-    """SFT of a randomly initialized model on the weak teacher's solutions."""
+    """The run of the base model: SFT from random weights on the weak teacher's solutions."""
     task = out / "task"
     return _config(
         out,

@@ -38,7 +38,7 @@ def prompt(a: int, b: int, op: str) -> str:
 
 
 def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """Result digit and mark of each column.
+    """The correct response: result digit and mark of each column.
 
     forget: with `rng`, the probability of forgetting each carry.
     """

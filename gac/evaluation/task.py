@@ -65,7 +65,7 @@ class EvalTask:
 
 @dataclass(frozen=True)
 class EvalSettings(EvalTask):
-    """Evaluation during training."""
+    """Settings of the evaluation during training."""
 
     every: int = 0
     """Optimizer steps between evaluations; 0: evaluate only before the first step (recorded as step

@@ -95,7 +95,7 @@ def _check(key: str, path: str, loading_info: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file, read when indexed, which is all that transformers' loader needs.
+    """A tensor in a file that is read when indexed; transformers' loader needs no more.
 
     The file is memory-mapped separately for each tensor, so its pages are released with the tensor.
     """

@@ -309,7 +309,7 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:
-    """bfloat16 compute if `precision` is bf16; gradients are reduced in float32."""
+    """FSDP's policy: bfloat16 compute if `precision` is bf16; gradients reduced in float32."""
     compute = torch.bfloat16 if precision == "bf16" else None
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 

@@ -17,7 +17,7 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory."""
+    """The contents of one run directory."""
 
     path: Path
     config: Mapping[str, Any]

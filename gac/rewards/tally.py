@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tally:
-    """A reward's event counts over all ranks, since the last call."""
+    """Counts a reward's events over all ranks, since the last call."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward

@@ -32,7 +32,7 @@ WEIGHTS = ("disk", "nccl")
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Cache of the `paged` engine."""
+    """Settings of the cache of the `paged` engine."""
 
     max_batch_tokens: int | None = None
     """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
@@ -50,7 +50,7 @@ class PagedConfig:
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """Server of the `vllm` engine; it is started and runs separately from the trainer."""
+    """Settings of the `vllm` engine's server, which is started separately from the trainer."""
 
     url: str = "http://localhost:8000"
     """Base URL of the server."""
@@ -75,7 +75,7 @@ class VLLMConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the policy is sampled."""
+    """Settings of sampling from the policy, and of the advantages."""
 
     prompts: int = 32
     """Prompts per optimizer step, over all ranks."""
@@ -169,7 +169,7 @@ class SamplingParams(NamedTuple):
 
 
 class Response(tuple[int, ...]):
-    """Token ids, with their log-probs in the engine that sampled them."""
+    """Token ids of a response, with their log-probs in the engine that sampled them."""
 
     logps: tuple[float, ...] = ()
 

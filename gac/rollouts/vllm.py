@@ -352,7 +352,7 @@ def _plain(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    """A short message, without the nested objects of requests."""
+    """A short message for `error`, without the nested objects of requests."""
     if isinstance(error, requests.ConnectionError | requests.Timeout):
         return "the server does not respond"
     text = " ".join(str(error).split())

@@ -50,7 +50,7 @@ when used.
 
 
 def load(path: Sequence[str], packages: Sequence[str]) -> None:
-    """Import everything, then clear the import paths.
+    """Import all modules that programs may use, then clear the import paths.
 
     Args:
         path: where to look for `packages`, after the standard library.

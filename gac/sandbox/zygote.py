@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, event_loop, judge, modules, probe, solver, wire
+from . import confine, event_loop, judge, modules, probe, remote, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
 WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
@@ -165,7 +165,7 @@ class Zygote:
             os._exit(status)
 
     def _next_uid(self) -> int:
-        """A uid for the next child: its own, or the server's if that cannot be changed."""
+        """A uid for the next child: one of its own, or the server's if uids cannot be changed."""
         if self.uids is not None:
             used = set(self.uid_of.values())
             return next(uid for uid in self.uids[1:] if uid not in used)
@@ -379,6 +379,7 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
+        remote.inspect_remotely()
         _warm_up()
         modules.settle()
         # if memory runs out, programs should die first; children inherit this

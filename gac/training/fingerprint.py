@@ -29,7 +29,7 @@ def fingerprint(
     sources: Sequence[Sequence[Example]],
     reward: Reward,
 ) -> dict[str, str]:
-    """Input -> hash of its content."""
+    """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
         "data": _hash(_content(example) for source in sources for example in source),

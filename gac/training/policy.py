@@ -71,7 +71,7 @@ def make_gradients(
     reference: nn.Module | None,
     needs: StepNeeds,
 ) -> Gradients:
-    """Build `Gradients`. needs: union over all steps.
+    """Build `Gradients`; `needs` is the union of the needs of all steps.
 
     Raises ConfigError if the loss or the model does not support the sketches that `needs` asks for.
     """

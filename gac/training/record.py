@@ -48,7 +48,7 @@ class Logbook:
         temporary.rename(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """All complete lines."""
+        """Read all complete lines."""
         rows = []
         text = self.path.read_text(errors="replace") if self.path.exists() else ""
         for line in text.splitlines():

@@ -43,7 +43,7 @@ def _fields(layout: str) -> Iterator[tuple[str, Any]]:
 
 
 class RowArguments(ctypes.Structure):
-    """`gac::RowArguments` of csrc/cpu/native.h."""
+    """Mirrors `gac::RowArguments` of csrc/cpu/native.h."""
 
     _fields_ = tuple(
         _fields("""
@@ -72,7 +72,7 @@ class RowArguments(ctypes.Structure):
 
 
 class PlanArguments(ctypes.Structure):
-    """`gac::PlanArguments` of csrc/cpu/native.h."""
+    """Mirrors `gac::PlanArguments` of csrc/cpu/native.h."""
 
     _fields_ = tuple(
         _fields("""
@@ -89,7 +89,7 @@ class PlanArguments(ctypes.Structure):
 
 
 class ReduceArguments(ctypes.Structure):
-    """`gac::ReduceArguments` of csrc/cpu/native.h."""
+    """Mirrors `gac::ReduceArguments` of csrc/cpu/native.h."""
 
     _fields_ = tuple(
         _fields("""

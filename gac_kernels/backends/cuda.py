@@ -45,7 +45,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class Arguments(ctypes.Structure):
-    """`gac::cuda::Arguments` of csrc/cuda/arguments.h."""
+    """Mirrors `gac::cuda::Arguments` of csrc/cuda/arguments.h."""
 
     _fields_ = (
         *_fields(

@@ -28,13 +28,13 @@ class Gram(NamedTuple):
 
     @classmethod
     def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
-        """Build from micro-batch gradients: gram [M_s + M_r, M_s + M_r], SFT first, equal sizes."""
+        """Build from products of micro-batches: [M_s + M_r, M_s + M_r], SFT first, equal sizes."""
         ss, sr, rr = _block_means(gram, sft_count)
         return cls(ss, sr, rr)
 
     @property
     def usable(self) -> bool:
-        """Whether all three are finite. Raises ValueError on a negative squared norm."""
+        """Whether all three products are finite. Raises ValueError on a negative squared norm."""
         require(not self.sft < 0, "gram.sft", self.sft, "a squared norm, >= 0")
         require(not self.rl < 0, "gram.rl", self.rl, "a squared norm, >= 0")
         return all(map(math.isfinite, self))

@@ -56,7 +56,7 @@ class DWAState(NamedTuple):
 
 
 def dwa_weights(state: DWAState, temperature: float = 2.0) -> Weights:
-    """w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704).
+    """DWA's weights, w_i = 2 softmax(newer / older / temperature) (arXiv 1803.10704).
 
     Returns (1, 1) until two windows are complete.
     """
@@ -97,9 +97,10 @@ class FAMOState(NamedTuple):
 
 
 def famo_weights(state: FAMOState, losses: Losses, minimum: Losses = (0.0, 0.0)) -> Weights | None:
-    """w_i ~ z_i / (L_i - minimum_i), z = softmax(logits), summing to 1 (arXiv 2306.03792).
+    """FAMO's weights, proportional to softmax(logits)_i / (L_i - minimum_i) (arXiv 2306.03792).
 
-    Returns None if a loss is not finite. Raises ValueError if a loss is below its minimum.
+    The weights sum to 1. Returns None if a loss is not finite. Raises ValueError if a loss is below
+    its minimum.
     """
     gaps = _gaps(losses, minimum)
     if gaps is None:

@@ -23,7 +23,7 @@ def row_at(pointer, n, T, stride_b, stride_t):
 
 @triton.jit
 def tanh(x):
-    """The interpreter has no tanh. A polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    """tanh, which the interpreter lacks: a polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
     x = tl.where(x > 9.1, 9.1, tl.where(x < -9.1, -9.1, x))  # +-1 in float32; keeps nan
     magnitude = tl.abs(x)
     far = 1.0 - 2.0 / (tl.exp2(magnitude * 2.885390081777926815) + 1.0)  # 2 log2(e)
