@@ -267,7 +267,7 @@ def test_row_splits(case: str, record: Record) -> None:
 
 
 def splits(run: Step, vocab: int, dtype: torch.dtype) -> dict[str, Step]:
-    """`run` with each split that can hold such a row, by name."""
+    """A call of `run` for each split that can hold a row of `vocab` logits, by name."""
 
     def with_split(split: cuda.Split) -> None:
         with mock.patch.object(cuda, "split", lambda *_, **__: split):

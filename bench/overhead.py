@@ -49,7 +49,7 @@ from gac_kernels import TokenMoments
 from .record import RESULTS, copy_out, device_name, environment
 
 PARTS = ("statistics", "reference forward", "controller", "communication")
-STEPS = 10  # steps per cycle; GAC refreshes its signals once in as many steps
+STEPS = 10  # steps per cycle; GAC refreshes its signals once per cycle
 ROUNDS = 8  # forward passes of the loss with statistics, and as many without
 SIZES = {
     "hidden_size": 96,

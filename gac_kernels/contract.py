@@ -215,7 +215,7 @@ class TokenMoments:
     """Sufficient statistics of a batch; `a + b` combines those of two batches.
 
     The rollout moments are means and centered sums, so merging loses no precision.
-    They use w = 1 / (tokens of its sequence) for each rollout token, s = phi(p_t) and r = A_t.
+    Each rollout token has w = 1 / (tokens of its sequence), s = phi(p_t) and r = A_t.
     """
 
     rollouts: Tensor
@@ -327,7 +327,7 @@ class TokenMoments:
 
 
 def _trimmed_variance(values: list[float], trim: float) -> float:
-    """Population variance without a fraction `trim` at each end; nan for no values or a nan."""
+    """Population variance without the fraction `trim` at each end; nan if empty or with a nan."""
     if not values or any(map(math.isnan, values)):
         return math.nan
     dropped = math.floor(trim * len(values))

@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(arch: int) -> Iterator[Compiled]:
-    """Compile every kernel for one architecture; shared memory is that of a launch on VOCAB logits.
+    """Compile every kernel for one architecture; shared memory is for a launch on VOCAB logits.
 
     Raises RuntimeError if nvcc is missing or fails.
     """

@@ -135,7 +135,7 @@ def read_counts(counts: Tensor, tokens: int) -> tuple[int, int]:
 
 
 def early_logits(hidden: Tensor, head: Projection, order: Tensor, live: Tensor) -> Tensor | None:
-    """Logits of the first rows in `order`, as many as the first block can have.
+    """Logits of the first rows in `order`: as many rows as the first block can have.
 
     Computed before their number is known, so that the device has work while the host waits for it.
     None if the host would not wait, or if the logits belong in the buffer of a whole chunk.

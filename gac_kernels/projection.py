@@ -141,7 +141,7 @@ class Projection:
         return out if self.bias is None else out.add_(self.bias)
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """Gradient [M, H] of the rows from that of their logits [M, V], in float32 or better.
+        """Gradient [M, H] of the rows from `gradient` [M, V] of their logits, in float32 or better.
 
         With bfloat16 output, a GEMM may also round partial sums (split-K) and lose precision over
         the long sum. With rounding, the result reuses the logits buffer if it is large enough; the

@@ -196,7 +196,7 @@ def token_gradients(
 ) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
     """Compute the detached terms and, if `need_grad`, the gradients of sum(tokens.scale * loss).
 
-    The gradients are those with respect to logps and entropy, [N] each.
+    The gradients are with respect to logps and entropy, [N] each.
     """
     with torch.no_grad():
         terms = token_terms(logps, entropy, tokens, spec)

@@ -57,11 +57,11 @@ def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
         3,
     ]  # every fifth of 16 rows per step
     assert reward.dropped == 12 and reward.closed == 1
-    assert "reward flaky, in this process: 12 dropped, 4 calls" in caplog.text
+    assert "reward flaky: 12 dropped, 4 calls" in caplog.text
 
 
 def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
     with pytest.raises(RewardError, match="'flaky'.*no score.*on_error: drop"):
         run(task, tmp_path / "run", caplog, "raise")
     (reward,) = Flaky.instances
-    assert reward.closed == 1 and "reward flaky, in this process: 1 calls" in caplog.text
+    assert reward.closed == 1 and "reward flaky: 1 calls" in caplog.text

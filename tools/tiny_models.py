@@ -99,7 +99,7 @@ def families() -> dict[str, str]:
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """A configuration with a few thousand weights. Raises whatever the family's class raises."""
+    """A configuration with a few thousand weights. Passes on errors of the family's class."""
     return AutoConfig.for_model(family, **_shrunk(AutoConfig.for_model(family), family))
 
 

@@ -37,7 +37,7 @@ from tools.scenario_study import SMALLER, STEPS, scenarios
 SCENARIOS = ("base", "spoil")
 PARTS = 8  # micro-batches per term for the reference gradients, one prompt each
 EVERY, TIMED = 3, 30  # steps between measurements, and between cost measurements
-REPEATS = 3  # cost measurements of a step, of which the smallest counts
+REPEATS = 3  # cost measurements per step; the smallest one is used
 SIZES = (16, 64)  # of the sketches
 DECAY = 0.8  # of the running averages
 QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")

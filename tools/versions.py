@@ -1,4 +1,4 @@
-"""Tests one wheel on old and new versions of Python, torch and the rest: `make test-versions`.
+"""Tests one wheel on old and new versions of its dependencies: `make test-versions`.
 
     python -m tools.versions [PYTHON-TORCH ...]     # such as 3.13-2.15.0
 

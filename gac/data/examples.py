@@ -145,7 +145,7 @@ class DataConfig:
             raise ValueError(f"prompts={self.prompts!r}: give either prompts or sources, not both")
         names = [source.name or source.path for source in self.sources]
         if len(set(names)) < len(names):
-            raise ValueError(f"sources: the names {names} are not distinct: set `name`")
+            raise ValueError(f"sources: the names {names} are not distinct: set `name` in each")
         check_shifts(self.demo_shifts or ())
 
 

@@ -25,7 +25,7 @@ class Heartbeat:
 
     Heartbeats continue while a rank computes or waits, and end with its process (killed, stopped,
     machine lost). Each heartbeat makes three store calls: with R ranks, about 3 R calls a second.
-    `activity` says what this rank is doing, for the message about it.
+    `activity` says what this rank is doing; the message about a dead rank contains it.
     """
 
     def __init__(self) -> None:

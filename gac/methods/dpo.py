@@ -54,11 +54,11 @@ class Preference(Method):
         return batch.spread(loss.repeat_interleave(2))
 
     def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
-        """[N] -> [S]: log-ratio of each response to the reference."""
+        """Log-ratio of each response to the reference, [N] -> [S]."""
         return tokens.batch.per_sequence(ratios)
 
     def pair_loss(self, h: Tensor) -> Tensor:
-        """[S / 2] loss of each pair from the difference of its two log-ratios."""
+        """Loss [S / 2] of each pair from the difference of its two log-ratios."""
         raise NotImplementedError
 
 

@@ -149,7 +149,7 @@ def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = 
 def _training_config(config: ModelConfig) -> Any:
     """The model's configuration, without dropout and router losses.
 
-    Raises ConfigError unless it is that of a causal language model.
+    Raises ConfigError unless the model is a causal language model.
     """
     model_config = AutoConfig.from_pretrained(base_folder(config.path))
     if type(model_config) not in AutoModelForCausalLM._model_mapping:

@@ -60,7 +60,7 @@ class Panel:
     column: str
     """Field of metrics.jsonl, or of eval.jsonl for accuracies."""
     caption: str
-    """What the figure shows."""
+    """Explanation below the figure."""
     kind: str = "metric"
     """metric (smoothed), mu (with prior and mu*), or accuracy (points of eval.jsonl)."""
 

@@ -109,7 +109,7 @@ def final_and_best(steps: np.ndarray, values: np.ndarray) -> tuple[float, float,
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation of the finite values; the latter is nan for only one."""
+    """Mean and sample standard deviation of the finite values; the second is nan for one value."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return math.nan, math.nan

@@ -1,9 +1,9 @@
 """Worker processes that grade math answers.
 
-They are started on demand and restarted after a timeout or a crash. Uses plain subprocesses
-instead of `multiprocessing`, which would either fork a process that holds threads and a GPU or
-import the caller's main module (and torch) again. A worker killed by its own timer appears here as
-end of file. Workers exit when their stdin closes, so none outlives this process.
+Workers are started on demand and restarted after a timeout or a crash. The pool uses plain
+subprocesses instead of `multiprocessing`, which would either fork a process that holds threads and
+a GPU or import the caller's main module (and torch) again. A worker killed by its own timer appears
+here as end of file. Workers exit when their stdin closes, so none outlives this process.
 """
 
 from __future__ import annotations

@@ -46,6 +46,6 @@ def closing_reward(reward: Reward) -> Iterator[None]:
         try:
             nonzero = [f"{n} {name}" for name, n in event_counts(reward).items() if n]
             if nonzero:
-                logger.warning("reward %s, in this process: %s", reward.name, ", ".join(nonzero))
+                logger.warning("reward %s: %s in this process", reward.name, ", ".join(nonzero))
         finally:
             reward.close()

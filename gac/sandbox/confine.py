@@ -95,7 +95,7 @@ def unused_uids(seed: int) -> list[range]:
     """Ranges of uids that no account or process should use, best first; `seed` selects the start.
 
     By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
-    dynamic service users. A container may have only the latter.
+    dynamic service users. A container may have only the second range.
     """
     ranges = []
     for low, high, count in ((0x70000000, 0x80000000, 4096), (61184, 65520, 128)):

@@ -121,7 +121,7 @@ def prepare_for_programs() -> None:
 def limit_stacks(memory_bytes: int) -> None:
     """Clamp the stacks of threads to a quarter of the memory.
 
-    Programs ask for far more than they touch, and address space is what the memory limit counts.
+    Programs ask for far more stack than they use, and the memory limit counts address space.
     """
     _largest_stack[0] = max(memory_bytes // 4, _STACK_BYTES)
     _set_stack_size(_STACK_BYTES)

@@ -74,7 +74,7 @@ class RunResult:
     problem: str = ""
     """Description of the first failure; may contain text from the program."""
     row_problem: str = ""
-    """What is wrong with the tests themselves, whatever the program."""
+    """What is wrong with the tests themselves, independently of the program."""
     suspect: str = ""
     """Why the tests rather than the program may be at fault; run the row's reference to decide."""
     stdout: bytes = b""

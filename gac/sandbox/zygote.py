@@ -74,7 +74,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def kill_if_crowded(self) -> None:
-        """Kill the job if it has too many threads, which no limit prevents for a shared uid."""
+        """Kill the job if it has too many threads: a shared uid has no limit per job."""
         if any(confine.threads_of(pid) > confine.THREADS for pid in self.running()):
             self.kill()
 

@@ -1,7 +1,7 @@
 """Exports a checkpoint to a plain transformers folder, in one process.
 
-Weights are copied layer by layer, so the process never holds the full model, whatever the world
-size of the run.
+Weights are copied layer by layer, so the process never holds the full model, regardless of the
+world size of the run.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ NEIGHBORS = ((2, 1, 0, 3, 3), (0, 3, 2, 2, 1))
 def supports_packing(model: nn.Module) -> bool:
     """Whether a prepared model treats each packed row as if it were the only one.
 
-    The log-probs of a row must agree, up to rounding, whatever row it is packed with, and with
-    those of the row alone. Rounding is small compared to the effect of the same neighbors when the
-    row can see them, as parts of one long row. In lower precision, rounding could hide the effect
-    of a convolution, so models with a convolution are then not packed.
+    The log-probs of a row must agree, up to rounding, with those of the row alone, whichever row it
+    is packed with. Rounding is small compared to the effect of the same neighbors when the row can
+    see them, as parts of one long row. In lower precision, rounding could hide the effect of a
+    convolution, so models with a convolution are then not packed.
     """
     precise: list[bool] = []  # whether each forward computed in float32
     training = [module for module in model.modules() if module.training]
@@ -41,7 +41,7 @@ def supports_packing(model: nn.Module) -> bool:
             return head.logprobs(batch.targets)[0]
 
         logps = model(**batch.model_inputs, request=request).flatten()
-        return logps[-len(ROW) : -1]  # those that predict tokens of ROW from tokens of ROW
+        return logps[-len(ROW) : -1]  # only those that predict tokens of ROW from tokens of ROW
 
     for module in training:
         module.training = False

@@ -122,7 +122,7 @@ def library() -> ctypes.CDLL:
     """Load the library.
 
     Raises:
-        OSError: it is missing, was built from other sources, or does not load.
+        OSError: the library is missing, was built from other sources, or does not load.
         ValueError: GAC_CPU_CAPABILITY names an unknown or unsupported instruction set.
     """
     if not LIBRARY.exists():

@@ -66,7 +66,7 @@ def absorb(top, mass, moment, x, exp2_scale):
 
 @triton.jit
 def gather(top, mass, moment):
-    """Combine the lanes' [L] sums into those of the whole row."""
+    """Combine the sums [L] of the lanes into the sums of the whole row."""
     peak = tl.max(top, 0)
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shift = tl.maximum(top - anchor, FLOOR)
