@@ -25,6 +25,12 @@ def row_terms(model, reference, row: Row) -> RowTerms:
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
     temperature = 1.0 if row.is_demo else TEMPERATURE
+    teacher = None
+    if row.context:
+        seen = torch.tensor([row.context + row.ids])
+        logits = model(input_ids=seen).logits[0, len(row.context) + start - 1 : -1]
+        every = (logits / temperature).log_softmax(-1).detach()
+        teacher = every.gather(1, ids[0, start:, None])[:, 0]
     targets = ids[0, start:]
     log_p, log_q = (
         (net(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
@@ -43,6 +49,7 @@ def row_terms(model, reference, row: Row) -> RowTerms:
         log_q=log_q.detach(),
         ref=log_q.gather(1, targets[:, None])[:, 0].detach(),
         demo=torch.arange(start, len(row.ids)) < switch,
+        teacher=teacher,
     )
 
 
@@ -150,11 +157,51 @@ def superrl(rows: list[RowTerms]) -> Tensor:
     return policy_gradient(rows) + nll(rows)
 
 
+def relift(rows: list[RowTerms]) -> Tensor:
+    rollouts = [r for r in rows if not r.row.is_demo]
+    assert len(rows) - len(rollouts) == 2, "the two newest unsolved prompts"
+    return constant_sum([surrogate(r) - 0.001 * r.entropy for r in rollouts], len(rollouts)) + nll(
+        rows
+    )
+
+
+def sdar(rows: list[RowTerms]) -> Tensor:
+    """GRPO + 0.01 sigmoid(5 D) D, over all tokens."""
+    assert not any(r.row.is_demo for r in rows)
+    losses = []
+    for r in rows:
+        gap = r.teacher - r.logp
+        gate = 1 / (1 + (-5 * gap.detach()).exp())
+        losses.append((surrogate(r) + 0.01 * gate * gap).sum())
+    return sum(losses) / sum(r.n for r in rows)
+
+
 def trapo(rows: list[RowTerms]) -> Tensor:
     """Demonstrated prefix tokens: -p / max(p, 0.1). Sampled tokens: -A times the ratio."""
     assert any(r.demo.any() and not r.demo.all() for r in rows), "no row has both kinds of tokens"
     assert any(r.row.is_demo for r in rows), "no row is a complete demonstration"
     parts = [torch.where(r.demo, -r.logp.exp() / r.p.clamp(min=0.1), surrogate(r)) for r in rows]
+    return constant_sum(parts, len(rows))
+
+
+def uft(rows: list[RowTerms]) -> Tensor:
+    """GRPO on the sampled tokens; 0.001 times the token mean of the hints."""
+    hints = sum(r.demo.sum() for r in rows)
+    assert 0 < hints < sum(r.n for r in rows)
+    rl = sum(surrogate(r)[~r.demo].mean() for r in rows) / len(rows)
+    return rl - 0.001 * sum(r.logp[r.demo].sum() for r in rows) / hints
+
+
+def prefix_rft(rows: list[RowTerms]) -> Tensor:
+    """Dr. GRPO, with the fifth of each prefix that has the highest entropies."""
+    assert sum(bool(r.demo.any()) for r in rows) == len(rows) // 4, "one of each four"
+    parts = []
+    for r in rows:
+        entropy = torch.where(r.demo, r.entropy.detach(), -1)
+        kept = entropy.argsort(descending=True)[: math.ceil(0.2 * r.demo.sum())]
+        trained = ~r.demo
+        trained[kept] = True
+        parts.append(torch.where(trained, surrogate(r), 0))
     return constant_sum(parts, len(rows))
 
 
@@ -177,12 +224,17 @@ LOSSES = {
     "chord": mixture(0.9, phi),
     "reward-threshold": mixture(0.5),
     **dict.fromkeys(["kl-ctrl", "rewvar-ctrl"], mixture(0.58)),
+    "amft": mixture(0.8),
     "multitask": multitask,
     "luffy": luffy,
     "srft": srft,
     "hpt": hpt,
     "superrl": superrl,
+    "relift": relift,
+    "sdar": sdar,
     "trapo": trapo,
+    "uft": uft,
+    "prefix-rft": prefix_rft,
     **dict.fromkeys(["uncertainty"], lambda rows: 0.5 * nll(rows) + 0.5 * policy_gradient(rows)),
     "dwa": lambda rows: nll(rows) + policy_gradient(rows),
     "famo": mixture(0.5),
@@ -274,6 +326,8 @@ EXTRA = {
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
     "superrl": {"correct": 0.5},
+    "amft": {"warmup": 0},
+    "relift": {"correct": 2.0, "buffer": 2},
     "srft": {"correct": 0.3},
     "oracle": {"gradient_parts": 2},
     **{

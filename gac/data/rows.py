@@ -34,6 +34,7 @@ class Row(NamedTuple):
     unit: int = -1  # id of dependent rollouts, such as those of one prompt; -1: independent
     # log-probs of the tokens from `start` in the engine that sampled them; nan: not sampled
     engine_logps: tuple[float, ...] = ()
+    context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): no teacher
 
     @property
     def response_tokens(self) -> int:

@@ -20,6 +20,9 @@ def demo_fields(name: str, steps: int) -> dict[str, Any]:
         **{key: {"schedule": decaying} for key in ["hpcd", "chord-mu", "chord"]},
         "wcf": {"schedule": wcf},
         **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
+        "amft": {"warmup": steps // 16},
+        "uft": {"hint_steps": int(0.6 * steps)},
+        "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": steps}},
         "dwa": {"window": max(steps // 16, 1)},
         "gac-early-refresh": {"early_steps": steps // 8},
     }

@@ -4,6 +4,7 @@ This package may import `rollouts` and earlier packages.
 """
 
 from .aligned_mtl import AlignedMTL
+from .amft import AMFT
 from .asft import ASFT
 from .base import Method, Mix, Observation, State
 from .cagrad import CAGrad
@@ -27,8 +28,11 @@ from .moco import MoCo
 from .multitask import MultiTask
 from .nash_mtl import NashMTL
 from .pcgrad import PCGrad
+from .prefix_rft import PrefixRFT
+from .relift import ReLIFT
 from .reward_threshold import RewardThreshold
 from .rewvar_ctrl import RewardVarianceControl
+from .sdar import SDAR
 from .sdmgrad import SDMGrad
 from .sft import DFT, SFT
 from .sft_budget import SFTBest, SFTLight
@@ -36,14 +40,15 @@ from .sft_then_rl import SFTThenRL
 from .srft import SRFT
 from .superrl import SuperRL
 from .trapo import TRAPO
+from .uft import UFT
 from .uncertainty import Uncertainty
 
 _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (SFT, SFTLight, SFTBest, DFT, ASFT, GRPO, DrGRPO, DAPO, GSPO, SFTThenRL),
     (DPO, IPO),
     (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
-    (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl),
-    (MultiTask, LUFFY, SRFT, HPT, SuperRL, TRAPO, GTA),
+    (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl, AMFT),
+    (MultiTask, LUFFY, SRFT, HPT, SuperRL, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (Guarded, GuardedProbing, GAC, *GAC_VARIANTS),

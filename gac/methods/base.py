@@ -42,7 +42,7 @@ class Mix(NamedTuple):
 
     @classmethod
     def weights(cls, demo: float, rollout: float) -> Mix:
-        """Build from the weight of each term; their sum must not be 0."""
+        """Build a Mix from the weight of each term; their sum must not be 0."""
         return cls(demo / (demo + rollout), demo + rollout)
 
     @property
@@ -129,10 +129,12 @@ class Observation:
     """The losses of the same batch after the update, if `StepNeeds.losses_after` is set."""
     demo_losses: tuple[float, ...] | None = None
     """Mean negative log-likelihood per token of each demonstration of the step, where finite."""
+    lr: float | None = None
+    """Learning rate of the step."""
 
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Rebuild from its JSON form in checkpoints of earlier versions."""
+        """Rebuild an observation from its JSON form in checkpoints of earlier versions."""
         values = dict(plain)
         for key, kind in (("signals", Signals), ("corrections", Corrections)):
             if values.get(key) is not None:
@@ -238,7 +240,7 @@ class TokenWeighted(Method):
 
 
 def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
-    """`Observation.demo_losses` from the statistics of a step."""
+    """Compute `Observation.demo_losses` from the statistics of a step."""
     return tuple(moments.demo_nll[moments.demo_nll.isfinite()].tolist()) or None
 
 

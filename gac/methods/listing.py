@@ -51,8 +51,9 @@ def needs(method: Method) -> tuple[str, ...]:
     declared = {
         sampled: required.rollouts,
         DEMOS[sampling.demos]: required.demos,
-        "prefixes": any(stage.prefix for stage in sampling.stages),
+        "prefixes": any(stage.has_prefix for stage in sampling.stages),
         "separate gradients": required.parts > 0,
+        "teacher": sampling.teacher,
         "reference": required.kl or loss.reference,
         "log-probs": loss.token is not None,
         "losses after the update": required.losses_after,

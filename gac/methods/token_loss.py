@@ -6,6 +6,7 @@ loss of a token. Notation: N tokens, S sequences, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +39,9 @@ class TokenView(NamedTuple):
     """The policy's last layer."""
     reference: Head | None
     """The reference policy's last layer, if `Loss.reference` is set."""
+    teacher: Tensor | None = None
+    """[N] log-probs of the policy that sees the demonstration, nan without one; see
+    `Sampling.teacher`."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
@@ -48,6 +52,14 @@ class TokenView(NamedTuple):
         """[N] log-ratio to the sampling policy; on-policy it is 0 but still has a gradient."""
         old = self.logps.detach() if self.batch.old is None else self.batch.old
         return self.logps - old
+
+    @property
+    def policy_loss(self) -> Tensor:
+        """[N] clipped policy gradient of the rollout tokens."""
+        ratio, advantage = self.log_ratio.exp(), self.batch.advantages
+        low = 0.0 if self.spec.clip_low is None else 1 - self.spec.clip_low
+        high = math.inf if self.spec.clip_high is None else 1 + self.spec.clip_high
+        return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
     def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
         """[N] KL over the full vocabulary between policy p and reference q, in nats.
@@ -76,6 +88,7 @@ def custom_loss(
     ref_logps: Tensor | None,
     spec: LossSpec,
     norms: TermPair,
+    teacher_logps: Tensor | None = None,
 ) -> LossOutput:
     """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss."""
     targets = batch.targets
@@ -93,7 +106,8 @@ def custom_loss(
     )
     tokens = plan(inputs, spec)
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
-    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference)
+    teacher = None if teacher_logps is None else teacher_logps.flatten()
+    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference, teacher)
     loss = torch.where(tokens.live, token_loss(view), 0)
     log_ratio = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
     kl = torch.where(tokens.live & ~tokens.demo, log_ratio.exp() - log_ratio - 1, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +21,14 @@ class Stage(NamedTuple):
     trained: int = 0
     """Number of rollouts, from the end of the stage, whose prefix is trained on as a
     demonstration."""
+    length: Callable[[int, int, random.Random], int] | None = None
+    """length(step, tokens, rng) is the number of tokens of the prefix, instead of `prefix`, for a
+    demonstration of `tokens` tokens; the stage's rollouts of one prompt share it."""
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether rollouts may continue a prefix of a demonstration."""
+        return self.prefix > 0 or self.length is not None
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,12 @@ class Sampling:
     """Keep only each prompt's best and worst rollout, with advantages 1 and -1."""
     demo_in_group: bool = False
     """Demonstrations are scored and share the baseline of their prompt's rollouts."""
+    teacher: bool = False
+    """Measure the policy's log-probs of the rollouts when it has also seen the prompt's
+    demonstration; see `Row.context`."""
+    collect: int = 0
+    """With demos="prompt": collect the demonstrations that `Method.credit` selects, over several
+    steps, and train on this many in one step once there are enough; 0: train on them at once."""
     advantages: str | None = None
     """Normalization of the rewards, see `group_advantages`; None: as in `rollouts.advantages`."""
     demo_tokens: int | None = None

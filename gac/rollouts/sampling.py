@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class SamplingStats(NamedTuple):
     seconds: float = 0.0  # excluding reward computation
     reward_seconds: float = 0.0
     groups: int = 0  # prompts with at least two scored rollouts
-    flat_groups: int = 0  # those whose rewards are all equal, before any resampling
+    flat_groups: int = 0  # groups whose rewards are all equal, before any resampling
     resampled: int = 0  # prompts that were replaced
     truncated: int = 0  # responses without a stop token
 
@@ -75,6 +76,11 @@ class Rollouts:
     """Sum and number of the rewards of each of several data sources."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
+    teacher_logps: list[Tensor] = field(default_factory=list)
+    """The same of the policy that sees `Row.context`; nan without one. Empty: not measured."""
+    collected: list[Example | None] = field(default_factory=list)
+    """Each prompt whose demonstration is to be collected, None for the others; empty without
+    `Sampling.collect`."""
 
 
 class Sample(NamedTuple):
@@ -177,7 +183,7 @@ class Sampler:
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with responses and rewards, for people to read."""
-        self.signal = SignalWatch()
+        self.signal, self.step = SignalWatch(), 0
         if config.top_p < 1 and rank() == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
@@ -188,6 +194,7 @@ class Sampler:
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
+        self.step = step
         self.reward.set_step(step)
         began = time.perf_counter()
         policy = self.engine(model)
@@ -218,7 +225,11 @@ class Sampler:
                 sources[example.source] = (total + sum(scored), number + len(scored))
         self.signal.update(self.stats)
         all_scored = [reward for group in groups for reward in _scored(group)]
-        return Rollouts(rows, all_scored, self.stats, sources)
+        rollouts = Rollouts(rows, all_scored, self.stats, sources)
+        if self.plan.collect:
+            weights = zip(examples, credit.demo_weight.tolist(), strict=True)
+            rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
+        return rollouts
 
     def _groups(
         self, policy: Policy, examples: list[Example]
@@ -267,7 +278,8 @@ class Sampler:
         self, policy: Policy, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
     ) -> None:
         """Sample one stage and append it to each prompt's group."""
-        prefixes = [_prefix(e, g, stage) for e, g in zip(examples, groups, strict=True)]
+        pairs = zip(examples, groups, strict=True)
+        prefixes = [_prefix(example, group, stage, self.step) for example, group in pairs]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
         complete = [bool(p) and p == e.demo for p, e in zip(prefixes, examples, strict=True)]
@@ -319,7 +331,7 @@ class Sampler:
     def _rows(self, example: Example, group: list[Sample], credit: Credit) -> list[Row]:
         """Rows of a prompt's rollouts, and of its demonstration if the method trains on it.
 
-        credit: that of this prompt, without the dimension [Q].
+        credit: the credit of this prompt, without the dimension [Q].
         """
         prompt, rows = example.prompt, []
         rollout_weight, demo_weight = credit.rollout_weight.item(), credit.demo_weight.item()
@@ -336,21 +348,27 @@ class Sampler:
                 logps = getattr(sample.response, "logps", ())
                 if logps:
                     row = row._replace(engine_logps=(math.nan,) * (switch - start) + logps)
+                if self.plan.teacher and example.demo is not None:
+                    row = row._replace(context=prompt + example.demo)
                 rows.append(row)
         # prefixes already contain the demonstration
-        if demo_weight and not any(stage.prefix for stage in self.stages):
+        later = self.plan.collect or any(stage.has_prefix for stage in self.stages)
+        if demo_weight and not later:
             row = demo_row(example, self.plan.demo_tokens)
             rows.append(row._replace(advantage=credit.demos.item(), weight=demo_weight))
         return rows
 
 
-def _prefix(example: Example, group: Sequence[Sample], stage: Stage) -> tuple[int, ...]:
+def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) -> tuple[int, ...]:
     """The demonstration prefix that a stage gives, depending on the rewards so far."""
     rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
-    if not stage.prefix or example.demo is None or mean >= stage.below:
+    if not stage.has_prefix or not example.demo or mean >= stage.below:
         return ()
-    return example.demo[: math.ceil(stage.prefix * len(example.demo))]
+    if stage.length is None:
+        return example.demo[: math.ceil(stage.prefix * len(example.demo))]
+    rng = random.Random(f"{step}:{example.id}")  # the same on any rank and after a resume
+    return example.demo[: stage.length(step, len(example.demo), rng)]
 
 
 def _pair(example: Example, group: list[Sample]) -> list[Row]:

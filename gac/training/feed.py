@@ -39,7 +39,10 @@ class Feed:
         sampling = self.method.sampling(config.rollouts.completions)
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
         self.trains_on_prompt_demos = sampling.demos == "prompt"
-        self.uses_prefixes = any(stage.prefix for stage in sampling.stages)
+        self.uses_prefixes = any(stage.has_prefix for stage in sampling.stages)
+        self.uses_teacher = sampling.teacher
+        self.collect = sampling.collect
+        self.collected: list[int] = []  # indices of the prompts whose demonstrations wait
         self.unit = 1 + sampling.pairs  # number of rows that stay on one rank
         # no balancing if the gradients of several parts of each rank's rows are compared
         self.uses_balancing = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
@@ -47,6 +50,7 @@ class Feed:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
+            self.positions = {id(example): i for i, example in enumerate(self.prompts)}
             _check_divisible("rollouts.prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return
@@ -93,8 +97,26 @@ class Feed:
         if not (self.separate_demos and self.method.needs(step).demos):
             return []
         indices = self.demo_order.take(step, self.demo_batch)
-        rows = [demo_row(self.demos[shift][i], self.demo_tokens) for shift, i in indices]
-        if self.uses_balancing:  # every rank has all of them already
+        return self._own([demo_row(self.demos[s][i], self.demo_tokens) for s, i in indices])
+
+    def collected_rows(self, examples: Sequence[Example | None]) -> list[Row]:
+        """This rank's demonstrations from the collection, once it has enough; else none.
+
+        examples: see `Rollouts.collected`; added to the collection first. Every rank calls it.
+        """
+        if not self.collect:
+            return []
+        by_rank = collectives.gather([e and self.positions[id(e)] for e in examples])
+        turns = itertools.zip_longest(*by_rank)  # the order of a single process
+        self.collected += [i for turn in turns for i in turn if i is not None]
+        if len(self.collected) < self.collect:
+            return []
+        newest, self.collected = self.collected[-self.collect :], self.collected[: -self.collect]
+        return self._own([demo_row(self.prompts[i], self.demo_tokens) for i in newest])
+
+    def _own(self, rows: list[Row]) -> list[Row]:
+        """This rank's part of `rows`, which every rank has."""
+        if self.uses_balancing:
             return assign_rows(rows, self.ranks, self.unit)[self.rank]
         return rows[self.own]
 
@@ -130,6 +152,8 @@ class Feed:
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
+        if self.uses_teacher:
+            lengths += [2 * len(e.prompt) + len(e.demo or ()) + response for e in self.prompts]
         sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
         for examples in sources:
             lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
@@ -142,13 +166,15 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
-        return {name: order.state_dict() for name, order in self.orders.items()}
+        state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
+        return {**state, "collected": self.collected} if self.collect else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state`; orders that it does not name start from the beginning."""
         for name, order in self.orders.items():
             if name in state:
                 order.load_state_dict(state[name])
+        self.collected = list(state.get("collected", []))
 
 
 def _check_divisible(name: str, value: int, ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,16 @@ class Forward:
                 by_sequence[row.sequence] = logps[row.scored(start)].clone()
         reshard(model)
         return [by_sequence[row.sequence] for row in rows]
+
+    def teacher_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Like `row_logprobs`, of the policy that sees each row's context; nan without one."""
+        seen = [
+            row._replace(ids=row.context + row.ids, start=row.start + len(row.context), switch=-1)
+            for row in rows
+        ]
+        logps = self.row_logprobs(seen)
+        pairs = zip(rows, logps, strict=True)
+        return [x if row.context else torch.full_like(x, math.nan) for row, x in pairs]
 
     @contextlib.contextmanager
     def reference_model(self) -> Iterator[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -76,7 +77,7 @@ class Gradients:
         self.tracked = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in terms for n, p in named}
 
     def __call__(self, step: Step) -> Measured:
-        """Forward all rows, and backward those that can have a nonzero gradient."""
+        """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
         needs, totals, sketches = step.needs, Totals(), UnitSketches(step.needs.sketch)
         kl = SampledKL(self.forward, step, self.kl_rows) if needs.kl and self.kl_rows else None
@@ -174,12 +175,16 @@ class Gradients:
         old = None
         if step.old_logps and rows and not demo:
             old = scatter_logps([step.old_logps[r.sequence] for r in rows], rows, batch)
+        teacher = None
+        if step.teacher_logps and rows and not demo:
+            values = [step.teacher_logps[r.sequence] for r in rows]
+            teacher = scatter_logps(values, rows, batch, math.nan)
         if (token := self.loss.token) is not None:
             reference = None
             if self.loss.reference:
                 with torch.no_grad(), self.forward.reference_model() as model:
                     reference = model(**batch.model_inputs, request=lambda head: head.detached())
-            inputs = reference, batch, mu, old, ref, spec, norms
+            inputs = reference, batch, mu, old, ref, spec, norms, teacher
             return lambda head: custom_loss(token, head, *inputs)
         engine = None if spec.correction == "none" else engine_logps(rows, batch)
         targets, old, ref, engine = batch.to_loss_layout(batch.targets, old, ref, engine)

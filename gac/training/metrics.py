@@ -53,5 +53,8 @@ def observe(
         losses_before=losses,
         losses_after=losses_after,
         demo_losses=demo_losses(moments),
-        **{key: row[key] for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss")},
+        **{
+            key: row[key]
+            for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
+        },
     )

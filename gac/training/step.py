@@ -66,6 +66,8 @@ class Step:
     """Seed of the dropout masks."""
     sketch_seed: int = 0
     """Seed of the head sketch, the same on every rank."""
+    teacher_logps: tuple[Tensor, ...] = ()
+    """Log-probs of the policy that sees `Row.context`, by `Row.sequence`; empty: not measured."""
 
     def plain(self) -> dict[str, Any]:
         """Convert to built-in types and tensors, for `restore`."""

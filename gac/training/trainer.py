@@ -188,8 +188,12 @@ class Trainer(Run):
         """This rank's rollouts and demonstrations."""
         setup.seed(self._seed)
         self.rollouts = self._roll_out() if self.needs(self.step).rollouts else None
-        sampled = self.rollouts.rows if self.rollouts else []
-        return sampled + self.feed.demo_rows(self.step)
+        rows = self.feed.demo_rows(self.step)
+        if self.rollouts:
+            rows = self.rollouts.rows + rows
+            if self.step % self.config.rollouts.reuse == 0:
+                rows += self.feed.collected_rows(self.rollouts.collected)
+        return rows
 
     def _roll_out(self) -> Rollouts:
         """New rollouts, or the previous ones if they are reused in this step."""
@@ -208,6 +212,8 @@ class Trainer(Run):
         rollouts.rows = self.feed.balance(rollouts.rows)
         if (reuse > 1 or self.needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
+        if self.plan.teacher:
+            rollouts.teacher_logps = self.gradients.forward.teacher_logprobs(rollouts.rows)
         return rollouts
 
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
@@ -226,6 +232,7 @@ class Trainer(Run):
             tuple(self.rollouts.old_logps if self.rollouts else ()),
             self._seed + 1,
             _derive_seed(self.config.seed, self.step, "sketch"),
+            tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
 
     @property
@@ -264,7 +271,7 @@ class Trainer(Run):
     def _observe(
         self, step: Step, measured: Measured, update: Update
     ) -> tuple[dict[str, Any], Observation]:
-        """The metrics row of the step, and what the method observes of it."""
+        """The metrics row of the step, and the method's observation of it."""
         needs_losses = step.needs.losses_after and update.applied
         losses_after = self.gradients.losses(step) if needs_losses else None
         row, observation = observe(step, measured, update, losses_after)
@@ -279,7 +286,7 @@ class Trainer(Run):
         return row, observation
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
-        """Log a skipped step and save it for `gac replay`, up to `guards.keep` of them."""
+        """Log a skipped step; up to `guards.keep` of them are saved for `gac replay`."""
         advice = "not saved"
         if self.guard.kept < self.config.guards.keep:
             first = self.first_skipped if self.guard.consecutive > 1 else None

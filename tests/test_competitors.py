@@ -1,0 +1,146 @@
+"""Methods with a teacher, a collection, a meta-gradient or random prefixes: numbers by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac.control.schedules import MixSchedule
+from gac.control.term_pair import TermPair
+from gac.data.rows import Batch
+from gac.methods import METHODS, Observation
+from gac.methods.token_loss import custom_loss
+from gac.models.causal_lm import Head
+from gac.training.trainer import Trainer
+from gac_kernels import LossOutput, LossSpec
+
+from .tiny import tiny_config
+
+LOG2 = math.log(2)
+
+
+def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, Tensor]:
+    """The method's loss on rows of one token with probabilities `p`, and d loss / d log p."""
+    x = torch.tensor([math.log(q / (1 - q)) for q in p], requires_grad=True)
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
+    n = len(p)
+    advantages = torch.tensor(keywords.pop("advantages"))
+    targets, is_demo = torch.zeros(n, 1, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
+    batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
+    loss = METHODS[name]().loss(LossSpec())
+    norms = TermPair(demo=1.0, rollout=float(n))
+    head = Head(None, logits=logits)
+    out = custom_loss(loss.token, head, None, batch, 0.0, None, None, loss.spec, norms, **keywords)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    return out, grad / (1 - torch.tensor(p))
+
+
+def test_sdar_gates_the_distillation_of_each_token() -> None:
+    """log p = -log 4; a teacher with p = 1/2, 1/8 and none: D = log 2, -log 2; 2^5 = 32."""
+    teacher = torch.tensor([0.5, 0.125, math.nan]).log()[:, None]
+    out, slope = one_token_rows(
+        "sdar", [0.25] * 3, advantages=[2.0, -1.0, 0.5], teacher_logps=teacher
+    )
+    distilled = 0.01 * (32 / 33 * LOG2 - 1 / 33 * LOG2)
+    assert out.loss.item() == pytest.approx((-2 + 1 - 0.5 + distilled) / 3, rel=1e-6)
+    expected = [-2 - 0.01 * 32 / 33, 1 - 0.01 / 33, -0.5]
+    assert (3 * slope).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task, tmp_path) -> None:
+    method = {"name": "relift", "buffer": 5, "correct": 2.0}  # no prompt is ever solved
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}))
+    order = trainer.feed.prompt_order.take(8)
+    trainer.feed.prompt_order.position = 0
+    demos = []
+    for _ in range(2):
+        rows = trainer._sample()
+        trainer.step += 1
+        demos.append([row for row in rows if row.is_demo])
+    assert demos[0] == []
+    prompts = trainer.feed.prompts
+    expected = [prompts[i].prompt + prompts[i].demo for i in order[-5:]]
+    assert [row.ids for row in demos[1]] == expected
+    assert trainer.feed.state_dict()["collected"] == order[:3]
+    credit = METHODS["relift"](correct=0.5).credit(
+        torch.tensor([[0.5, 0.0], [1.0, 0.0]]), None, "std"
+    )
+    assert credit.demo_weight.tolist() == [1.0, 0.0]
+    assert credit.rollout_weight.tolist() == [1.0, 1.0]
+
+
+def test_amft_follows_the_slope_of_the_reward_and_the_entropy() -> None:
+    method = METHODS["amft"](warmup=1, meta_lr=10.0, entropy_lr=0.5, update_every=2)
+    assert [method.needs(t).parts for t in range(5)] == [0, 2, 0, 2, 0]
+    assert [method.needs(t).rollouts for t in range(2)] == [False, True]
+    state, mix = method.mix(method.init(), Observation(0))
+    assert mix.mu == 1.0
+    state, mix = method.mix(state, Observation(1, entropy=math.nan, lr=0.1))
+    assert mix.mu == 0.8
+    # s1, s2, r1, r2: <s1, r2> = 0.5, <r1, s2> = 0.1 and <r1, r2> = 0.4: (0.5 + 0.1) / 2 - 0.4
+    gram = torch.zeros(4, 4, dtype=torch.float64)
+    gram[0, 3], gram[2, 1], gram[2, 3] = 0.5, 0.1, 0.4
+    gram = gram + gram.T
+    state, weights = method.solve(state, gram, mix)
+    assert weights == pytest.approx((0.8, 0.2))
+    assert method.report(state) == {"reward_slope": pytest.approx(-0.1), "entropy_target": None}
+    # 10 * 0.1 * -0.1; the first entropy is the target
+    state, mix = method.mix(state, Observation(2, entropy=1.5, lr=0.1))
+    assert mix.mu == pytest.approx(0.7)
+    state, mix = method.mix(state, Observation(3, entropy=1.3, lr=0.1))  # 0.5 * 0.2
+    assert mix.mu == pytest.approx(0.8)
+    state, mix = method.mix(state, Observation(4))  # a skipped step
+    assert mix.mu == pytest.approx(0.8)
+    assert method.mix(state, Observation(5, entropy=-9.0, lr=0.1))[1].mu == 0.95
+
+
+class Draws:
+    """A random generator with given draws."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    def random(self) -> float:
+        return self.values.pop(0)
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random()
+
+
+def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
+    method = METHODS["uft"](low=0.1, high=0.9, hint_steps=4, pieces=3)
+    # after (t + 1) / 4 of the curriculum: 0.5 + 0.4 cos(pi / 4), 0.5, 0.5 - 0.4 cos(pi / 4), 0.1
+    for step, p in enumerate([0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5), 0.1]):
+        draws = Draws(p - 1e-6, p + 1e-6, p - 1e-6)
+        assert method.hint_tokens(step, 8, draws) == 5  # 2 of 3 parts of 7 tokens: 4.67
+    assert method.hint_tokens(4, 8, Draws()) == 0
+    assert method.hint_tokens(0, 1, Draws()) == 0  # only an EOS
+    assert method.hint_tokens(0, 3, Draws(0.0, 0.0)) == 2  # two tokens, two parts
+
+
+def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
+    low = MixSchedule(peak=0.9, valley=0.1, decay=2)
+    method = METHODS["prefix-rft"](low=low, high=0.9, top=0.5)
+    lengths = [method.prefix_tokens(t, 10, Draws(0.5)) for t in (0, 1, 2, 9)]
+    assert lengths == [9, 7, 5, 5]  # 0.9, (0.5 + 0.9) / 2, (0.1 + 0.9) / 2 of 10 tokens
+    assert method.prefix_tokens(0, 2, Draws(1.0)) == 1
+    # three tokens of a prefix and two sampled ones: of p = 0.5, 0.9 and 0.7, the entropy of
+    # 0.9 is the lowest, and ceil(0.5 * 3) = 2 tokens are trained
+    p = torch.tensor([0.5, 0.9, 0.7, 0.2, 0.4], dtype=torch.float64)
+    x = (p / (1 - p)).log().float().requires_grad_()
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[None]
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    targets, advantage = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([2.0, 2.0])
+    batch = Batch(
+        targets, targets, advantage, torch.tensor([True, False]), (0,), 5, cu_seqlens=bounds
+    )
+    loss = method.loss(LossSpec(max_tokens=10))
+    head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
+    out = custom_loss(loss.token, head, None, batch, 0.5, None, None, loss.spec, norms)
+    assert 2 * out.loss.item() == pytest.approx(-2.0 * 4 / 10)
+    (grad,) = torch.autograd.grad(2 * out.loss, x)
+    expected = [-0.2 * 0.5, 0, -0.2 * 0.3, -0.2 * 0.8, -0.2 * 0.6]
+    assert grad.tolist() == pytest.approx(expected, rel=1e-6)
