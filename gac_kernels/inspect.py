@@ -37,7 +37,7 @@ AMD_WIDE_ACCESS = re.compile(r"\b(?:global|buffer)_(?:load|store)_dwordx4")
 
 
 class Report(NamedTuple):
-    """One kernel in one configuration on one architecture."""
+    """Compiler statistics of one kernel in one configuration on one architecture."""
 
     kernel: str
     config: str
@@ -83,14 +83,23 @@ _SPECS = {
     "all options": LossSpec(
         dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01, demo_weight=DemoWeight.SHAPED
     ),
-    "k1, one": LossSpec(kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE),
-    "k2, p": LossSpec(kl_coef=0.1, kl_estimator="k2", demo_weight=DemoWeight.P),
-    "trust": LossSpec(demo_weight=DemoWeight.TRUST),
-    "sapo, kl ratio, masked": LossSpec(
-        policy="sapo", kl_coef=0.1, kl_ratio=True, correction="token_mask", entropy_coef=0.01
+    "reinforce, k1, one": LossSpec(
+        policy="reinforce", kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE
     ),
-    "cispo, truncated": LossSpec(policy="cispo", correction="token_truncate"),
-    "reinforce": LossSpec(policy="reinforce"),
+    "cispo, k2, p, truncated": LossSpec(
+        policy="cispo",
+        kl_coef=0.1,
+        kl_estimator="k2",
+        demo_weight=DemoWeight.P,
+        correction="token_truncate",
+    ),
+    "sapo, kl ratio, trust, masked": LossSpec(
+        policy="sapo",
+        kl_coef=0.1,
+        kl_ratio=True,
+        demo_weight=DemoWeight.TRUST,
+        correction="token_mask",
+    ),
 }
 
 
@@ -139,18 +148,15 @@ def _softcap_configurations() -> Iterator[Configuration]:
     from .backends.triton.grads import grads_launch
     from .backends.triton.stats import stats_launch
 
-    for vocab, dtype in ((151936, torch.bfloat16), (50257, torch.float32)):
-        logits = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
-        tokens = _meta_tokens(ref=True)
-        row = logits.new_empty(8, dtype=torch.float32)
-        name = f"V={vocab} {str(dtype).removeprefix('torch.')}, softcap"
-        yield Configuration(name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8), 30.0))
-        yield Configuration(
-            f"{name}, more", stats_launch(logits, tokens.targets, 1.0, row.expand(6, 8), 30.0)
-        )
-        columns = tokens.targets, row, row, row, row
-        yield Configuration(name, grads_launch(logits, *columns, 1.0, logits, 30.0))
-        yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=30.0)
+    logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
+    tokens, name, softcap = _meta_tokens(ref=True), "V=151936 bfloat16, softcap", 30.0
+    row = logits.new_empty(8, dtype=torch.float32)
+    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
+        launch = stats_launch(logits, tokens.targets, 1.0, results, softcap)
+        yield Configuration(name + suffix, launch)
+    columns = tokens.targets, row, row, row, row
+    yield Configuration(name, grads_launch(logits, *columns, 1.0, logits, softcap))
+    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
 
 
 def _loss_configuration(
@@ -240,7 +246,8 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
     if amd:
         return _amd_report(configuration, arch, compiled, seconds)
     sass = _disassemble(compiled.asm["cubin"])
-    pass_counts = passes(sass)
+    counts = passes(sass)  # per exponential: a softcap has a second one per logit
+    exponentials = 1 if launch.arguments.get("softcap") is None else 2
     return Report(
         kernel=launch.kernel.__name__,
         config=configuration.name,
@@ -252,8 +259,8 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
         shared=compiled.metadata.shared,
         instructions=len(INSTRUCTION.findall(sass)),
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
-        sums=pass_counts.sums,
-        gradient=pass_counts.gradient,
+        sums=exponentials * counts.sums,
+        gradient=exponentials * counts.gradient,
         seconds=seconds,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gac_kernels.backends import reference
 from gac_kernels.contract import LossSpec
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens, plan
+from gac_kernels.tokens import Tokens, plan, with_factors
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 
@@ -53,7 +53,10 @@ def set_clusters(loaded: ctypes.CDLL, launched: int, resident: int) -> None:
 
 
 def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
-    """Two sequences, a rollout and a demonstration; the second token of each has no loss."""
+    """Two sequences, a rollout and a demonstration; the second token of each has no loss.
+
+    With a correction, each token has a weight too.
+    """
     _, rows, vocab = logits.shape
     targets = torch.randint(vocab, (2, rows))
     targets[:, 1] = -100
@@ -61,4 +64,8 @@ def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
     old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
     old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
     is_demo = torch.tensor([False, True])
-    return plan(BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref), spec)
+    inputs = BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref)
+    if spec.correction != "none":
+        engine = logps + 0.5 * torch.randn(2, rows)
+        inputs = inputs._replace(weights=torch.rand(2, rows), rollout_logps=engine)
+    return with_factors(plan(inputs, spec), inputs, spec)

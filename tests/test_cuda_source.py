@@ -86,6 +86,17 @@ OPTIONS = {
     "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
     "on policy": LossSpec(entropy_coef=0.01),
     "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
+    "cispo, weights": LossSpec(policy="cispo", clip_high=0.1, correction="token_truncate"),
+    "sapo, mask, on policy": LossSpec(
+        policy="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
+    ),
+    "reinforce, kl ratio, truncate, on policy": LossSpec(
+        policy="reinforce",
+        correction="token_truncate",
+        correction_min=0.8,
+        kl_coef=0.1,
+        kl_ratio=True,
+    ),
 }
 
 
@@ -93,7 +104,7 @@ OPTIONS = {
 def test_every_option(kernels: ctypes.CDLL, force_split, name: str) -> None:
     force_split(2, 3)
     logits = 4 * torch.randn(2, 3, 3000)
-    tokens = batch(logits, OPTIONS[name], on_policy=name == "on policy")
+    tokens = batch(logits, OPTIONS[name], on_policy="on policy" in name)
     check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
 
 
@@ -254,7 +265,7 @@ def test_masked_rows_are_never_read(kernels: ctypes.CDLL, force_split) -> None:
 
 
 def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:
-    """Ring buffers much smaller than the work, with different schedules and copy delays."""
+    """Ring buffers are much smaller than the work; schedules and copy delays vary."""
     force_split(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = batch(logits, LossSpec(entropy_coef=0.01))
