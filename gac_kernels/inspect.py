@@ -246,7 +246,7 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
     if amd:
         return _amd_report(configuration, arch, compiled, seconds)
     sass = _disassemble(compiled.asm["cubin"])
-    counts = passes(sass)  # per exponential: a softcap has a second one per logit
+    counts = passes(sass)  # counts are per exponential; with a softcap, a logit has two
     exponentials = 1 if launch.arguments.get("softcap") is None else 2
     return Report(
         kernel=launch.kernel.__name__,

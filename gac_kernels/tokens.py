@@ -221,9 +221,9 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
 
 
 def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
-    """Tokens whose gradient may not be 0 once the current log-probs are known, bool [N].
+    """Tokens whose gradient can be nonzero, given the current log-probs, bool [N].
 
-    With a sequence ratio, a token also has the gradients of the others in its sequence.
+    With a sequence ratio, a token's gradient also depends on the other tokens of its sequence.
     """
     if spec.ratio == "sequence":
         factor = tokens.factor

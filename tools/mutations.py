@@ -206,7 +206,7 @@ class _Walk:
         self.scopes.pop()
 
     def part(self, node: Any) -> None:
-        """A field of a statement."""
+        """Change one field of a statement."""
         match node:
             case ast.stmt():
                 self.statement(node)
@@ -239,7 +239,7 @@ class Mutant(NamedTuple):
     module: str
     path: str
     line: int
-    number: int  # among the same changes in the same scope
+    number: int  # number among the same changes in the same scope
     change: Change
 
     @property
@@ -250,11 +250,11 @@ class Mutant(NamedTuple):
         return f"{self.path} {change.scope}{number}: {change.before} -> {change.after}"
 
     def rank(self, seed: int) -> str:
-        """A sample is the mutants of the lowest ranks."""
+        """Rank of the mutant; a sample consists of the mutants with the lowest ranks."""
         return hashlib.sha256(f"{seed} {self.key}".encode()).hexdigest()
 
     def text(self) -> str:
-        """The changed file."""
+        """Text of the changed file."""
         text = Path(self.path).read_text()
         return text[: self.change.start] + self.change.new + text[self.change.end :]
 

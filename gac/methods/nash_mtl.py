@@ -13,7 +13,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class NashMTL(GramSolver):
-    """The Nash bargaining solution: along the bisector of the two gradients.
+    """The Nash bargaining solution: an update along the bisector of the two gradients.
 
     The solution is exact here, so the paper's number of inner steps has no effect.
     """

@@ -17,7 +17,7 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class ReLIFT(Method):
-    """RL on all prompts; SFT on `buffer` unsolved ones as soon as that many have been collected.
+    """RL on all prompts; SFT on `buffer` unsolved prompts whenever that many have been collected.
 
     A prompt is unsolved if the reward of every rollout is at most `correct`. The newest `buffer`
     of them are trained on and removed. RL follows the released code: centered advantages, no

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SDAR(Method):
-    """GRPO plus coef * sigmoid(beta D) * D on rollout tokens, D the teacher's log-prob minus log p.
+    """GRPO plus coef sigmoid(beta D) D on rollout tokens; D is the teacher's log-prob minus log p.
 
     The teacher is the policy itself before the update, with privileged information before the
     prompt. The gate sigmoid(beta D) is detached, so the gradient is that of -coef * gate * log p.

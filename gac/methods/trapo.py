@@ -15,7 +15,7 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class TRAPO(Method):
-    """Rollouts in micro-groups; after low rewards, the next one starts from a demonstration prefix.
+    """Micro-groups of rollouts; after low rewards, the next group continues a demonstration prefix.
 
     Prefix tokens are trained by trust-region SFT with loss -p / max(p, c). The policy's own tokens
     are trained by RL, with advantages centered over the whole group and no clipping. All sums are

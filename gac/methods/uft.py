@@ -1,4 +1,4 @@
-"""UFT: rollouts that continue hints from the demonstration, which shrink to nothing."""
+"""UFT: rollouts that continue hints from the demonstration; the hints become shorter and end."""
 
 from __future__ import annotations
 

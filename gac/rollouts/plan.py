@@ -22,8 +22,8 @@ class Stage(NamedTuple):
     """Number of rollouts, from the end of the stage, whose prefix is trained on as a
     demonstration."""
     length: Callable[[int, int, random.Random], int] | None = None
-    """length(step, tokens, rng) is the number of tokens of the prefix, instead of `prefix`, for a
-    demonstration of `tokens` tokens; the stage's rollouts of one prompt share it."""
+    """Used instead of `prefix`: length(step, tokens, rng) returns the number of prefix tokens for a
+    demonstration of `tokens` tokens. The stage's rollouts of one prompt share the prefix."""
 
     @property
     def has_prefix(self) -> bool:

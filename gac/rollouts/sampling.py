@@ -77,10 +77,12 @@ class Rollouts:
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
     teacher_logps: list[Tensor] = field(default_factory=list)
-    """The same of the policy that sees `Row.context`; nan without one. Empty: not measured."""
+    """Like `old_logps`, but of the policy that sees `Row.context`; nan without a context, and empty
+    if not measured.
+    """
     collected: list[Example | None] = field(default_factory=list)
-    """Each prompt whose demonstration is to be collected, None for the others; empty without
-    `Sampling.collect`."""
+    """For each prompt, its example if the demonstration is to be collected, else None; empty
+    without `Sampling.collect`."""
 
 
 class Sample(NamedTuple):

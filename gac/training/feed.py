@@ -42,7 +42,7 @@ class Feed:
         self.uses_prefixes = any(stage.has_prefix for stage in sampling.stages)
         self.uses_teacher = sampling.teacher
         self.collect = sampling.collect
-        self.collected: list[int] = []  # indices of the prompts whose demonstrations wait
+        self.collected: list[int] = []  # indices of prompts with collected demonstrations
         self.unit = 1 + sampling.pairs  # number of rows that stay on one rank
         # no balancing if the gradients of several parts of each rank's rows are compared
         self.uses_balancing = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
