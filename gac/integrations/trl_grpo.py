@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from gac_kernels import LossOutput, LossSpec, fused_linear_gac_loss
 
-from .trl_head import HeadInputs, HeadOutputs, head_override, installed
+from .trl_head import LIGER, HeadInputs, HeadOutputs, head_override, installed, missing_hook
 
 logger = logging.getLogger(__name__)
 BY_SEQUENCE = ("grpo", "sapo")  # mean over sequences of the token mean
@@ -26,7 +26,7 @@ class Inexpressible(Exception):
 
 @dataclass
 class FusedLoss:
-    """One call of the fused loss inside TRL's head, and what it returned.
+    """One call of the fused loss inside TRL's head, and its result.
 
     B rollouts of at most K completion tokens.
     """
@@ -79,48 +79,72 @@ class FusedGRPOMixin:
     _surrogate: Tensor | None = None  # has the gradient of the fused loss
     _reported: tuple[str, ...] = ()
     rollout_out: LossOutput | None = None
-    """What the fused loss of the last micro-batch returned; None if it fell back."""
+    """Output of the fused loss of the last micro-batch; None after a fallback to TRL's loss."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        if getattr(self.args, "use_liger_kernel", False):  # type: ignore[attr-defined] # of the host
-            raise ValueError(
-                f"use_liger_kernel=True: {type(self).__name__} computes the loss itself; "
-                "set use_liger_kernel=False"
+        if not isinstance(self, GRPOTrainer):
+            raise TypeError(
+                f"{type(self).__name__} is not a GRPOTrainer, whose loss FusedGRPOMixin computes: "
+                "for other TRL trainers, call apply_fused_head()"
             )
+        super().__init__(*args, **keywords)
+        if getattr(self.args, "use_liger_kernel", False):
+            raise ValueError(LIGER.format(type(self).__name__))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        with installed():
-            if torch.is_grad_enabled():
-                try:
-                    self._request = self._fused_loss(inputs)
-                except Inexpressible as reason:
-                    self._report(str(reason))
+        if torch.is_grad_enabled():
             try:
-                loss = super()._compute_loss(model, inputs)  # type: ignore[misc] # of the host class
-            finally:
-                request, self._request = self._request, None
-                surrogate, self._surrogate = self._surrogate, None
-                self.rollout_out = request.out if request else None
+                self._check_host(super()._compute_loss)  # type: ignore[misc] # of the host class
+                self._request = self._fused_loss(inputs)
+            except Inexpressible as reason:
+                self._report(str(reason))
+        try:
+            loss = super()._compute_loss(model, inputs)  # type: ignore[misc] # of the host class
+        finally:
+            request, self._request = self._request, None
+            surrogate, self._surrogate = self._surrogate, None
+            self.rollout_out = request.out if request else None
         return loss if surrogate is None else loss + (surrogate - surrogate.detach())
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **keywords: Any
     ) -> Any:
-        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc] # of the host class
-        request = self._request
-        if request is None or not torch.is_grad_enabled():
-            return score(model, input_ids, attention_mask, *args, **keywords)
-        with head_override(request):
-            logps, entropy, *rest = score(model, input_ids, attention_mask, *args, **keywords)
+        host: Any = super()
+        score = functools.partial(
+            host._get_per_token_logps_and_entropies,
+            *(model, input_ids, attention_mask, *args),
+            **keywords,
+        )
+        if missing_hook():
+            return score()
+        request = self._request if torch.is_grad_enabled() else None
+        if request is None:
+            with installed():
+                return score()
+        with installed(), head_override(request):
+            logps, entropy, *rest = score()
+        if request.out is None:
+            self._report("a model whose forward does not use TRL's LM head")
+            return logps, entropy, *rest
         self._surrogate = logps.sum() / request.scored.sum().clamp(min=1)
         old = request.keywords["old_logps"]
         trained = request.targets != -100
         unread = torch.zeros_like(logps) if old is None else old  # ratio 1 where there is no loss
         return torch.where(trained, logps.detach(), unread), entropy.detach(), *rest
 
+    @staticmethod
+    def _check_host(compute_loss: Any) -> None:
+        """Raise Inexpressible unless TRL and the host class compute the loss that we express."""
+        if reason := missing_hook():
+            raise Inexpressible(reason)
+        function = getattr(compute_loss, "__func__", compute_loss)
+        if function is not GRPOTrainer._compute_loss:
+            raise Inexpressible(f"the loss of a subclass, {function.__qualname__}")
+
     def _fused_loss(self: Any, inputs: dict[str, Any]) -> FusedLoss:
         """Express TRL's loss of a micro-batch; raises Inexpressible, naming the option."""
+        if "pixel_values" in inputs:
+            raise Inexpressible("images")
         scored = inputs["completion_mask"].bool()
         mask = scored & inputs["tool_mask"].bool() if "tool_mask" in inputs else scored
         advantages, old = inputs["advantages"], inputs.get("old_per_token_logps")
@@ -142,7 +166,7 @@ class FusedGRPOMixin:
             keywords
             | {
                 "advantages": advantages.expand_as(mask) if advantages.dim() == 2 else advantages,
-                "is_demo": torch.zeros(len(mask), dtype=torch.bool),
+                "is_demo": torch.zeros(len(mask), dtype=torch.bool, device=mask.device),
                 "rollout_norm": norm,
                 "spec": LossSpec(**spec),
             },
@@ -225,7 +249,7 @@ class FusedGRPOMixin:
         if option not in self._reported:
             self._reported = (*self._reported, option)
             logger.warning(
-                "%s: the fused loss does not support %s; using TRL's loss with the fused head",
+                "%s: the fused loss does not support %s; using TRL's loss",
                 type(self).__name__,
                 option,
             )

@@ -7,6 +7,7 @@ which is looked up in every forward pass. `apply_fused_head` replaces it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,11 @@ from gac_kernels import linear_token_logprobs
 from .patch import Patch
 
 HOOK = "_ChunkedLogProbFunction"
-SUPPORTED = "1.10 and later"
+SUPPORTED = "1.15 or later"
+LIGER = (
+    "use_liger_kernel=True: {} with our LM head is not tested with Liger's layers; "
+    "set use_liger_kernel=False"
+)
 
 
 class HeadInputs(NamedTuple):
@@ -65,8 +70,8 @@ def head_override(function: Override) -> Iterator[None]:
 
 def installed() -> contextlib.AbstractContextManager[Any]:
     """Use our head within the context, whether or not `apply_fused_head` was called."""
-    on = getattr(_trl_utils(), HOOK) is FusedLogProbs
-    return contextlib.nullcontext() if on else apply_fused_head()
+    on = getattr(trl_utils(), HOOK) is FusedLogProbs
+    return contextlib.nullcontext() if on else Patch((trl_utils(), HOOK, FusedLogProbs))
 
 
 def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
@@ -90,17 +95,18 @@ class FusedLogProbs:
     """Stands in for TRL's autograd function, of which only `apply` is used."""
 
     @staticmethod
-    def apply(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-        """Take the arguments of any supported TRL version; return its tuple of outputs.
-
-        TRL 1.10 passes (targets, temperature, chunk size, softcap, logit scale), 1.13 adds the bias
-        in front, 1.15 the requested outputs at the end.
-        """
-        names = isinstance(rest[-1], (tuple, list))
-        outputs: tuple[str, ...] = tuple(rest[-1]) if names else ("entropy",)
-        arguments = rest[:-1] if names else rest
-        bias = arguments[0] if len(arguments) == 6 else None
-        targets, temperature, _, softcap, logit_scale = arguments[-5:]
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> HeadOutputs:
+        """Compute log_probs and the named `outputs`; the other outputs are None."""
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -115,8 +121,7 @@ class FusedLogProbs:
         )
         override = _override.get()
         with torch.autocast(hidden.device.type, enabled=False):
-            values = override(inputs) if override else _log_probs(inputs, outputs)
-        return values if names else values[:2]
+            return override(inputs) if override else _log_probs(inputs, outputs)
 
 
 def apply_fused_head() -> Patch:
@@ -131,21 +136,54 @@ def apply_fused_head() -> Patch:
     Raises:
         ImportError: the installed TRL has no such hook; the message names the supported versions.
     """
-    return Patch((_trl_utils(), HOOK, FusedLogProbs))
+    utils = trl_utils()
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    return Patch(
+        (utils, HOOK, FusedLogProbs), (_BaseTrainer, "__init__", _checked_init(_BaseTrainer))
+    )
 
 
-def _trl_utils() -> Any:
+@functools.cache
+def _checked_init(trainer_class: Any) -> Callable[..., None]:
+    """`trainer_class.__init__`, which also refuses options that our head does not support."""
+    own = trainer_class.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **keywords: Any) -> None:
+        options = keywords.get("args")
+        if getattr(options, "use_liger_kernel", False):
+            raise ValueError(LIGER.format(type(self).__name__))
+        own(self, *args, **keywords)
+
+    return init
+
+
+def missing_hook() -> str | None:
+    """Why the installed TRL cannot use our head, or None."""
+    try:
+        trl_utils()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def trl_utils() -> Any:
+    """The module of TRL that holds the hook.
+
+    Raises:
+        ImportError: TRL is not installed, or its trainers have no fused head.
+    """
     try:
         import trl.trainer.utils as utils
     except ModuleNotFoundError as error:
         raise ImportError("apply_fused_head needs TRL: pip install 'gac-kernels[trl]'") from error
-    if not hasattr(utils, HOOK):
+    if not (hasattr(utils, HOOK) and hasattr(utils, "add_fused_lm_head")):
         try:
             installed = version("trl")
         except PackageNotFoundError:
             installed = "unknown"
         raise ImportError(
-            f"trl=={installed} has no fused LM head to replace: use TRL {SUPPORTED}, "
-            "e.g. pip install 'trl>=1.16'"
+            f"trl=={installed}: its trainers have no fused LM head to replace; use TRL {SUPPORTED}"
         )
     return utils

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,12 +19,18 @@ datasets = pytest.importorskip("datasets")
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
+from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
 
 MU = 0.3
 TOLERANCE = 3e-6  # float32 rounding; the largest error observed is 1.4e-6
+TRL = importlib.metadata.version("trl")
+needs_hook = pytest.mark.skipif(
+    missing_hook() is not None or TRL.startswith("1.15."),
+    reason="TRL 1.15's own head needs a GPU; earlier versions have none to replace",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,29 +183,47 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     }
 
 
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks computed in `train_and_resume`."""
+    untied = None
+    if not needs_hook.args[0]:
+        untied = tmp_path_factory.mktemp("untied")
+        tiny.write_model(untied, tie_word_embeddings=False)
+    out = tmp_path_factory.mktemp("two_ranks")
+    return processes.run(trl_task.train_and_resume, model, untied, out, ranks=2)
+
+
 @pytest.mark.dist
-def test_two_ranks_match_and_resume_exactly(model: Path, tmp_path: Path):
+def test_two_ranks_match_and_resume_exactly(model: Path, two_ranks: list[dict[str, Any]]):
     """The averaged gradient is that of the full step, and resuming is exact.
 
     A run whose ranks have different values of mu fails in its first step.
     """
-    ranks = processes.run(trl_task.train_and_resume, model, tmp_path, ranks=2)
     reference = load_model(model)
-    micro_batches = [batch for rank in ranks for batch in rank["micro_batches"]]
+    micro_batches = [batch for rank in two_ranks for batch in rank["micro_batches"]]
     assert len(micro_batches) == 4
-    mu = ranks[0]["logged"][0]
+    mu = two_ranks[0]["logged"][0]
     rollouts = plain.rollout_term(reference, micro_batches, trl_task.TEMPERATURE, "token")
-    demos = plain.demo_term(reference, ranks[0]["demos"], phi=True)
+    demos = plain.demo_term(reference, two_ranks[0]["demos"], phi=True)
     expected = plain.gradient(reference, (1 - mu) * rollouts + mu * demos)
-    assert ranks[0]["demos"] == ranks[1]["demos"]
-    for rank in ranks:
+    assert two_ranks[0]["demos"] == two_ranks[1]["demos"]
+    for rank in two_ranks:
         assert plain.relative_error(rank["gradient"], expected) < TOLERANCE
-        assert rank["mu"] == ranks[0]["mu"] == rank["resumed_mu"]
+        assert rank["mu"] == two_ranks[0]["mu"] == rank["resumed_mu"]
         for name, weight in rank["weights"].items():
             assert torch.equal(rank["resumed"][name], weight), name
         assert re.search(r"\[0\.1, 0\.2\].*same controller", rank["error_message"])
-    assert len(ranks[0]["logged"]) == 4
-    assert len(set(ranks[0]["logged"])) > 1
+    assert len(two_ranks[0]["logged"]) == 4
+    assert len(set(two_ranks[0]["logged"])) > 1
+
+
+@pytest.mark.dist
+@needs_hook
+def test_weights_sharded_by_fsdp2(two_ranks: list[dict[str, Any]]):
+    for rank in two_ranks:
+        expected, actual = rank["sharded"]
+        assert plain.relative_error(actual, expected) < TOLERANCE
 
 
 def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: Path):
@@ -252,8 +277,9 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
         trl_task.make_trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
 
 
+@pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
 def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
-    """Its cosine is that of the two terms' gradients of the head, sketched."""
+    """The gate's cosine is that of the sketched head gradients of the two terms."""
     trainer, _ = trl_task.make_trainer(
         model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
     )
@@ -311,6 +337,24 @@ def test_unsupported_models_and_parallelism_are_rejected(
             patch.setattr(owner, name, value, raising=False)
             with pytest.raises(ValueError, match=f"GACTrainer does not support {option}"):
                 check_supported("GACTrainer", _unsupported_options(trainer))
+
+
+@pytest.mark.skipif(missing_hook() is None, reason="for TRL versions without a fused head")
+def test_earlier_versions_keep_the_loss_of_trl(model: Path, tmp_path: Path, caplog):
+    from trl import GRPOTrainer
+
+    from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head
+
+    message = f"trl=={TRL}: .*use TRL 1.15 or later"
+    with pytest.raises(ImportError, match=message):
+        apply_fused_head()
+    gradients = []
+    for kind in (GRPOTrainer, FusedGRPOTrainer):
+        trainer, recorder = trl_task.make_trainer(model, tmp_path, kind)
+        trainer.train()
+        gradients.append(recorder.gradients[0])
+    assert plain.relative_error(gradients[1], gradients[0]) < TOLERANCE
+    assert re.search(message, caplog.text)
 
 
 def test_the_example_learns(tmp_path: Path):

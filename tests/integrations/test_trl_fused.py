@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-trl = pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.15")
 
 from datasets import Dataset  # noqa: E402 - after the skip
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402 - after the skip
@@ -19,6 +19,9 @@ from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E40
 from gac.integrations.trl_head import HOOK, FusedLogProbs  # noqa: E402 - after the skip
 from tests.integrations import tiny  # noqa: E402 - after the skip
 
+needs_own_head = pytest.mark.skipif(
+    trl.__version__.startswith("1.15."), reason="the head of TRL 1.15 needs a GPU"
+)
 ROWS, PROMPT, LENGTH = 6, 5, 7
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -195,6 +198,7 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
     assert len([r for r in caplog.records if option in r.getMessage()]) == 1
 
 
+@needs_own_head
 def test_fused_head_is_installed_once_and_removed():
     own = getattr(utils, HOOK)
     with apply_fused_head() as first:
@@ -209,6 +213,7 @@ def test_fused_head_is_installed_once_and_removed():
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
+@needs_own_head
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_head_outputs_equal_those_of_trl(softcap, bias):
@@ -237,7 +242,7 @@ def test_head_outputs_equal_those_of_trl(softcap, bias):
 
 def test_a_trl_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(utils, HOOK)
-    with pytest.raises(ImportError, match=r"trl==.*1\.10"):
+    with pytest.raises(ImportError, match=r"trl==.*1\.15 or later"):
         apply_fused_head()
 
 

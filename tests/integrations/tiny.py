@@ -5,20 +5,37 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo import task
 
 
-def write_model(folder: Path) -> None:
-    """Write a random two-layer Qwen2 with the demo's tokenizer."""
+def write_model(folder: Path, model_type: str = "qwen2", **changes: Any) -> None:
+    """Write a random two-layer model with the demo's tokenizer; `changes` are configuration keys.
+
+    The default is a Qwen2 with a tied head.
+    """
     tokenizer = task.make_tokenizer()
-    config = task.model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
-    config.layer_types = config.layer_types[:2]
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(values | changes))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,45 +1,92 @@
-"""A pytest plugin that runs TRL's own tests offline, with its head, ours, or a wrong one.
-
-`tests.integrations.trl_suite` loads it. Names of the hub become tiny local models and data sets:
-the models are written in the layout of the hub's cache, `datasets.load_dataset` is replaced. The
-first micro-steps of every training (up to the first optimizer step) are recorded: there, everything
-is a function of the same weights, seeds and batch.
-"""
+"""Tiny local models and data sets under the names that TRL's tests load from the hub."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HOME = Path(os.environ["GAC_TRL_HOME"])
-MODE = os.environ.get("GAC_TRL_MODE", "own")  # own, head, loss or wrong
-os.environ |= {"HF_HOME": str(HOME), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-
-import datasets  # noqa: E402 - after the environment
-import pytest  # noqa: E402 - after the environment
-import torch  # noqa: E402 - after the environment
-import transformers  # noqa: E402 - after the environment
+import datasets
+import pytest
+import torch
+import transformers
+import trl
 
 ORGANIZATION = "trl-internal-testing"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MODELS = {
-    "tiny-Qwen2ForCausalLM-2.5": ("Qwen2", "CausalLM"),
-    "tiny-Qwen3ForCausalLM": ("Qwen3", "CausalLM"),
-    "tiny-LlamaForCausalLM-3.2": ("Llama", "CausalLM"),
-    "tiny-MistralForCausalLM-0.2": ("Mistral", "CausalLM"),
-    "tiny-Gemma2ForCausalLM": ("Gemma2", "CausalLM"),
-    "tiny-CohereForCausalLM": ("Cohere", "CausalLM"),
-    "tiny-GPTNeoXForCausalLM": ("GPTNeoX", "CausalLM"),
-    "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2", "SequenceClassification"),
-    "tiny-Qwen3ForSequenceClassification": ("Qwen3", "SequenceClassification"),
-    "tiny-LlamaForSequenceClassification-3.2": ("Llama", "SequenceClassification"),
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+# name on the hub: class, chat template of TRL, sizes that differ from SIZES
+MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "tiny-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", "qwen2_5", {}),
+    "tiny-Qwen3ForCausalLM": ("Qwen3ForCausalLM", "qwen3", {}),
+    "tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", "qwen3", MOE),
+    "tiny-LlamaForCausalLM-3.2": ("LlamaForCausalLM", "llama3_2", {}),
+    "tiny-MistralForCausalLM-0.2": ("MistralForCausalLM", "qwen2_5", {}),
+    "tiny-Gemma2ForCausalLM": ("Gemma2ForCausalLM", "gemma", {}),
+    "tiny-CohereForCausalLM": ("CohereForCausalLM", "cohere", {}),
+    "tiny-Cohere2ForCausalLM": ("Cohere2ForCausalLM", "cohere2", {"logit_scale": 1.0}),
+    "tiny-Glm4MoeForCausalLM": ("Glm4MoeForCausalLM", "glm4moe", ROUTED),
+    "tiny-GptOssForCausalLM": (
+        "GptOssForCausalLM",
+        "gptoss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "tiny-NemotronHForCausalLM-nano": (
+        "NemotronHForCausalLM",
+        "nemotron_3_nano",
+        {
+            **ROUTED,
+            "hidden_size": 16,
+            "head_dim": 4,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 4,
+            "mamba_n_groups": 1,
+            "ssm_state_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "tiny-Olmo3ForCausalLM": ("Olmo3ForCausalLM", "qwen2_5", {}),
+    "tiny-Lfm2ForCausalLM": (
+        "Lfm2ForCausalLM",
+        "lfm2",
+        {"full_attn_idxs": [1], "block_multiple_of": 8},
+    ),
+    "tiny-Lfm2ForCausalLM-2.5": (
+        "Lfm2ForCausalLM",
+        "lfm2_2_5",
+        {"full_attn_idxs": [1], "block_multiple_of": 8},
+    ),
+    "tiny-GPTNeoXForCausalLM": ("GPTNeoXForCausalLM", None, {}),
+    "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2ForSequenceClassification", "qwen2_5", {}),
+    "tiny-Qwen3ForSequenceClassification": ("Qwen3ForSequenceClassification", "qwen3", {}),
+    "tiny-LlamaForSequenceClassification-3.2": (
+        "LlamaForSequenceClassification",
+        "llama3_2",
+        {},
+    ),
+    "tiny-RemoteForCausalLM": ("LlamaForCausalLM", "llama3_2", {}),
 }
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "num_labels": 1,
+}
+REMOTE_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class RemoteConfig(LlamaConfig):
+    model_type = "remote"
+
+class RemoteForCausalLM(LlamaForCausalLM):
+    config_class = RemoteConfig
+"""
 TEXTS = (
     "Beautiful is better than ugly.",
     "Explicit is better than implicit.",
@@ -49,39 +96,68 @@ TEXTS = (
     "Errors should never pass silently.",
     "Now is better than never.",
 )
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Counts words.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The words."}},
+            "required": ["text"],
+        },
+    },
+}
+ROWS = (("train", 17), ("test", 2))  # as on the hub
 
 
-def write_models() -> None:
-    """Write every model of `MODELS` and its tokenizer into the hub's cache, once."""
-    if (HOME / "done").exists():
+def write_models(home: Path) -> None:
+    """Write every model of `MODELS` and its tokenizer into the hub's cache in `home`, once."""
+    if (home / "done").exists():
         return
-    tokenizer = make_tokenizer()
-    for name, (family, head) in MODELS.items():
-        folder = HOME / "hub" / f"models--{ORGANIZATION}--{name}"
+    for name, (kind, template, sizes) in MODELS.items():
+        folder = home / "hub" / f"models--{ORGANIZATION}--{name}"
         snapshot = folder / "snapshots" / "0"
         snapshot.mkdir(parents=True, exist_ok=True)
         (folder / "refs").mkdir(exist_ok=True)
         (folder / "refs" / "main").write_text("0")
-        config = getattr(transformers, f"{family}Config")(
+        tokenizer = make_tokenizer(template)
+        config = getattr(transformers, f"{kind.split('For')[0]}Config")(
             vocab_size=len(tokenizer),
-            hidden_size=8,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=2,
-            num_labels=1,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
+            **(SIZES | sizes),
         )
         torch.manual_seed(0)
-        getattr(transformers, f"{family}For{head}")(config).save_pretrained(snapshot)
+        model = getattr(transformers, kind)(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # the default scale is for wide models
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(snapshot)
         tokenizer.save_pretrained(snapshot)
-    (HOME / "done").touch()
+        if "Remote" in name:
+            write_remote_code(snapshot)
+    (home / "done").touch()
 
 
-def make_tokenizer() -> Any:
+def write_remote_code(snapshot: Path) -> None:
+    """Let the model in `snapshot` load with trust_remote_code=True only."""
+    (snapshot / "modeling_remote.py").write_text(REMOTE_CODE)
+    path = snapshot / "config.json"
+    config = json.loads(path.read_text()) | {
+        "model_type": "remote",
+        "architectures": ["RemoteForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_remote.RemoteConfig",
+            "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+        },
+    }
+    path.write_text(json.dumps(config))
+
+
+def make_tokenizer(template: str | None) -> Any:
+    """A small byte-level BPE with the chat template that TRL ships under the name `template`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     raw = Tokenizer(models.BPE())
@@ -94,12 +170,13 @@ def make_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     raw.train_from_iterator([*TEXTS, "user assistant system"], trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
+    if template is not None:
+        folder = Path(trl.__file__).parent / "chat_templates"
+        tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    return tokenizer
 
 
 def rows(kind: str, number: int) -> Iterator[dict[str, Any]]:
@@ -130,12 +207,19 @@ def load_dataset(
     name: str, kind: str | None = None, split: str | None = None, streaming: bool = False, **_: Any
 ) -> Any:
     """Stand in for `datasets.load_dataset`."""
-    if name != f"{ORGANIZATION}/zen" or kind is None:
-        pytest.skip(f"the data set {name} is not available offline")
+    extra: dict[str, Any] = {
+        "zen": {},
+        "harmony": {"chat_template_kwargs": {"reasoning_effort": "low"}},
+        "toolcall": {"tools": json.dumps([TOOL])},
+    }.get(name.removeprefix(f"{ORGANIZATION}/"))
+    if extra is None or kind is None:
+        pytest.skip(f"the data set {name} is on the hub only")
+    if extra:
+        kind = f"conversational_{kind}"
     tables = datasets.DatasetDict(
         {
-            part: datasets.Dataset.from_list(list(rows(kind, number)))
-            for part, number in (("train", 17), ("test", 2))
+            part: datasets.Dataset.from_list([row | extra for row in rows(kind, number)])
+            for part, number in ROWS
         }
     )
     if split is None:
@@ -145,89 +229,3 @@ def load_dataset(
     if limit:
         table = table.select(range(int(limit.rstrip("]"))))
     return table.to_iterable_dataset() if streaming else table
-
-
-class Recorder:
-    """Loss and gradient norm of each micro-step before a test's first optimizer step."""
-
-    def __init__(self) -> None:
-        self.test = ""
-        self.steps: dict[str, list[list[float]]] = {}
-
-    def install(self) -> None:
-        own = transformers.Trainer.training_step
-
-        def training_step(trainer: Any, model: Any, *args: Any, **keywords: Any) -> Any:
-            loss = own(trainer, model, *args, **keywords)
-            if trainer.state.global_step == 0:
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                norm = torch.stack([g.float().norm() for g in gradients]).norm().item()
-                self.steps.setdefault(self.test, []).append([float(loss), norm])
-            return loss
-
-        transformers.Trainer.training_step = training_step
-
-
-def absent_package(name: str) -> Any:
-    """Stand in for `is_NAME_available` functions that this TRL version lacks."""
-    if name.startswith("is_") and name.endswith("_available"):
-        return lambda *_: False
-    raise AttributeError(name)
-
-
-RECORDER = Recorder()
-OUTCOMES: dict[str, str] = {}
-
-
-def pytest_configure() -> None:
-    write_models()
-    datasets.load_dataset = load_dataset
-    RECORDER.install()
-    from trl import import_utils
-    from trl.trainer import base_config
-
-    # names of other TRL versions, which the tests only use to skip
-    import_utils.__getattr__ = absent_package  # type: ignore[attr-defined] # PEP 562
-    own = base_config._BaseConfig.__post_init__
-
-    def in_float32(config: Any) -> None:
-        if config.use_liger_kernel:  # it replaces transformers' classes for the whole process
-            pytest.skip("Liger's layers need a GPU")
-        if os.environ.get("GAC_TRL_FLOAT32") == "1":
-            config.bf16 = False
-        own(config)
-
-    base_config._BaseConfig.__post_init__ = in_float32
-    if MODE == "own":
-        return
-    import trl
-
-    from gac.integrations import trl_head
-    from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head
-
-    apply_fused_head()
-    if MODE == "loss":
-        trl.GRPOTrainer = FusedGRPOTrainer
-    if MODE == "wrong":
-        right = trl_head._log_probs
-
-        def wrong(*args: Any) -> Any:
-            out = right(*args)
-            return out._replace(log_probs=out.log_probs * 1.01)
-
-        trl_head._log_probs = wrong
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    RECORDER.test = item.nodeid
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        OUTCOMES[report.nodeid] = report.outcome
-
-
-def pytest_sessionfinish() -> None:
-    out = {"outcomes": OUTCOMES, "steps": RECORDER.steps}
-    Path(os.environ["GAC_TRL_OUT"]).write_text(json.dumps(out))

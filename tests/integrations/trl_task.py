@@ -7,14 +7,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from gac.data.rows import Row
 from gac.demo import task
-from gac.integrations.trl import GACTrainer
+from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.methods import GAC, Constant
 from tests.integrations.tiny import demonstrations
 
@@ -126,8 +128,42 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
 
-def train_and_resume(model: Path, out: Path) -> dict[str, Any]:
-    """Run one rank: four steps with a checkpoint after two, then the last two again from it."""
+def sharded_gradients(model: Path, out: Path) -> list[dict[str, Tensor]]:
+    """Gradients of TRL's loss and ours for one micro-batch, with all weights sharded by FSDP2.
+
+    The model's head must not be tied.
+    """
+    trainer, _ = make_trainer(model, out, FusedGRPOTrainer)
+    network, rank = trainer.model.train(), trainer.accelerator.process_index
+    for part in (*network.model.layers, network.lm_head, network):
+        fully_shard(part)
+    draw = torch.Generator().manual_seed(rank)
+    prompts, completions = (torch.randint(3, 9, (4, n), generator=draw) for n in (5, 6))
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": (torch.arange(6) < torch.tensor([[6], [3], [0], [5]])).long(),
+        "advantages": torch.randn(4, generator=draw),
+        "num_items_in_batch": torch.tensor(28),
+    }
+    trainer.current_gradient_accumulation_steps = 1
+    gradients = []
+    for kind in (GRPOTrainer, FusedGRPOTrainer):
+        trainer.__class__ = kind
+        network.zero_grad()
+        trainer._compute_loss(network, dict(inputs)).backward()
+        named = network.named_parameters()
+        gradients.append({n: p.grad.full_tensor() for n, p in named if p.grad is not None})
+    assert trainer.rollout_out is not None
+    return gradients
+
+
+def train_and_resume(model: Path, untied: Path | None, out: Path) -> dict[str, Any]:
+    """Run one rank: four steps with a checkpoint after two, then the last two again from it.
+
+    untied: a model for `sharded_gradients`; None skips them.
+    """
     gc.freeze()
     options = {
         "controller": GAC(update_every=2),
@@ -158,4 +194,5 @@ def train_and_resume(model: Path, out: Path) -> dict[str, Any]:
         "resumed": weights(resumed),
         "resumed_mu": resumed.mixer.mu,
         "error_message": error_message,
+        "sharded": sharded_gradients(untied, out) if untied else [],
     }
