@@ -1,0 +1,191 @@
+"""Valid ranges of numeric arguments: values at and next to the bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gac import ControllerConfig
+from gac.control.alarm import Alarm
+from gac.control.gate import Gate
+from gac.control.schedules import MixSchedule, RandomPrior
+from gac.control.signals import ConstantVariance, RandomDisagreement, ShuffledDisagreement
+from gac.control.solvers import (
+    DWAState,
+    FAMOState,
+    GradNormState,
+    Gram,
+    cagrad,
+    dwa_step,
+    dwa_weights,
+    famo_step,
+    gradnorm_step,
+    moco_step,
+    nash_mtl,
+    pcgrad,
+    sdmgrad,
+    uncertainty_step,
+)
+from gac.evaluation.task import EvalTask
+from gac.faults.guard import GuardConfig
+from gac.methods import METHODS
+from gac.models.causal_lm import LoraConfig
+from gac.rewards.noise import RewardNoise
+from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
+from gac.training.optim import OptimConfig
+
+GRAM = Gram(2.0, 0.5, 1.0)
+UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
+ABOVE_ZERO_TO_ONE = "(0, 1]"
+VALUES = (-math.inf, -1.0, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 2.0)
+
+
+def inside(value: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    above = low <= value if interval[0] == "[" else low < value
+    return above and (value <= high if interval[-1] == "]" else value < high)
+
+
+def gate(**fields):
+    return Gate(form="z", **fields)
+
+
+def vllm(**fields):
+    return VLLMConfig(url="http://localhost:8000", **fields)
+
+
+def solver(function, *arguments):
+    return lambda **options: function(*arguments, **options)
+
+
+def method(name: str, **required):
+    return lambda **fields: METHODS[name](**required, **fields)
+
+
+NUMBERS = [  # callable, interval, names of its arguments
+    (ControllerConfig, BELOW_ONE, "ema_decay signal_decay kl_decay"),
+    (ControllerConfig, UNIT, "prior_blend"),
+    (lambda mu_max: ControllerConfig(mu_min=0, mu_init=0, mu_max=mu_max), UNIT, "mu_max"),
+    (
+        lambda alpha_min: ControllerConfig(alpha_min=alpha_min, alpha_init=1, alpha_max=1),
+        UNIT,
+        "alpha_min",
+    ),
+    (ControllerConfig, FREE, "max_step kl_up kl_down kl_hysteresis"),
+    (ControllerConfig, POSITIVE, "kl_target"),
+    (gate, UNIT, "at_zero hysteresis"),
+    (gate, FREE, "slope"),
+    (gate, BELOW_ONE, "decay"),
+    (Alarm, POSITIVE, "threshold min_scale"),
+    (Alarm, FREE, "slack"),
+    (Alarm, BELOW_ONE, "decay"),
+    (Alarm, "[0, 0.5)", "trim"),
+    (lambda **fields: Alarm(slack=0.5, **fields), "(0.5, inf)", "clip"),
+    (lambda low: RandomPrior(low=low, high=1.0), UNIT, "low"),
+    (lambda **fields: MixSchedule(**{"peak": 1.0, "valley": 0.0, **fields}), UNIT, "peak valley"),
+    (lambda **fields: MixSchedule(1.0, 0.0, **fields), UNIT, "start"),
+    (ConstantVariance, FREE, "value"),
+    (lambda low: RandomDisagreement(low=low, high=9.0), FREE, "low"),
+    (lambda high: RandomDisagreement(low=0.5, high=high), "[0.5, inf)", "high"),
+    (solver(gradnorm_step, GradNormState(), GRAM), FREE, "lr"),
+    (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
+    (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
+    (solver(cagrad, GRAM), FREE, "radius"),
+    (solver(nash_mtl, GRAM), POSITIVE, "max_norm"),
+    (solver(sdmgrad, GRAM), FREE, "regularization"),
+    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), FREE, "lr"),
+    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), POSITIVE, "bound"),
+    (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
+    (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
+    (GuardConfig, POSITIVE, "max_norm"),
+    (OptimConfig, POSITIVE, "lr"),
+    (RolloutConfig, POSITIVE, "temperature correction_max"),
+    (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
+    (vllm, POSITIVE, "timeout"),
+    (RewardNoise, UNIT, "rate"),
+    (LoraConfig, BELOW_ONE, "dropout"),
+    (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
+    (EvalTask, FREE, "temperature"),
+]
+METHOD_NUMBERS = [
+    ("constant", UNIT, "mu"),
+    ("dpo", POSITIVE, "beta"),
+    ("ipo", POSITIVE, "tau"),
+    ("uft", FREE, "coef"),
+    ("uft", UNIT, "low high"),
+    ("moco", ABOVE_ZERO_TO_ONE, "rate"),
+    ("moco", FREE, "decay"),
+    ("nash-mtl", POSITIVE, "scale"),
+    ("guarded", UNIT, "mu_suspect"),
+    ("prefix-rft", UNIT, "high top"),
+    ("relift", POSITIVE, "sft_coef"),
+    ("hpt", POSITIVE, "sft_coef"),
+    ("multitask", FREE, "sft_coef"),
+    ("sdar", FREE, "beta"),
+]
+NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]
+COUNTS = [  # callable, minimum, names of its arguments
+    (ControllerConfig, 1, "update_every early_update_every"),
+    (ControllerConfig, 0, "early_steps"),
+    (Alarm, 2, "warmup"),
+    (Alarm, 0, "source_steps"),
+    (RandomPrior, 1, "interval"),
+    (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
+    (ShuffledDisagreement, 2, "window"),
+    (solver(dwa_step, DWAState(), (1.0, 1.0)), 1, "window"),
+    (method("uft"), 1, "hint_steps pieces"),
+    (method("amft"), 0, "warmup"),
+    (method("amft"), 1, "update_every"),
+    (method("relift"), 1, "buffer"),
+    (method("sft-then-rl"), 0, "sft_steps"),
+    (method("gradnorm-ctrl"), 1, "update_every"),
+    (GuardConfig, 1, "patience"),
+    (GuardConfig, 0, "keep"),
+    (RewardNoise, 0, "start"),
+    (LoraConfig, 1, "rank alpha"),
+    (RolloutConfig, 1, "prompts completions max_new_tokens reuse"),
+    (PagedConfig, 1, "max_batch_tokens num_blocks"),
+    (PagedConfig, 4, "page_size"),
+    (EvalTask, 1, "max_new_tokens batch"),
+    (lambda samples: EvalTask(samples=samples, temperature=1.0), 1, "samples"),
+]
+
+
+def accepts(call, name: str, value: float) -> bool:
+    """Whether `call` accepts the argument; an error must name it with its value."""
+    try:
+        call(**{name: value})
+    except ValueError as error:
+        assert f"{name}={value!r}: use " in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("call", "interval", "names"), NUMBERS)
+def test_numbers_are_accepted_exactly_in_their_interval(call, interval: str, names: str) -> None:
+    bounds = [x for x in map(float, interval[1:-1].split(",")) if math.isfinite(x)]
+    values = [*VALUES, *(x + d for x in bounds for d in (-1e-9, 0, 1e-9))]
+    for name in names.split():
+        assert [x for x in values if accepts(call, name, x)] == [
+            x for x in values if inside(x, interval)
+        ], name
+
+
+@pytest.mark.parametrize(("call", "minimum", "names"), COUNTS)
+def test_counts_are_accepted_from_their_minimum(call, minimum: int, names: str) -> None:
+    for name in names.split():
+        accepted = [accepts(call, name, minimum + i) for i in (-2, -1, 0, 1)]
+        assert accepted == [False, False, True, True], name
+
+
+@pytest.mark.parametrize("name", ["mu", "alpha"])
+def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
+    low, high, init = f"{name}_min", f"{name}_max", f"{name}_init"
+
+    def limited(**fields):
+        return ControllerConfig(**{low: 0.2, high: 0.6, init: 0.6, **fields})
+
+    assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
+    assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
+    assert not accepts(RandomPrior, "low", 0.95)  # above the default of `high`
