@@ -94,7 +94,8 @@ def compare(
     """Check, time and record one shape; returns each provider's minimum time in milliseconds.
 
     Ours is timed together with the GEMMs and saved first. Every other provider then alternates with
-    ours and is saved before the next one starts, so that a run that is cut short keeps the rest.
+    ours and is saved before the next one starts, so that a run that is cut short keeps its earlier
+    results.
 
     chosen: the providers, by name; default: all that run without torch.compile. Without "ours",
     ours is timed only for comparison.

@@ -141,7 +141,7 @@ def compare(
     """Check, time and record losses; returns minimum times in milliseconds.
 
     Each group of providers (a copy with each of our backends, then each other loss) is saved before
-    the next one starts, so that a run that is cut short keeps the rest.
+    the next one starts, so that a run that is cut short keeps its earlier results.
 
     bandwidth: of a copy, in GB/s. chosen: names of losses; default: all.
     """

@@ -70,8 +70,9 @@ def state_bytes(shape: Shape, shards: int, reference: bool = True) -> float:
 def backward_peak_bytes(shape: Shape, shards: int, reference: bool = True) -> float:
     """Peak bytes in the backward pass: states, sharded gradients and temporarily unsharded tensors.
 
-    Unsharded are the root and two layers in bfloat16 (one in use, one being prefetched), the root's
-    gradient in bfloat16, and the head's float32 gradient while the fused loss accumulates it.
+    The unsharded tensors are the root and two layers in bfloat16 (one in use, one being
+    prefetched), the root's gradient in bfloat16, and the head's float32 gradient while the fused
+    loss accumulates it.
     """
     head = shape.vocabulary * shape.hidden
     unsharded = COMPUTE * (2 * shape.root + 2 * shape.layer) + MASTER * head

@@ -16,7 +16,7 @@ class LUFFY(Method):
     """Each group has K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
     As in the released training script, the baseline is the mean reward of the whole group,
-    advantages are not divided by the standard deviation, nothing is clipped, and the sum of all
+    advantages are not divided by the standard deviation, and nothing is clipped. The sum of all
     token losses is divided by rows times `loss.max_tokens`.
     """
 

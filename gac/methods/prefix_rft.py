@@ -28,10 +28,10 @@ class PrefixRFT(Method):
     The prefix is the first floor(l T) of the demonstration's T tokens, at most T - 1, with l
     uniform between `low`, which falls over the run, and `high`. Its tokens have the policy gradient
     -A p / p.detach() with the advantage A of their response, but only the share `top` with the
-    highest entropies in each prefix. The publication gives neither the number of steps of the
-    schedule, which covers the run, nor the importance ratio of the prefix after the first update
-    on the same rollouts, which is 1 here. The released code has further options for the prefix's
-    advantage, a dual clip of 3 and an entropy bonus of 0.001, which are not implemented.
+    highest entropies in each prefix. The publication does not give the number of steps of the
+    schedule, which covers the run here, nor the importance ratio of the prefix after the first
+    update on the same rollouts, which is 1 here. The released code has further options for the
+    prefix's advantage, a dual clip of 3 and an entropy bonus of 0.001, which are not implemented.
     """
 
     name: ClassVar[str] = "prefix-rft"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class SRFT(Method):
     """Entropy-weighted cross-entropy and policy gradient on demonstrations, likelihood on rollouts.
 
-    With H the mean token entropy of a response, the loss is 0.5 exp(-H) (-log p) - A p for
-    demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones, averaged
-    over the tokens of each term.
+    H is the mean token entropy of a response. The loss is 0.5 exp(-H) (-log p) - A p for
+    demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones. It is
+    averaged over the tokens of each term.
     """
 
     name: ClassVar[str] = "srft"

@@ -18,9 +18,9 @@ from .base import Loss, Method, Mix, Observation, State
 class UFT(Method):
     """GRPO from a random hint per prompt, plus coef times the mean cross-entropy of hint tokens.
 
-    The hint is the first j of `pieces` equal parts of the demonstration without its EOS, with j
-    binomial of probability low + (high - low) (1 + cos(pi (t + 1) / hint_steps)) / 2 at step t, and
-    no hint from step `hint_steps` on. The publication's parts are steps of the solution; the
+    The hint is the first j of `pieces` equal parts of the demonstration without its EOS. At step t,
+    j is binomial with probability low + (high - low) (1 + cos(pi (t + 1) / hint_steps)) / 2; from
+    step `hint_steps` on, there is no hint. The publication's parts are steps of the solution; the
     released code cuts it into at most five, here by tokens. All rollouts of a prompt have the same
     hint. The published KL term is `loss.kl_coef`, 0.001 in the released code.
     """

@@ -55,12 +55,12 @@ class CodeReward(Reward):
     The program is the last fenced code block of the completion, or the whole completion if there is
     none. If it does not define the row's entry point, it is treated as a continuation of the row's
     prompt. The program runs in sandboxed processes that can only compute (`docs/sandbox.md`) and
-    never sees the tests. A row holds either `tests`, Python statements that use the program's names
-    and run in order after `setup`, or `cases`, pairs of standard input and expected output
-    (trailing white space and trailing empty lines are ignored). A row that no program could pass is
-    an error if this can be shown without a program (its setup fails, its tests are not valid
-    Python, a field is missing) or by running the row's own answer. Every failure that a program can
-    cause scores 0.
+    never sees the tests. A row holds either `tests` or `cases`. `tests` are Python statements that
+    use the program's names and run in order after `setup`. `cases` are pairs of standard input and
+    expected output; trailing white space and trailing empty lines are ignored. A row that no
+    program could pass is an error if this can be shown without a program (its setup fails, its
+    tests are not valid Python, a field is missing) or by running the row's own answer. Every
+    failure that a program can cause scores 0.
 
     Args:
         timeout: CPU-time limit of a program, or of each case, in whole seconds. The wall-clock

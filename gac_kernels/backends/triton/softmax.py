@@ -1,7 +1,7 @@
 """Device functions for one row of logits: softmax statistics in one read, gradient in one write.
 
-Notation: V vocabulary size, L lanes, R consecutive logits per lane. A lane keeps its own maximum
-and sums, so that the loop over the vocabulary needs no exchange between threads, and a sum of V
+Notation: V vocabulary size, L lanes, R consecutive logits per lane. Each lane keeps its own maximum
+and sums. The loop over the vocabulary therefore needs no exchange between threads, and a sum of V
 terms is a tree reduction of L short sums. Exponents are base 2: z = x exp2_scale for a logit x,
 where exp2_scale = log2(e) / temperature. With a softcap, x is the capped logit; None: no softcap,
 and no code for it.
