@@ -47,8 +47,9 @@ def test_wilson_by_hand():
 
 
 def test_wilson_rejects_scores_above_one():
-    with pytest.raises(ValueError, match="1.5.*in \\[0, 1\\]"):
-        accuracy_interval([0.5, 1.5])
+    for wrong in (1.5, -0.5):
+        with pytest.raises(ValueError, match=f"{wrong}.*in \\[0, 1\\]"):
+            accuracy_interval([0.5, wrong])
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,27 @@ def test_accuracy_interval_uses_the_sample_variance():
     low, high = accuracy_interval([0.0, 0.5, 1.0, 0.5])
     assert low == pytest.approx(0.5 - half, abs=1e-12)
     assert high == pytest.approx(0.5 + half, abs=1e-12)
+
+
+def test_two_values_have_intervals():
+    """Means 0.5 and 1: variance 1/8, so the effective size is 0.75 * 0.25 * 8 * 2 = 3."""
+    square = Z95 * Z95 / 3
+    half = Z95 / (1 + square) * math.sqrt(0.1875 / 3 + square / 12)
+    middle = (0.75 + square / 2) / (1 + square)
+    expected = (middle - half, min(middle + half, 1.0))
+    assert accuracy_interval([0.5, 1.0]) == pytest.approx(expected, abs=1e-12)
+    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [3, 900])  # one chunk of resamples, three chunks
+def test_bootstrap_uses_every_resample(count, monkeypatch):
+    empty = np.empty
+
+    def poisoned(shape, *dtype, **options):
+        array = empty(shape, *dtype, **options)
+        if array.dtype.kind == "f":
+            array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(np, "empty", poisoned)
+    assert bootstrap_interval([2.0] * count) == (2.0, 2.0)

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,11 +15,13 @@ from gac import cli
 from gac.config import ConfigError, load
 from gac.data import DataConfig, load_prompts
 from gac.demo.task import make_tokenizer
+from gac.evaluation.cells import align_columns
 from gac.evaluation.during import Evaluator
-from gac.evaluation.suite import EvalConfig, read_samples, run_suite
-from gac.evaluation.task import Answer, EvalTask, generate_answers, summary
+from gac.evaluation.suite import EvalConfig, evaluate_single, read_samples, run_suite
+from gac.evaluation.task import Answer, EvalSettings, EvalTask, generate_answers, summary
 from gac.models.causal_lm import load_model, load_tokenizer
 from gac.rewards import build_reward
+from gac.rollouts.generation import generate
 
 from . import ranks
 from .tiny import tiny_config
@@ -58,6 +61,16 @@ def test_results_follow_the_documented_format(task, tmp_path):
     assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
 
 
+def test_a_single_task_gives_the_accuracies_of_a_suite(task, tmp_path):
+    config = suite(task, tmp_path / "e")
+    settings = EvalSettings(**vars(config.tasks["greedy"]))
+    row = evaluate_single(replace(config, settings=settings, tasks={}))
+    expected = run_suite(config)["tasks"]["greedy"]
+    splits = {name: split["accuracy"] for name, split in expected["splits"].items()}
+    assert row["accuracy"] == expected["accuracy"]
+    assert {name: row[f"accuracy/{name}"] for name in splits} == splits
+
+
 def test_finished_tasks_are_not_run_again(task, tmp_path):
     config = suite(task, tmp_path / "e")
     first = run_suite(config)
@@ -70,6 +83,8 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
     assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
     assert resumed["tasks"] == first["tasks"]
+    config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
+    assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
 
 
 def test_results_of_other_settings_are_refused(task, tmp_path):
@@ -138,6 +153,7 @@ def test_summary_by_hand():
         ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
+        ({"settings": {"every": 5}}, "settings.every and settings.tasks apply only to training"),
     ],
 )
 def test_mistakes_name_the_key(task, tmp_path, changes, message):
@@ -238,13 +254,37 @@ def test_partial_scores_do_not_count_as_solved():
     assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5}
 
 
-def test_batches_have_different_seeds(task):
+def test_batches_have_different_seeds(task, monkeypatch):
     """The same prompt in two batches gets different samples."""
-    config = tiny_config(task, task)
+    sizes, shares = [], []
+
+    def counted(model, words, prompts, **options):
+        sizes.append(len(prompts))
+        shares.append(options["top_p"])
+        return generate(model, words, prompts, **options)
+
+    monkeypatch.setattr("gac.evaluation.task.generate", counted)
+    data = {"prompts": str(task / "eval.jsonl"), "limit": 1}
+    config = tiny_config(task, task, eval={"data": data, "max_new_tokens": 2})
     model, words = load_model(config.model, 0), load_tokenizer(config.model)
-    one = load_prompts(DataConfig(prompts=str(task / "eval.jsonl"), limit=1), words)
-    eval_task = EvalTask(samples=8, temperature=1.0, batch=8, max_new_tokens=8)
+    one = load_prompts(DataConfig(**data), words)
+    eval_task = EvalTask(samples=8, temperature=1.0, top_p=0.9, batch=8, max_new_tokens=8)
     reward = build_reward("tests.tiny:digit_reward")
     answers = generate_answers(model, words, [*one, *one], reward, eval_task, 0)
     first, second = ([a.response for a in answers if a.number == n] for n in (0, 1))
     assert len(first) == len(second) == 8 and first != second
+    assert sizes == [1, 1] and shares == [0.9, 0.9]
+    generate_answers(model, words, [*one] * 3, reward, EvalTask(batch=None, max_new_tokens=1), 0)
+    assert sizes[2:] == [3]
+    row = Evaluator(config.eval, words, reward, 0)(model)
+    assert {"accuracy", "response_length"} < set(row) and 0 < row["seconds"] < 60
+
+
+def test_columns_are_aligned():
+    lines = [["method", "mean", "n"], ["a", "1.25", "10"], ["b", "-", "3"]]
+    assert align_columns(lines).splitlines() == [
+        "method  mean   n",
+        "-" * 16,
+        "a       1.25  10",
+        "b          -   3",
+    ]
