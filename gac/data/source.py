@@ -69,11 +69,11 @@ class SourceRow:
 def read_rows(source: str) -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
-    `source` is a file, a folder or a dataset on the Hub. A file is `.jsonl`, `.json`, `.csv` or
-    `.tsv`, optionally with `.gz`, or `.parquet` or `.arrow`. A folder has a saved Hugging Face
-    dataset or data files: `folder`, or `folder:split` if it has several splits. A dataset on the
-    Hub is `owner/name`, `owner/name:split` or `owner/name:configuration:split`. `~` and `$NAME` are
-    expanded.
+    `source` is a file, a folder or a dataset on the Hub. A file ends in `.parquet` or `.arrow`, or
+    in `.jsonl`, `.json`, `.csv` or `.tsv`, optionally followed by `.gz`. A folder contains a saved
+    Hugging Face dataset or data files: `folder`, or `folder:split` if it has several splits. A
+    dataset on the Hub is `owner/name`, `owner/name:split` or `owner/name:configuration:split`. `~`
+    and `$NAME` are expanded.
 
     Raises:
         MissingData: a path that does not exist.

@@ -63,7 +63,7 @@ def rollout_term(
     POLICY: tl.constexpr,
     HAS_DUAL: tl.constexpr,
 ):
-    """A rollout token's policy loss, its derivative by logp, and 1 if it was clipped.
+    """A rollout token's policy loss, its derivative in logp, and 1 if it was clipped.
 
     Also the ratio, and whether it is clamped at exp(MAX_LOG_RATIO).
     """
