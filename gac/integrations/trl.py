@@ -1,7 +1,8 @@
 """Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also trains on demonstrations.
 
 loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu is updated after
-each optimizer step. Works with TRL 1.9 to 1.16; docs/integrations/trl.md lists unsupported options.
+each optimizer step. Works with TRL 1.9 and later; docs/integrations/trl.md lists unsupported
+options.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ def _score(
 
 def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
     """Unsupported options, which would be ignored or weighted incorrectly."""
-    return unsupported_options(trainer) | {
+    options = unsupported_options(trainer)
+    options.pop("torch_compile")
+    return options | {
         "processing_class": (
             isinstance(trainer.processing_class, ProcessorMixin),
             "images are not supported: use a text model",

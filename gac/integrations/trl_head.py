@@ -95,6 +95,7 @@ class FusedLogProbs:
     """Stands in for TRL's autograd function, of which only `apply` is used."""
 
     @staticmethod
+    @torch.compiler.disable  # the kernels gain nothing, and tracing them is slow
     def apply(
         hidden: Tensor,
         weight: Tensor,

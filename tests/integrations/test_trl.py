@@ -157,6 +157,19 @@ def test_trainer_options_are_compatible(model: Path, tmp_path: Path):
     assert all(0 < value < 100 for value in values)
 
 
+def test_compiled_model(tmp_path: Path):
+    gradients = []
+    tiny.write_model(tmp_path / "model", num_hidden_layers=1)  # compiling is slow
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer, recorder = trl_task.make_trainer(
+            tmp_path / "model", tmp_path, gradient_accumulation_steps=1, **options
+        )
+        trainer.train()
+        assert missing_hook() or trainer.rollout_out is not None
+        gradients.append(recorder.gradients[0])
+    assert plain.relative_error(gradients[1], gradients[0]) < TOLERANCE
+
+
 def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     """The logged signals match plain torch code over the whole step."""
     trainer, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), beta=1e-30)
@@ -297,7 +310,6 @@ def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
         with pytest.raises(error, match=message):
             trl_task.make_trainer(model, tmp_path, **changes)
 
-    assert_rejected("does not support torch_compile: set it to False", torch_compile=True)
     virtual = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     assert_rejected("does not support peft_config: .*LoRA", peft_config=virtual)
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -108,6 +108,7 @@ TOOL = {
         },
     },
 }
+REVISION = "0" * 40
 ROWS = (("train", 17), ("test", 2))  # as on the hub
 
 
@@ -117,10 +118,10 @@ def write_models(home: Path) -> None:
         return
     for name, (kind, template, sizes) in MODELS.items():
         folder = home / "hub" / f"models--{ORGANIZATION}--{name}"
-        snapshot = folder / "snapshots" / "0"
+        snapshot = folder / "snapshots" / REVISION
         snapshot.mkdir(parents=True, exist_ok=True)
         (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / "main").write_text("0")
+        (folder / "refs" / "main").write_text(REVISION)
         tokenizer = make_tokenizer(template)
         config = getattr(transformers, f"{kind.split('For')[0]}Config")(
             vocab_size=len(tokenizer),
