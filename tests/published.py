@@ -165,6 +165,21 @@ def relift(rows: list[RowTerms]) -> Tensor:
     )
 
 
+def dypo(rows: list[RowTerms]) -> Tensor:
+    """GRPO / 2 + GAL / 2, over the pairs of successful and failed rollouts of each prompt."""
+    rollouts = [r for r in rows if not r.row.is_demo]
+    gal = []
+    for unit in sorted({r.row.unit for r in rollouts}):
+        group = [r for r in rollouts if r.row.unit == unit]
+        assert len(group) == 4
+        h = [((r.logp - r.ref).sum(), r.a) for r in group]
+        wins, losses = [x for x, a in h if a > 0], [x for x, a in h if a < 0]
+        pairs = [-torch.log(torch.sigmoid(i - j)) for i in wins for j in losses]
+        gal.append(sum(pairs) / len(pairs))
+    assert gal and len(rollouts) < len(rows)
+    return (policy_gradient(rows) + sum(gal) / len(gal)) / 2 + nll(rows)
+
+
 def sdar(rows: list[RowTerms]) -> Tensor:
     """GRPO + 0.01 sigmoid(5 D) D, over all tokens."""
     assert not any(r.row.is_demo for r in rows)
@@ -231,6 +246,7 @@ LOSSES = {
     "hpt": hpt,
     "superrl": superrl,
     "relift": relift,
+    "dypo": dypo,
     "sdar": sdar,
     "trapo": trapo,
     "uft": uft,
@@ -327,6 +343,7 @@ EXTRA = {
     "hpt": {"correct": 0.5},
     "superrl": {"correct": 0.5},
     "amft": {"warmup": 0},
+    "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},
     "srft": {"correct": 0.3},
     "oracle": {"gradient_parts": 2},

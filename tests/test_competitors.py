@@ -14,8 +14,10 @@ from gac.data.rows import Batch
 from gac.methods import METHODS, Observation
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
+from gac.rollouts.advantages import Credit
+from gac.rollouts.sampling import Sample
 from gac.training.trainer import Trainer
-from gac_kernels import LossOutput, LossSpec
+from gac_kernels import LossOutput, LossSpec, fused_gac_loss
 
 from .tiny import tiny_config
 
@@ -144,3 +146,68 @@ def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
     (grad,) = torch.autograd.grad(2 * out.loss, x)
     expected = [-0.2 * 0.5, 0, -0.2 * 0.3, -0.2 * 0.8, -0.2 * 0.6]
     assert grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
+    """Log-ratios log 2, 0, log 4 with A = 1, -1, -1 in one prompt; 0, 0 with -1, 1 in another."""
+    method = METHODS["dypo"](alpha=0.25, beta=2.0)
+    p = torch.tensor([0.5, 0.25, 0.8, 0.5, 0.5])
+    x = (p / (1 - p)).log().requires_grad_()
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
+    ref = (p / torch.tensor([2.0, 1.0, 4.0, 1.0, 1.0])).log()[:, None]
+    targets, units = torch.zeros(5, 1, dtype=torch.int64), torch.tensor([7, 7, 7, 2, 2])
+    advantages, demos = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0]), torch.zeros(5, dtype=torch.bool)
+    batch = Batch(targets, targets, advantages, demos, tuple(range(5)), 1, units=units)
+    loss, head = method.loss(LossSpec()), Head(None, logits=logits)
+    norms = TermPair(demo=1.0, rollout=5.0)
+    out = custom_loss(loss.token, head, None, batch, 0.0, None, ref, loss.spec, norms)
+    # -log sigmoid(2 log 2) = log(5 / 4), -log sigmoid(-2 log 2) = log 5, -log sigmoid(0) = log 2
+    gal = [(math.log(5 / 4) + math.log(5)) / 2] * 3 + [LOG2] * 2
+    grpo = [-1.0, 1.0, 1.0, 1.0, -1.0]
+    expected = sum(0.25 * a + 0.75 * b for a, b in zip(grpo, gal, strict=True)) / 5
+    assert out.loss.item() == pytest.approx(expected, rel=1e-5)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    slope = 5 * grad / (1 - p)
+    # a pair has the slope -2 sigmoid(-2 d): -2/5 for d = log 2, -8/5 for -log 2, -1 for 0; in a
+    # group of n rows with m pairs, it counts n / m times
+    pairs = [3 / 2 * (-2 / 5 - 8 / 5), 3 / 2 * 2 / 5, 3 / 2 * 8 / 5, 2.0, -2.0]
+    expected = [0.25 * a + 0.75 * b for a, b in zip(grpo, pairs, strict=True)]
+    assert slope.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_dypo_grades_prompts_by_their_rollouts() -> None:
+    rewards = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, math.nan], [math.nan] * 2])
+    credit = METHODS["dypo"]().credit(rewards, None, "std")
+    assert credit.demo_weight.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert credit.rollout_weight.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_dypo_trains_whole_groups_only(task, tmp_path) -> None:
+    method = {"name": "dypo", "correct": 0.4}
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, micro_batch=5))
+    assert trainer.feed.unit == trainer.gradients.forward.micro.unit == 4
+    example, credit = trainer.feed.prompts[0], Credit(*(torch.ones(4), *torch.ones(3)))
+    kept = [Sample((), (3, 4), 1.0, False)] * 3
+    dropped = Sample((), (3, 4), math.nan, False)
+    rows = trainer.sampler._rows(example, [*kept, dropped], credit)
+    assert [row.is_demo for row in rows] == [True]
+    assert len(trainer.sampler._rows(example, [*kept, kept[0]], credit)) == 5
+
+
+def test_sdar_reserves_the_length_of_the_teachers_context(task, tmp_path) -> None:
+    trainer = Trainer(tiny_config(task, tmp_path, method={"name": "sdar"}, eval={}))
+    longest = max(2 * len(e.prompt) + len(e.demo) for e in trainer.feed.prompts)
+    assert trainer.feed.longest_row(5) == longest + 5
+    contexts = {row.context for row in trainer._sample()}
+    assert contexts <= {e.prompt + e.demo for e in trainer.feed.prompts}
+
+
+def test_echo_is_the_fused_loss_with_a_role_per_token() -> None:
+    """Two sampled tokens with A = 2, two observations with p = 1/2 and 1/4, and lambda = 0.05."""
+    p = torch.tensor([0.3, 0.5, 0.25, 0.6])
+    logits = torch.stack([(p / (1 - p)).log(), torch.zeros(4)], -1)[None]
+    observation = torch.tensor([[False, True, True, False]])
+    spec = LossSpec(demo_weight="one", rollout_reduction="token", demo_reduction="token")
+    targets, advantage = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([2.0])
+    out = fused_gac_loss(logits, targets, advantage, observation, mu=0.05 / 1.05, spec=spec)
+    assert 1.05 * out.loss.item() == pytest.approx(-2.0 + 0.05 * 1.5 * LOG2, rel=1e-6)

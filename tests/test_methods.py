@@ -54,6 +54,7 @@ NEEDS = {
     **dict.fromkeys(["multitask", "luffy", "hpt", "superrl", "relift"], DEMOS_OF_PROMPTS),
     **dict.fromkeys(["trapo", "uft"], (*DEMOS_OF_PROMPTS, "prefixes")),
     "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
+    "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
     "sdar": (*DEMOS_OF_PROMPTS, "teacher", "log-probs"),
     "srft": (*DEMOS_OF_PROMPTS, "log-probs"),
     "gta": SEPARATE_GRADIENTS,
@@ -66,6 +67,8 @@ NEEDS = {
         (*SEPARATE_GRADIENTS, "reference"),
     ),
 }
+# Methods with a curriculum, a collection or a slow controller, trained for ten steps.
+STATEFUL = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
 # Settings that use every feature of a method within four steps.
 SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
@@ -75,6 +78,7 @@ SHORT_RUN_FIELDS = {
     "superrl": {"correct": 0.4},
     "uft": {"hint_steps": 3},
     "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
+    "dypo": {"correct": 0.4},
     "relift": {"correct": 0.4, "buffer": 3},
     "srft": {"correct": 0.4},
     "gradnorm-ctrl": {"update_every": 2},
@@ -109,13 +113,16 @@ def test_methods_page_is_up_to_date():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
-    config = config_of(name, task, tmp_path / "whole", eval={})
+    steps = 10 if name in STATEFUL else 4
+    config = config_of(
+        name, task, tmp_path / "whole", eval={}, steps=steps, checkpoint_every=steps // 2
+    )
     assert load(TrainConfig, dump(config)) == config
     uninterrupted = Trainer(config)
     before = [p.detach().clone() for p in uninterrupted.model.parameters()]
     uninterrupted.run()
     rows = metrics(tmp_path / "whole")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
     assert all(
         math.isfinite(row["grad_norm"]) and 0 <= row["mu"] <= 1
         for row in rows
@@ -127,9 +134,9 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     assert any(moved) and all(p.isfinite().all() for p in uninterrupted.model.parameters())
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{steps:08}")
     resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
-    assert resumed.step == 2
+    assert resumed.step == steps // 2
     resumed.run()
     assert metrics(tmp_path / "cut") == rows
     assert resumed.state == uninterrupted.state

@@ -78,6 +78,7 @@ class Batch(NamedTuple):
     position_ids: Tensor | None = None  # int64 [1, N], from 0 in each row; packed batches only
     row_bounds: Tensor | None = None  # int32 [rows + 1]; packed batches only
     cu_seqlens: Tensor | None = None  # int32 [S + 1]; None if the sequences are the padded rows
+    units: Tensor | None = None  # int64 [S], on the CPU: `Row.unit` of each sequence
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -128,12 +129,13 @@ def collate(
     targets = np.where(scored, np.roll(ids, -1), -100)
     advantages = torch.tensor([row.advantage for row in rows])
     is_demo = torch.tensor([row.is_demo for row in rows])
+    units = torch.tensor([row.unit for row in rows])
     bounds = starts if packed else None
     if any(row.mixed for row in rows):
         # position t predicts token t + 1, so the demonstration part ends one position earlier
         parts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
         bounds = (*itertools.chain(*parts), starts[-1])
-        advantages = advantages.repeat_interleave(2)
+        advantages, units = (x.repeat_interleave(2) for x in (advantages, units))
         is_demo = torch.tensor([True, False]).repeat(len(rows))
 
     def to_device(x: np.ndarray) -> Tensor:
@@ -153,6 +155,7 @@ def collate(
         position_ids=to_device(positions) if packed else None,
         row_bounds=to_bounds(starts) if packed else None,
         cu_seqlens=to_bounds(bounds),
+        units=units,
     )
 
 

@@ -12,6 +12,7 @@ from .chord import CHORD, HPCD, WCF, CHORDBoth, CHORDPhi
 from .constant import Constant
 from .dpo import DPO, IPO
 from .dwa import DWA
+from .dypo import DYPO
 from .famo import FAMO
 from .gac import GAC
 from .gac_variants import GAC_VARIANTS
@@ -48,7 +49,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (DPO, IPO),
     (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
     (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl, AMFT),
-    (MultiTask, LUFFY, SRFT, HPT, SuperRL, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
+    (MultiTask, LUFFY, SRFT, HPT, SuperRL, DYPO, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (Guarded, GuardedProbing, GAC, *GAC_VARIANTS),

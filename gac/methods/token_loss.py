@@ -42,6 +42,8 @@ class TokenView(NamedTuple):
     teacher: Tensor | None = None
     """[N] log-probs of the policy that sees the demonstration, nan without one; see
     `Sampling.teacher`."""
+    units: Tensor | None = None
+    """int64 [S] on the CPU, equal for the sequences of one prompt."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
@@ -107,7 +109,7 @@ def custom_loss(
     tokens = plan(inputs, spec)
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
     teacher = None if teacher_logps is None else teacher_logps.flatten()
-    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference, teacher)
+    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference, teacher, batch.units)
     loss = torch.where(tokens.live, token_loss(view), 0)
     log_ratio = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
     kl = torch.where(tokens.live & ~tokens.demo, log_ratio.exp() - log_ratio - 1, 0)

@@ -44,6 +44,10 @@ class Sampling:
     """Sample the rollouts from the frozen initial policy."""
     pairs: bool = False
     """Keep only each prompt's best and worst rollout, with advantages 1 and -1."""
+    groups: bool = False
+    """All rollouts of a prompt stay in one micro-batch; a prompt with a dropped rollout has no
+    group.
+    """
     demo_in_group: bool = False
     """Demonstrations are scored and share the baseline of their prompt's rollouts."""
     teacher: bool = False
@@ -60,3 +64,7 @@ class Sampling:
     """Use only this many demonstrations, from the start of the set; None: all."""
     epochs: int | None = None
     """End the run after this many passes over the demonstrations; None: no such limit."""
+
+    def unit(self, completions: int) -> int:
+        """Number of rollouts that stay in one micro-batch, with `completions` per prompt."""
+        return completions if self.groups else 1 + self.pairs

@@ -353,9 +353,11 @@ class Sampler:
                 if self.plan.teacher and example.demo is not None:
                     row = row._replace(context=prompt + example.demo)
                 rows.append(row)
+        if self.plan.groups and len(rows) < len(group):
+            rows = []
         # prefixes already contain the demonstration
-        later = self.plan.collect or any(stage.has_prefix for stage in self.stages)
-        if demo_weight and not later:
+        included = any(stage.has_prefix for stage in self.stages)
+        if demo_weight and not included and not self.plan.collect:
             row = demo_row(example, self.plan.demo_tokens)
             rows.append(row._replace(advantage=credit.demos.item(), weight=demo_weight))
         return rows

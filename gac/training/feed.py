@@ -43,7 +43,8 @@ class Feed:
         self.uses_teacher = sampling.teacher
         self.collect = sampling.collect
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
-        self.unit = 1 + sampling.pairs  # number of rows that stay on one rank
+        # number of rows that stay on one rank
+        self.unit = sampling.unit(config.rollouts.completions)
         # no balancing if the gradients of several parts of each rank's rows are compared
         self.uses_balancing = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
         if needs.rollouts:

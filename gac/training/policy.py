@@ -114,8 +114,9 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
                 config.micro_tokens,
             )
         reshard(model)
-    pairs = config.method.sampling(config.rollouts.completions).pairs
-    return MicroBatches(config.micro_batch, config.micro_tokens, packed, 1 + pairs)
+    completions = config.rollouts.completions
+    unit = config.method.sampling(completions).unit(completions)
+    return MicroBatches(config.micro_batch, config.micro_tokens, packed, unit)
 
 
 def _supports_packing(model: nn.Module) -> bool:
