@@ -24,8 +24,9 @@ _TEXTS = tuple(
 
 
 class TokenScalars(NamedTuple):
-    """Scalars of the per-token formulas, under the names of `RowArguments` in backends/cpu.py."""
+    """Scalars of the per-token formulas; after the first, in the order of csrc/cpu/native.h."""
 
+    temperature: float
     ratio_low: float
     ratio_high: float
     dual_clip: float
@@ -34,7 +35,6 @@ class TokenScalars(NamedTuple):
     entropy_coef: float
     demo_weight: int
     demo_shape: float
-    temperature: float
     policy: int
     sapo_tau_positive: float
     sapo_tau_negative: float
@@ -45,7 +45,7 @@ class TokenScalars(NamedTuple):
 
 
 class PlanScalars(NamedTuple):
-    """Scalars of the token weights, in the order of `PlanArguments` in backends/cpu.py."""
+    """Scalars of the token weights, in the order of csrc/cpu/native.h."""
 
     shaped: bool
     rollout_reduction: int
@@ -56,6 +56,7 @@ class PlanScalars(NamedTuple):
 def token_scalars(spec: LossSpec) -> TokenScalars:
     """Encode the options of the per-token formulas."""
     return TokenScalars(
+        temperature=float(spec.temperature),
         ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
         ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
         dual_clip=math.inf if spec.dual_clip is None else float(spec.dual_clip),
@@ -64,7 +65,6 @@ def token_scalars(spec: LossSpec) -> TokenScalars:
         entropy_coef=float(spec.entropy_coef),
         demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
         demo_shape=float(spec.demo_shape),
-        temperature=float(spec.temperature),
         policy=POLICIES.index(spec.policy),
         sapo_tau_positive=float(spec.sapo_tau[0]),
         sapo_tau_negative=float(spec.sapo_tau[1]),

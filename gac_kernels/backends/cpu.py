@@ -16,7 +16,8 @@ import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,74 +35,61 @@ LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
 
 
-def _fields(layout: str) -> Iterator[tuple[str, Any]]:
-    """Fields of a structure, from "kind: names" lines."""
-    kinds = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "real": ctypes.c_double}
-    for line in layout.strip().splitlines():
-        kind, names = line.split(":")
-        yield from ((name, kinds[kind.strip()]) for name in names.split())
+class Layout:
+    """A structure of csrc/cpu/native.h: eight-byte fields, given as "kind: names" lines."""
+
+    def __init__(self, fields: str) -> None:
+        kinds = {"pointer": "P", "int": "q", "real": "d"}
+        lines = (line.split(":") for line in fields.strip().splitlines())
+        codes = "".join(kinds[kind.strip()] * len(names.split()) for kind, names in lines)
+        self._pack, self._zeros = struct.Struct(codes).pack, (0,) * len(codes)
+
+    def pack(self, *values: Any) -> bytes:
+        """The bytes of the structure; fields without a value are 0."""
+        return self._pack(*values, *self._zeros[len(values) :])
 
 
-class RowArguments(ctypes.Structure):
-    """Mirrors `gac::RowArguments` of csrc/cpu/native.h."""
-
-    _fields_ = tuple(
-        _fields("""
-            pointer: logits
-            int: dtype batch_stride row_stride
-            pointer: out
-            int: out_dtype out_batch_stride out_row_stride
-            int: rows vocab per_batch threads
-            real: temperature softcap
-            pointer: targets logps entropy lse log_sum_sq_probs mean_logits is_top1
-            pointer: d_logps d_entropy
-            pointer: demo advantages old ref scale factor rollout_logps
-            pointer: loss kl clipped signs buckets
-            int: size
-            real: ratio_low ratio_high dual_clip kl_coef
-            int: kl_estimator
-            real: entropy_coef
-            int: demo_weight
-            real: demo_shape
-            int: policy
-            real: sapo_tau_positive sapo_tau_negative
-            int: kl_ratio mask_correction
-            real: correction_min correction_max
-        """)
-    )
-
-
-class PlanArguments(ctypes.Structure):
-    """Mirrors `gac::PlanArguments` of csrc/cpu/native.h."""
-
-    _fields_ = tuple(
-        _fields("""
-            pointer: targets advantages is_demo old ref cu_seqlens
-            pointer: live demo advantage old_logps ref_logps weight scale sequence
-            pointer: offsets lengths rollout_lengths
-            int: tokens sequences per_sequence role_per_token
-            real: mu
-            int: shaped rollout_reduction demo_reduction
-            real: max_tokens
-            pointer: rollout_norm demo_norm
-        """)
-    )
-
-
-class ReduceArguments(ctypes.Structure):
-    """Mirrors `gac::ReduceArguments` of csrc/cpu/native.h."""
-
-    _fields_ = tuple(
-        _fields("""
-            pointer: live demo advantages weight offsets lengths rollout_lengths
-            pointer: logps entropy loss kl clipped
-            pointer: mixed_loss rollout_loss demo_loss mean_kl clip_fraction
-            pointer: rollouts demo_nll totals
-            int: tokens sequences
-            real: mu
-            int: has_ref
-        """)
-    )
+ROW_ARGUMENTS = Layout("""
+    pointer: logits
+    int: dtype batch_stride row_stride
+    pointer: out
+    int: out_dtype out_batch_stride out_row_stride
+    int: rows vocab per_batch threads
+    real: temperature softcap
+    pointer: targets logps entropy lse log_sum_sq_probs mean_logits is_top1
+    pointer: d_logps d_entropy
+    pointer: demo advantages old ref scale factor rollout_logps
+    pointer: loss kl clipped signs buckets
+    int: size
+    real: ratio_low ratio_high dual_clip kl_coef
+    int: kl_estimator
+    real: entropy_coef
+    int: demo_weight
+    real: demo_shape
+    int: policy
+    real: sapo_tau_positive sapo_tau_negative
+    int: kl_ratio mask_correction
+    real: correction_min correction_max
+""")
+PLAN_ARGUMENTS = Layout("""
+    pointer: targets advantages is_demo old ref cu_seqlens
+    pointer: live demo advantage old_logps ref_logps weight scale sequence
+    pointer: offsets lengths rollout_lengths
+    int: tokens sequences per_sequence role_per_token
+    real: mu
+    int: shaped rollout_reduction demo_reduction
+    real: max_tokens
+    pointer: rollout_norm demo_norm
+""")
+REDUCE_ARGUMENTS = Layout("""
+    pointer: live demo advantages weight offsets lengths rollout_lengths
+    pointer: logps entropy loss kl clipped
+    pointer: mixed_loss rollout_loss demo_loss mean_kl clip_fraction
+    pointer: rollouts demo_nll totals
+    int: tokens sequences
+    real: mu
+    int: has_ref
+""")
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -140,7 +128,7 @@ def library() -> ctypes.CDLL:
             f"{LIBRARY.name} failed to load; rebuild it with GAC_EXT=1 ({error})"
         ) from error
     for function in functions:
-        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
     if loaded.gac_cpu_capability() is None:
         raise ValueError(
             f"GAC_CPU_CAPABILITY={os.environ['GAC_CPU_CAPABILITY']}: use default, or avx2 or "
@@ -188,7 +176,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         None if norm is None else ctypes.c_double(float(norm))
         for norm in (inputs.rollout_norm, inputs.demo_norm)
     ]
-    arguments = PlanArguments(
+    arguments = PLAN_ARGUMENTS.pack(
         *_pointers(columns),
         *_pointers(results),
         n,
@@ -197,7 +185,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         not inputs.is_per_sequence(is_demo),
         inputs.mu,
         *plan_scalars(spec),
-        *(None if norm is None else ctypes.addressof(norm) for norm in norms),
+        *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
     )
     _call(library().gac_plan, arguments)
     factors = None, None  # see `with_factors`
@@ -206,15 +194,15 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    terms = TokenTerms(*[_column(term, torch.float32) for term in terms])
-    sequences, scalar = tokens.lengths.numel(), terms.loss.new_empty(())
+    columns = [_column(term, torch.float32) for term in terms]
+    sequences, scalar = tokens.lengths.numel(), columns[0].new_empty(())
     scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
     statistics, sums = None, tuple[Tensor, ...]()
     if moments:
         totals = scalar.new_empty(6, dtype=torch.float64)
         sums = totals.new_empty(7), totals.new_empty(sequences), totals
         statistics = TokenMoments(*sums)
-    arguments = ReduceArguments(
+    arguments = REDUCE_ARGUMENTS.pack(
         tokens.live.data_ptr(),
         tokens.demo.data_ptr(),
         tokens.advantages.data_ptr(),
@@ -222,9 +210,9 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.offsets.data_ptr(),
         tokens.lengths.data_ptr(),
         tokens.rollout_lengths.data_ptr(),
-        *_pointers(terms),
+        *_pointers(columns),
         *_pointers(scalars),
-        *(_pointers(sums) if moments else (None, None, None)),
+        *(_pointers(sums) if moments else (0, 0, 0)),
         tokens.live.numel(),
         sequences,
         tokens.mu,
@@ -244,7 +232,7 @@ def row_stats(
     count, kind = targets.numel(), torch.float32
     results = tuple(targets.new_empty(count, dtype=kind) for _ in range(6 if more else 3))
     columns = _column(targets, torch.int64), *results
-    arguments = RowArguments(*_rows(logits, None, temperature, softcap), *_pointers(columns))
+    arguments = ROW_ARGUMENTS.pack(*_rows(logits, None, temperature, softcap), *_pointers(columns))
     _call(library().gac_row_stats, arguments)
     return results
 
@@ -264,7 +252,7 @@ def row_grads(
     # to float32
     upstream = _column(d_logps, torch.float32), _column(d_entropy, torch.float32)
     columns = _column(targets, torch.int64), *(None,) * 6, *upstream
-    arguments = RowArguments(*_rows(logits, out, temperature, softcap), *_pointers(columns))
+    arguments = ROW_ARGUMENTS.pack(*_rows(logits, out, temperature, softcap), *_pointers(columns))
     _call(library().gac_row_grads, arguments)
 
 
@@ -285,13 +273,12 @@ def row_loss(
         *(loss, kl, clipped),
         *(signs, buckets),
     )
-    options = token_scalars(spec)._asdict()
-    del options["temperature"]  # passed with the rows
-    arguments = RowArguments(
-        *_rows(logits, out, spec.temperature, softcap),
+    temperature, *options = token_scalars(spec)
+    arguments = ROW_ARGUMENTS.pack(
+        *_rows(logits, out, temperature, softcap),
         *_pointers(columns),
         0 if buckets is None else buckets.shape[1],
-        **options,
+        *options,
     )
     _call(library().gac_row_loss, arguments)
     return TokenTerms(logps, entropy, loss, kl, clipped)
@@ -309,8 +296,8 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
     return x.detach().to(dtype).contiguous()
 
 
-def _pointers(tensors: Iterable[Tensor | None]) -> list[int | None]:
-    return [None if x is None else x.data_ptr() for x in tensors]
+def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def _rows(
@@ -319,13 +306,13 @@ def _rows(
     """The first fields of RowArguments: the layout of logits and out [B, T, V], and the scaling."""
     batch, length, width = logits.shape
     rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
-    out_rows: tuple[int | None, ...] = (None, 0, 0, 0)
+    out_rows: tuple[int, ...] = (0, 0, 0, 0)
     if out is not None:
         out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
     sizes = batch * length, width, length, torch.get_num_threads()
     return *rows, *out_rows, *sizes, temperature, softcap or 0.0
 
 
-def _call(function: Any, arguments: ctypes.Structure) -> None:
-    if error := function(ctypes.addressof(arguments)):
+def _call(function: Any, arguments: bytes) -> None:
+    if error := function(arguments):
         raise RuntimeError(f"the native CPU kernels failed: {error.decode()}")
