@@ -6,6 +6,7 @@ first optimizer step: there, everything is a function of the same weights, seeds
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -94,7 +95,7 @@ def pytest_configure() -> None:
         if config.use_liger_kernel:  # it replaces transformers' classes for the whole process
             pytest.skip("Liger's layers need a GPU")
         if FLOAT32:
-            config.bf16, config.max_steps = False, 1
+            config.bf16, config.max_steps, config.save_strategy = False, 1, "no"
         elif hasattr(config, "num_generations") and config.max_steps < 0:
             config.max_steps = ROLLOUT_STEPS
         own(config)
@@ -129,6 +130,7 @@ def lazy_shared_datadir(request: pytest.FixtureRequest) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gc.freeze()  # TRL's tests collect garbage after each test: skip what the imports created
     for item in items:
         if any(word in item.nodeid.lower() for word in IMAGES):
             item.add_marker(pytest.mark.skip(reason="images"))
