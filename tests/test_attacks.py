@@ -9,7 +9,7 @@ import pytest
 from gac.data import Example
 from gac.rewards import build_reward
 
-from . import attacks_objects, attacks_row, attacks_wire
+from . import attacks_lent, attacks_objects, attacks_row, attacks_wire
 from .fakes import TESTS, raw_message
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -68,6 +68,7 @@ ATTACKS = {
     "objects in arrays": ({"tests": ARRAY_TESTS}, attacks_objects.OBJECTS),
     "arrays": ({"tests": ARRAY_TESTS}, attacks_objects.ARRAYS_PROGRAMS),
     "messages": ({"tests": TESTS}, {m: raw_message(m) for m in attacks_wire.MESSAGES}),
+    "objects of the tests": (attacks_lent.ROW, attacks_lent.LENT),
     "row": (attacks_row.ROW, attacks_row.BLAME),
 }
 

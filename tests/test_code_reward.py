@@ -287,7 +287,7 @@ def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
     assert score(reward, GOOD, tests=tests) == 1.0
 
 
-UNSENDABLE = ["assert add(1, 2) == 3", "class A: pass\nadd(A(), 2)"]
+UNSENDABLE = ["assert add(1, 2) == 3", "import math\nadd(math, 2)"]
 
 
 def test_the_reference_shows_that_a_row_is_broken(reward):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import resource
 import signal
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 LIBSECCOMP = "libseccomp.so.2"
 OUTPUT_BYTES = 64 << 20  # maximum size of a file that a program writes, i.e. of its standard output
@@ -291,9 +293,18 @@ def _check(code: int, what: str) -> None:
         raise OSError(-code, f"libseccomp: {what}: {os.strerror(-code)}")
 
 
-def install_filter(program: bytes) -> None:
-    """Install the filter from `compile_filter` in this process. It cannot be removed."""
+@functools.cache
+def filter_header(program: bytes) -> tuple[bytes, Any]:
+    """The kernel's description of a filter, and the memory it refers to.
+
+    A call before a fork fills the cache for all children.
+    """
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of 8-byte instructions, padding, their address
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    return struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)), buffer
+
+
+def install_filter(program: bytes) -> None:
+    """Install the filter from `compile_filter` in this process. It cannot be removed."""
+    header, _ = filter_header(program)
     _prctl(_PR_SET_SECCOMP, 2, header)

@@ -13,22 +13,18 @@ import contextlib
 import sys
 import types
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from .remote import (
-    Remote,
-    RemoteClass,
-    RemoteError,
-    SolverClient,
-    is_instance,
-    run_coroutines_remotely,
-)
+from .library import CONVERSIONS, is_instance, run_coroutines_remotely
+from .remote import Remote, RemoteClass, RemoteError, SolverClient
 from .wire import Channel, ChannelClosed, WireError
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure; optionally "suspect", why
-the row rather than the program may be at fault. If the row is invalid whatever the program, the
-only key is "row", the reason."""
+the row rather than the program may be at fault. If the row itself is invalid, the only key is
+"row", the reason.
+"""
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
 _REFUSED_EVENTS = ("pickle.find_class", "marshal.load", "code.__new__", "function.__new__")
@@ -37,7 +33,7 @@ _COMPILERS = frozenset({"ast", "collections", "dataclasses", "inspect"})
 
 
 class RowError(Exception):
-    """The row itself is invalid, whatever the program."""
+    """The row itself is invalid, independently of the program."""
 
 
 class RefusedError(Exception):
@@ -70,12 +66,15 @@ class _Judge:
         self._tests = append_check_call(spec["tests"], self._entry_point)
         names = [f"test {n}" for n in range(1, len(self._tests) + 1)]
         trees = list(map(_parsed, ["setup", *names], [spec["setup"], *self._tests]))
-        self._setup, *self._codes = map(_compile, ["setup", *names], trees)
         setup, words = _words(trees[:1]), _words(trees[1:])
         self._used, self._bound, self._constants, self._called = (
             first | second for first, second in zip(setup, words, strict=True)
         )
         self._used_in_setup = setup[0]
+        converted = self._called & CONVERSIONS.keys() - self._bound
+        if converted:
+            trees = list(map(_Conversions(converted).visit, trees))
+        self._setup, *self._codes = map(_compile, ["setup", *names], trees)
         reference = _parse(spec["reference"])
         self._defined = names_defined(reference) & self._used
         self._entries = self._defined - names_defined(trees[0])
@@ -83,20 +82,10 @@ class _Judge:
             self._entries = {self._entry_point}
         self._imports = _imports(reference, self._used - self._bound - self._entries)
         self._refused = ""
-        self._independent = True  # whether no test has seen a value of the program
 
     def verdict(self, guard: bool) -> Verdict:
         all_failed: Verdict = {"passed": [False] * len(self._tests)}
-        module = types.ModuleType("__tests__")
-        sys.modules["__tests__"] = module
-        namespace = module.__dict__
-        namespace |= {"__builtins__": builtins, "isinstance": is_instance}
-        # a name that the tests call is not a module's
-        names = self._used - self._called
-        namespace |= {n: sys.modules[n] for n in names if n in sys.modules and _is_stdlib(n)}
-        for statement in self._imports:  # the reference's; the solver does not choose what they are
-            with contextlib.suppress(Exception):
-                exec(statement, namespace)
+        namespace = self._namespace()
         free = {name for name in self._used if name not in namespace and _is_not_builtin(name)}
         wanted = self._entries | free
         unknown = wanted - self._defined - self._bound if self._defined else set()
@@ -117,6 +106,8 @@ class _Judge:
             names = ", ".join(sorted(missing))
             return all_failed | {"problem": f"the program does not define {names}"}
         namespace |= found
+        variables = found.keys() - self._bound
+        self._client.on_globals = partial(_follow, namespace, {n: found[n] for n in variables})
         requests = self._client.requests
         proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
 
@@ -162,6 +153,21 @@ class _Judge:
         verdict: Verdict = {"passed": passed, "problem": problem}
         return verdict | ({"suspect": suspect} if suspect else {})
 
+    def _namespace(self) -> dict[str, Any]:
+        """The names that the tests start with, except the names of the program."""
+        module = types.ModuleType("__tests__")
+        sys.modules["__tests__"] = module
+        namespace = module.__dict__
+        namespace |= {"__builtins__": builtins, "isinstance": is_instance}
+        namespace |= {_hidden(name): function for name, function in CONVERSIONS.items()}
+        # a name that the tests call is not a module's
+        loaded = self._used - self._called
+        namespace |= {n: sys.modules[n] for n in loaded if n in sys.modules and _is_stdlib(n)}
+        for statement in self._imports:  # the reference's; the solver does not choose what they are
+            with contextlib.suppress(Exception):
+                exec(statement, namespace)
+        return namespace
+
     def _failure_of(self, code: types.CodeType, namespace: dict[str, Any]) -> BaseException | None:
         """Run a test; return its exception, or None if it passes."""
         try:
@@ -198,6 +204,13 @@ class _Judge:
             return
         self._refused = f"the tests would interpret data as code ({event}); rewrite them"
         raise RefusedError(self._refused)
+
+
+def _follow(namespace: dict[str, Any], found: dict[str, Any], new: Any) -> None:
+    """Copy changed global variables of the program, except names that the tests have bound."""
+    for name in new.keys() & found.keys():
+        if namespace.get(name) is found[name]:
+            namespace[name] = found[name] = new[name]
 
 
 def _parsed(place: str, text: str) -> ast.Module:
@@ -262,6 +275,24 @@ def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str], set[s
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             bound.add(node.name)
     return read, bound, constants, called
+
+
+class _Conversions(ast.NodeTransformer):
+    """Replaces the builtins in calls such as `int(x)` by `remote.CONVERSIONS`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self._names:
+            node.func.id = _hidden(node.func.id)
+        return node
+
+
+def _hidden(name: str) -> str:
+    """A name that no source text can contain."""
+    return f"{name}()"
 
 
 def names_defined(tree: ast.Module) -> set[str]:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import copy
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+import types
+from collections import UserList
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from .wire import plain_base
@@ -75,11 +78,22 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__exit__": lambda manager, error: type(manager).__exit__(
         manager, error and type(error), error, None
     ),
-    "__await__": lambda coroutine: asyncio.run(_awaited(coroutine)),
+    "__await__": lambda coroutine: _complete(coroutine),
+    "__aenter__": lambda manager: _complete(type(manager).__aenter__(manager)),
+    "__aexit__": lambda manager, error: _complete(
+        type(manager).__aexit__(manager, error and type(error), error, None)
+    ),
+    "__aiter__": lambda iterable: type(iterable).__aiter__(iterable),
+    "__anext__": lambda iterator: _complete(_next_items(iterator)),  # empty when exhausted
+}
+GENERATORS: dict[type, str] = {
+    types.GeneratorType: "GeneratorType",
+    types.CoroutineType: "CoroutineType",
+    types.AsyncGeneratorType: "AsyncGeneratorType",
 }
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **SPECIAL,
-    "get": lambda value, name: _live(getattr(value, name)),
+    "get": lambda value, name: live(getattr(value, name)),
     "set": setattr,
     "delete": delattr,
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
@@ -88,12 +102,35 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "state": lambda value: _state(value),
-    "contents": plain_base,
+    "contents": lambda value: _contents(value),
+    "dir": dir,
+    "isinstance": isinstance,
+    "__int__": int,
+    "__float__": float,
+    "__complex__": complex,
+    "__bytes__": bytes,
 }
 
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
+
+
+async def _next_items(iterator: Any) -> list[Any]:
+    try:
+        return [await type(iterator).__anext__(iterator)]
+    except StopAsyncIteration:
+        return []
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+def _complete(awaitable: Any) -> Any:
+    """Run `awaitable` to its end, always in one loop, because its objects may belong to a loop."""
+    return _loop().run_until_complete(_awaited(awaitable))
 
 
 def is_builtin_class(kind: type) -> bool:
@@ -106,6 +143,20 @@ def nearest_builtin(kind: type) -> type:
     return next(base for base in type.mro(kind) if is_builtin_class(base))
 
 
+class Effects:
+    """A returned value, and the side effects of the operation.
+
+    Args:
+        value: the returned value.
+        changed: the arguments and keywords if the operation may have changed them in place, else
+            None.
+        names: new values of global variables.
+    """
+
+    def __init__(self, value: Any, changed: Any, names: dict[str, Any]) -> None:
+        self.value, self.changed, self.names = value, changed, names
+
+
 class Live:
     """Marks a list, dict or set that the judge may change."""
 
@@ -113,7 +164,18 @@ class Live:
         self.value = value
 
 
-def _live(value: Any) -> Any:
+def _contents(value: Any) -> Any:
+    if isinstance(value, dict | list | set):
+        return plain_base(value)
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, UserList | Set):
+        return list(value) if isinstance(value, UserList) else set(value)
+    return plain_base(value)
+
+
+def live(value: Any) -> Any:
+    """`value`, marked if it is a list, dict or set."""
     return Live(value) if type(value) in (list, dict, set) else value
 
 

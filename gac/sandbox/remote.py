@@ -9,24 +9,40 @@ Equality is decided here, on plain values.
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import importlib
 import sys
 import types
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from .operations import SPECIAL
+from .lent import Lender
+from .operations import GENERATORS, SPECIAL, Effects
 from .wire import Channel, ChannelClosed, Json, Node, NotPlain, WireError, decode, encode
 
-_IMMUTABLE = {kind.__name__: kind for kind in (int, float, str, tuple, frozenset, bytes, complex)}
+IMMUTABLE = {kind.__name__: kind for kind in (int, float, str, tuple, frozenset, bytes, complex)}
 _CONTAINERS = {kind.__name__: kind for kind in (list, dict, set, deque, bytearray)}
+# classes that compare like a container without being one
+_LIKE_CONTAINERS = {"UserList": list, "Mapping": dict, "Set": set}
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
-    ["__name__", "__qualname__", "__dict__", "__annotations__", "__wrapped__", "__self__"]
+    [
+        "__name__",
+        "__qualname__",
+        "__dict__",
+        "__annotations__",
+        "__wrapped__",
+        "__self__",
+        "__members__",
+        "__defaults__",
+        "__kwdefaults__",
+    ]
 )
+# classes from which those of the program may derive, for `isinstance`
+_STANDARD = {name: getattr(abc, name) for name in abc.__all__}
+_STANDARD |= {name: getattr(types, name) for name in GENERATORS.values()}
+_CHANGEABLE = tuple(_CONTAINERS.values())
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 
 
@@ -42,13 +58,13 @@ class _RemoteBase:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name.endswith("_") and name not in _READABLE:
             raise AttributeError(f"{name} cannot be read from the program's objects in the sandbox")
-        return _ask("get", self, name)
+        return ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _ask("set", self, name, value)
+        ask("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _ask("delete", self, name)
+        ask("delete", self, name)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("objects of the program cannot be pickled by the tests")
@@ -58,19 +74,19 @@ class RemoteClass(_RemoteBase, type):
     """Metaclass of the proxies for classes that the program defines in the solver process."""
 
     def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
-        return _ask("__call__", cls, *arguments, **keywords)
+        return ask("__call__", cls, *arguments, **keywords)
 
     def __iter__(cls) -> Any:
-        return _ask("__iter__", cls)
+        return ask("__iter__", cls)
 
     def __len__(cls) -> int:
-        return _ask("__len__", cls)
+        return ask("__len__", cls)
 
     def __getitem__(cls, key: Any) -> Any:
-        return _ask("__getitem__", cls, key)
+        return ask("__getitem__", cls, key)
 
     def __contains__(cls, key: Any) -> Any:
-        return _ask("__contains__", cls, key)
+        return ask("__contains__", cls, key)
 
     def __reduce_ex__(cls, protocol: object) -> Any:
         raise TypeError("classes of the program cannot be pickled by the tests")
@@ -84,11 +100,11 @@ class Remote(_RemoteBase):
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
-        return _ask("get", self, "__dict__")
+        return ask("get", self, "__dict__")
 
     @property
     def __doc__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
-        return _ask("get", self, "__doc__")
+        return ask("get", self, "__doc__")
 
     def __eq__(self, other: object) -> Any:
         if self is other:
@@ -97,57 +113,63 @@ class Remote(_RemoteBase):
             return _contents(self) == _contents(other)
         if not self._defines_eq_ or type(other) is not type(self):
             return NotImplemented
-        state = _ask("state", self)
-        return bool(state) and state == _ask("state", other)
+        state = ask("state", self)
+        return bool(state) and state == ask("state", other)
 
     def __hash__(self) -> int:
         return hash(type(self).__name__ if self._defines_eq_ else self._remote_[1])
 
+    def __dir__(self) -> Any:
+        return ask("dir", self)
+
     def __copy__(self) -> Any:
-        return _ask("copy", self)
+        return ask("copy", self)
 
     def __deepcopy__(self, memo: object) -> Any:
-        return _ask("deepcopy", self)
+        return ask("deepcopy", self)
 
 
 def _contents(value: Any) -> Any:
     """The contents of a subclass of list, dict, set or similar, as the plain base type."""
-    return _ask("contents", value) if isinstance(value, Remote) and value._container_ else value
+    return ask("contents", value) if isinstance(value, Remote) and value._container_ else value
 
 
-def is_instance(value: object, kinds: Any) -> bool:
-    """`isinstance` for the tests; a proxy for a subclass of `list` counts as a `list`, etc."""
-    if isinstance(value, Remote) and value._container_ and not isinstance(value, kinds):
-        return issubclass(value._container_, kinds)
-    return isinstance(value, kinds)
-
-
-def _ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
+def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Ask the solver for an operation on a proxy's object."""
     return target._remote_[0].ask(operation, target, *arguments, **keywords)
 
 
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        return _ask(name, self, *arguments, **keywords)
+        return ask(name, self, *arguments, **keywords)
 
     return method
 
 
-def _next(self: Remote) -> Any:
-    items = _ask("__next__", self)
+def _next(self: Remote, name: str = "__next__", end: type[Exception] = StopIteration) -> Any:
+    items = ask(name, self)
     if not (isinstance(items, list) and len(items) <= 1):
         raise RemoteError("invalid answer: neither an item nor the end of the iterator")
     if not items:
-        raise StopIteration
+        raise end
     return items[0]
 
 
 def _exit(self: Remote, kind: object, error: BaseException | None, trace: object) -> Any:
-    return _ask("__exit__", self, error)
+    return ask("__exit__", self, error)
+
+
+def _async(name: str) -> Callable[..., Any]:
+    async def method(self: Remote, *arguments: Any) -> Any:
+        if name == "__anext__":
+            return _next(self, name, StopAsyncIteration)
+        return ask(name, self, *arguments[1:2])
+
+    return method
 
 
 def _await(self: Remote) -> Generator[Any, None, Any]:
-    return _ask("__await__", self)
+    return ask("__await__", self)
     yield
 
 
@@ -156,6 +178,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__next__": _next,
     "__exit__": _exit,
     "__await__": _await,
+    **{name: _async(name) for name in ("__aenter__", "__aexit__", "__anext__")},
 }
 # bases of the local classes for subclasses of immutable builtin types
 _VALUES: dict[str, type] = {
@@ -164,13 +187,14 @@ _VALUES: dict[str, type] = {
         (Remote, kind),
         {"__eq__": kind.__eq__, "__hash__": kind.__hash__, "__dict__": vars(Remote)["__dict__"]},
     )
-    for name, kind in _IMMUTABLE.items()
+    for name, kind in IMMUTABLE.items()
 }
 
 
 class _Function(Remote):
     # a proxy for a Python function; the class of functions is not described each time
     __doc__ = vars(Remote)["__doc__"]
+    __annotations__ = property(lambda self: ask("get", self, "__annotations__"))
     __call__ = _METHODS["__call__"]
     __repr__ = _METHODS["__repr__"]
 
@@ -181,12 +205,16 @@ class _Live(_RemoteBase):
     A change is made in the solver first and then to the copy.
     """
 
+    def __reduce_ex__(self, protocol: object) -> Any:  # copying and pickling give plain values
+        kind = next(base for base in _LIVE if isinstance(self, base))
+        return kind, (kind(self),)
+
 
 def _changing(kind: type, name: str) -> Callable[..., Any]:
     change_copy = getattr(kind, name)
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        _ask("change", self, name, *arguments, **keywords)
+        ask("change", self, name, *arguments, **keywords)
         return change_copy(self, *arguments, **keywords)
 
     return method
@@ -210,7 +238,7 @@ class SolverClient:
         self._channel = channel
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
-        self._callbacks: list[Callable[..., Any]] = []
+        self._lender = Lender()
         self.requests = 0
         """Number of requests so far."""
         self.lost_reason = ""
@@ -219,6 +247,8 @@ class SolverClient:
         """The latest exception raised in the solver."""
         self.unsendable = ""
         """Error text for a value that a test could not send, or ""."""
+        self.on_globals: Callable[[Any], None] = lambda names: None
+        """Called with new values of the program's global variables."""
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
@@ -230,7 +260,14 @@ class SolverClient:
             raise
         if self.lost_reason:
             raise RemoteError(self.lost_reason)
-        return self.answer(question)
+        answer = self.answer(question)
+        if type(answer) is not Effects:
+            return answer
+        if isinstance(answer.changed, list) and len(answer.changed) == 2:
+            _update([*arguments], answer.changed[0])
+            _update(keywords, answer.changed[1])
+        self.on_globals(answer.names)
+        return answer.value
 
     def answer(self, question: Json = None) -> Any:
         """Send `question`, if any, and return the answer; the first says whether the program ran.
@@ -254,19 +291,23 @@ class SolverClient:
         else:
             if kind == "value":
                 return value
-            self.raised = value if isinstance(value, Exception) else RemoteError(str(value))
+            ends_loop = isinstance(value, _ENDS_LOOPS)
+            is_error = isinstance(value, Exception) and not ends_loop
+            self.raised = value if is_error else RemoteError(str(value))
             raise self.raised
         self._channel.close()
         raise RemoteError(self.lost_reason)
 
     def _called(self, request: Any) -> Json:
-        """Call a function of the tests for the solver."""
+        """Use an object of the tests for the solver."""
         try:
-            number, arguments, keywords = request
-            result = self._callbacks[number](*arguments, **keywords)
+            number, operation, arguments, keywords = request
+            result = self._lender.perform(number, operation, arguments, keywords)
             return ["result", encode([True, result], self._refer)]
         except Exception as error:  # it goes back through the program, which may handle it
-            return ["result", encode([False, type(error).__name__, f"{error!s:.500}"])]
+            if isinstance(error, _RemoteBase):
+                return ["result", encode([False, error], self._refer)]
+            return ["result", encode(self._lender.failure(error))]
 
     def _refer(self, value: Any) -> Node | None:
         kind = type(value)
@@ -274,11 +315,10 @@ class SolverClient:
             return "object", value._remote_[1], None
         if isinstance(value, BaseException):
             return "error", [kind.__name__, f"{value!s:.500}"], None
-        if isinstance(value, types.FunctionType | types.MethodType):
-            self._callbacks.append(value)
-            return "callback", len(self._callbacks) - 1, None
         place = _importable(value)
-        return None if place is None else ("import", place, None)
+        if place is not None:
+            return "import", place, None
+        return self._lender.refer(value)
 
     def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
         if tag == "class":
@@ -292,6 +332,10 @@ class SolverClient:
                 self._objects[content] = function = _Function()
                 object.__setattr__(function, "_remote_", (self, content))
             return self._objects[content]
+        if tag == "effects" and items:
+            return Effects(*items)
+        if tag == "lent":
+            return self._lender[content]
         number, description, *text = content
         if type(number) is not int:
             raise TypeError("an object needs a number")
@@ -299,7 +343,7 @@ class SolverClient:
             return self._exception(number, description, text[0], items or [])
         if number not in self._objects:
             kind = self._class(description)
-            base = next((k for k in kind.__mro__ if k in _IMMUTABLE.values()), object)
+            base = next((k for k in kind.__mro__ if k in IMMUTABLE.values()), object)
             value: Any = base.__new__(kind, *(items or ()))
             object.__setattr__(value, "_remote_", (self, number))
             self._objects[number] = value
@@ -317,15 +361,17 @@ class SolverClient:
         if type(number) is not int or not isinstance(name, str):
             raise TypeError("a class needs a number and a name")
         if number not in self._classes:
-            parents = tuple(self._class(base) for base in bases)
+            standard = [_STANDARD[base] for base in bases if isinstance(base, str)]
+            standard += [_CONTAINERS[kind]] if kind in _CONTAINERS else []
+            parents = tuple(self._class(base) for base in bases if not isinstance(base, str))
             base = _local_base(kind)
             if not any(issubclass(parent, base) for parent in parents):
                 parents = (*parents, base)
             members: dict[str, Any] = {m: _METHODS[m] for m in methods if m in _METHODS}
             members |= {m: _overridden(m) for m in methods if not m.startswith("_")}
             members["_defines_eq_"] = "__eq__" in methods
-            members["_container_"] = _CONTAINERS.get(kind)
-            members["_remote_"] = self, number
+            members["_container_"] = _CONTAINERS.get(kind) or _LIKE_CONTAINERS.get(kind)
+            members |= {"_remote_": (self, number), "_standard_": standard}
             members |= {"__module__": "program", "__doc__": vars(Remote)["__doc__"]}
             try:
                 local = RemoteClass(name, parents, members)
@@ -354,6 +400,30 @@ class SolverClient:
         return error
 
 
+def _update(value: Any, new: Any) -> None:
+    """Give a container, in place, the content that the program has given it."""
+    if type(value) is not type(new):
+        raise RemoteError("invalid answer: an argument has changed its type")
+    if isinstance(value, dict):
+        merged = {key: _merged(value.get(key), item) for key, item in new.items()}
+        value.clear()
+        value.update(merged)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(new)
+    else:
+        merged_items = [*map(_merged, value, new), *list(new)[len(value) :]]
+        value.clear()
+        value.extend(merged_items)
+
+
+def _merged(value: Any, new: Any) -> Any:
+    if not isinstance(value, _CHANGEABLE) or type(value) is not type(new):
+        return new
+    _update(value, new)
+    return value
+
+
 def _checked(answer: Json) -> tuple[str, Json, str]:
     if isinstance(answer, list) and len(answer) == 3:
         kind, _, printed = answer
@@ -366,7 +436,7 @@ def _local_base(kind: Json) -> type:
     """Base of the local class for a class of the program whose nearest builtin class is `kind`."""
     if kind in _VALUES:
         return _VALUES[kind]
-    if kind in _CONTAINERS:
+    if kind in _CONTAINERS or kind in _LIKE_CONTAINERS:
         return Remote
     builtin = getattr(builtins, kind)
     if not (issubclass(builtin, Exception) and not issubclass(builtin, _ENDS_LOOPS)):
@@ -383,14 +453,14 @@ class _RemoteException(_RemoteBase):
         if name.startswith("__"):  # Python itself sets __traceback__ and __context__
             object.__setattr__(self, name, value)
         else:
-            _ask("set", self, name, value)
+            ask("set", self, name, value)
 
 
 _EXCEPTIONS: dict[str, type] = {}
 
 
 def _overridden(name: str) -> property:
-    return property(lambda self: _ask("get", self, name))
+    return property(lambda self: ask("get", self, name))
 
 
 def _importable(value: Any) -> list[str] | None:
@@ -410,23 +480,8 @@ def _importable(value: Any) -> list[str] | None:
 
 
 def find_import(module: str, name: str) -> Any:
-    """The object that `_importable` found."""
+    """The object at a path that `_importable` returned."""
     value: Any = importlib.import_module(module)
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def run_coroutines_remotely() -> None:
-    """Make `asyncio.run` and `run_until_complete` accept the program's coroutines."""
-    run, complete = asyncio.run, asyncio.BaseEventLoop.run_until_complete
-
-    async def awaited(remote: Any) -> Any:
-        return await remote
-
-    def local(main: Any) -> Any:
-        return awaited(main) if isinstance(main, Remote) else main
-
-    asyncio.run = lambda main, **options: run(local(main), **options)
-    # only in this process, which runs nothing but tests
-    asyncio.BaseEventLoop.run_until_complete = lambda self, future: complete(self, local(future))  # type: ignore[method-assign]

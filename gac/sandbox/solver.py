@@ -13,17 +13,29 @@ import re
 import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Mapping
+from collections import UserList, deque
+from collections.abc import Mapping, Set
 from typing import Any
 
-from .operations import OPERATIONS, SPECIAL, Live, is_builtin_class, nearest_builtin
+from .lent import Borrower
+from .operations import (
+    GENERATORS,
+    OPERATIONS,
+    SPECIAL,
+    Effects,
+    Live,
+    is_builtin_class,
+    live,
+    nearest_builtin,
+)
 from .remote import find_import
 from .wire import Channel, ChannelClosed, Json, Node, WireError, decode, encode, plain_base
 
 _IMMUTABLE = (int, float, str, tuple, frozenset, bytes, complex)
 _CONTAINERS = (list, dict, set, deque, bytearray)
+_LIKE_CONTAINERS: tuple[type, ...] = (UserList, Mapping, Set)
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
+_WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
@@ -114,6 +126,8 @@ class _Objects:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._described: set[int] = set()
+        self._globals: dict[str, tuple[Any, Any]] = {}
+        self._borrower = Borrower(self._use)
         self._thread = threading.get_ident()
         self._output = sys.stdout = io.StringIO()
 
@@ -124,12 +138,31 @@ class _Objects:
             arguments, keywords = decode(message, self._resolve)
             if operation == "names":
                 names = self._module.__dict__
-                value: Any = {n: names[n] for n in arguments[0] if n in names}
-            else:
-                value = OPERATIONS[operation](*arguments, **keywords)
-            return self.success(value)
+                self._globals = {n: _snapshot(names[n]) for n in arguments[0] if n in names}
+                return self.success({name: live(names[name]) for name in self._globals})
+            value = OPERATIONS[operation](*arguments, **keywords)
+            changed = value is None and self._changed_arguments(message, arguments, keywords)
+            new = self._changed_globals()
+            return self.success(Effects(value, changed, new) if changed or new else value)
         except BaseException as error:  # the program may raise anything
             return self.failure(error)
+
+    def _changed_arguments(self, message: Json, arguments: list[Any], keywords: Any) -> Any:
+        """The arguments of a call if it has changed them in place, else None."""
+        if not any(isinstance(a, _CONTAINERS) for a in (*arguments, *keywords.values())):
+            return None
+        before = decode(message, self._resolve)
+        return None if before == [arguments, keywords] else [arguments, keywords]
+
+    def _changed_globals(self) -> dict[str, Any]:
+        """New values of the global variables whose values the judge has."""
+        new = {}
+        for name, (value, content) in self._globals.items():
+            current = self._module.__dict__.get(name)
+            if current is not value or (content is not None and _content(current) != content):
+                new[name] = live(current)
+        self._globals |= {name: _snapshot(self._module.__dict__.get(name)) for name in new}
+        return new
 
     def success(self, value: Any) -> Json:
         return ["value", self._encode(value), self._printed()]
@@ -160,6 +193,9 @@ class _Objects:
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
+        borrowed = self._borrower.number(value)
+        if borrowed is not None:
+            return "lent", borrowed, None
         if issubclass(kind, type):
             return "class", self._describe(value), None
         if issubclass(kind, BaseException):
@@ -168,13 +204,15 @@ class _Objects:
             return "function", self._number(value), None
         if kind is Live:
             return "live", self._number(value.value), [value.value]
+        if kind is Effects:
+            return "effects", None, [value.value, value.changed, value.names]
         content = [self._number(value), self._describe(kind)]
         if issubclass(kind, _IMMUTABLE):
             return "value", content, [plain_base(value)]
         return "object", content, None
 
     def _describe(self, kind: type) -> Json:
-        """See `SolverClient._class`. Builtin exceptions are described by their name."""
+        """Describe a class for `SolverClient._class`; builtin exceptions by their name."""
         if is_builtin_class(kind) and issubclass(kind, BaseException):
             return kind.__name__
         number = self._number(kind)
@@ -182,7 +220,10 @@ class _Objects:
             return number
         self._described.add(number)
         builtin = nearest_builtin(kind)
-        container = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        container: type | None = next((b for b in _CONTAINERS if issubclass(kind, b)), None)
+        if container is None:
+            equal = _lookup(kind, "__eq__")
+            container = next((b for b in _LIKE_CONTAINERS if _lookup(b, "__eq__") is equal), None)
         inherited = builtin if builtin in _IMMUTABLE else object
         methods = [
             name
@@ -195,7 +236,12 @@ class _Objects:
                 for name in vars(builtin)
                 if not name.startswith("_") and _lookup(kind, name) is not _lookup(builtin, name)
             ]
-        bases = [self._describe(base) for base in kind.__bases__ if not is_builtin_class(base)]
+        bases = [
+            base.__name__ if base.__module__ == "collections.abc" else self._describe(base)
+            for base in kind.__bases__
+            if not is_builtin_class(base)
+        ]
+        bases += [GENERATORS[kind]] if kind in GENERATORS else []
         return [number, kind.__name__, (container or builtin).__name__, bases, methods]
 
     def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
@@ -208,28 +254,41 @@ class _Objects:
             return kind(text) if is_error else Exception(text)  # type: ignore[misc] # see is_error
         if tag == "import":
             return find_import(*content)
-        if tag == "callback":
-            return lambda *arguments, **keywords: self._call(content, arguments, keywords)
+        if tag == "lent":
+            return self._borrower.proxy(*content)
         raise TypeError(f"unknown tag {tag!r}")
 
-    def _call(self, number: int, arguments: Any, keywords: Any) -> Any:
-        """Call a function of the tests and answer their requests until it returns."""
+    def _use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
+        """Use an object of the tests and answer their requests until the result arrives."""
         if threading.get_ident() != self._thread:
-            raise RuntimeError("functions of the tests can be called in the main thread only")
-        request = self._encode([number, arguments, keywords])
+            raise RuntimeError("objects of the tests can be used in the main thread only")
+        request = self._encode([number, operation, arguments, keywords])
         self._channel.send(["callback", request, self._printed()])
         while (message := self._channel.receive())[0] != "result":
             self._channel.send(self.answer(message))
         succeeded, *result = decode(message[1], self._resolve)
         if succeeded:
             return result[0]
-        name, text = result
-        kind = getattr(builtins, name, None)
-        raise (
-            kind(text)
-            if isinstance(kind, type) and issubclass(kind, Exception)
-            else Exception(text)
-        )
+        if isinstance(result[0], BaseException):  # raised by the program, inside the tests
+            raise result[0]
+        name, arguments, number = result
+        kind = getattr(builtins, name)
+        error = kind(*arguments) if issubclass(kind, Exception) else Exception(*arguments)
+        self._borrower.keep(number, error)
+        raise error
+
+
+def _snapshot(value: Any) -> tuple[Any, Json]:
+    """A value, and its content if it can change in place and is small and plain."""
+    return value, _content(value) if type(value) in (list, dict, set) else None
+
+
+def _content(value: Any) -> Json:
+    try:
+        content = encode(value) if len(value) <= _WATCHED else None
+    except (ValueError, TypeError):
+        return None
+    return content if len(str(content)) <= 64 * _WATCHED else None
 
 
 def _lookup(kind: type, name: str) -> Any:

@@ -14,12 +14,16 @@ import base64
 import builtins
 import contextlib
 import datetime
+import ipaddress
 import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import sys
+import uuid
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
@@ -161,10 +165,10 @@ def decode(
 
 
 def plain_base(value: Any) -> Any:
-    """The part of `value` that belongs to its plain base type, whatever its class overrides.
+    """The part of `value` that belongs to its plain base type; overridden methods are ignored.
 
     Raises:
-        NotPlain: its class has no plain base type.
+        NotPlain: the class of `value` has no plain base type.
     """
     for kind, convert in _BASES:
         if isinstance(value, kind) and type(value) is not kind:
@@ -212,11 +216,11 @@ def _plain_node(value: Any) -> Node | None:
         return "type", value.__name__, None
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-        array = numpy.asarray(value)
-        if _DTYPE.fullmatch(array.dtype.str):
-            data = base64.b64encode(array.tobytes()).decode("ascii")
+        numbers = numpy.asarray(value)
+        if _DTYPE.fullmatch(numbers.dtype.str):
+            data = base64.b64encode(numbers.tobytes()).decode("ascii")
             tag = "array" if kind is numpy.ndarray else "scalar"
-            return tag, [array.dtype.str, list(array.shape), data], None
+            return tag, [numbers.dtype.str, list(numbers.shape), data], None
     return None
 
 
@@ -259,6 +263,7 @@ _ITEMS: dict[type, Callable[[Any], list[Any]]] = {
     **dict.fromkeys((dict, OrderedDict, Counter), _flat),
     type({}.items()): lambda view: list(itertools.chain.from_iterable(view)),
     defaultdict: _defaultdict_items,
+    array: lambda value: [value.typecode, *value],
     slice: lambda value: [value.start, value.stop, value.step],
 }
 _READ_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -271,6 +276,7 @@ _READ_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": lambda items: OrderedDict(_paired(items)),
     "Counter": lambda items: Counter(dict(_paired(items))),
     "defaultdict": lambda items: defaultdict(items[0], _paired(items[1:])),
+    "array": lambda items: array(items[0], items[1:]),
     "dict_keys": lambda items: dict.fromkeys(items).keys(),
     "dict_values": lambda items: dict(enumerate(items)).values(),
     "dict_items": lambda items: dict(_paired(items)).items(),
@@ -289,6 +295,10 @@ _CONTENT: dict[type, Callable[[Any], Json]] = {
     datetime.date: datetime.date.isoformat,
     datetime.time: datetime.time.isoformat,
     datetime.timedelta: lambda d: [d.days, d.seconds, d.microseconds],
+    uuid.UUID: str,
+    pathlib.PurePosixPath: str,
+    pathlib.PosixPath: str,
+    **dict.fromkeys((ipaddress.IPv4Address, ipaddress.IPv6Address), str),
 }
 _READ_CONTENT: dict[str, Callable[[Json], Any]] = {
     "int": lambda text: int(text, 16),
@@ -302,6 +312,11 @@ _READ_CONTENT: dict[str, Callable[[Json], Any]] = {
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
     "timedelta": lambda parts: datetime.timedelta(*parts),
+    "UUID": lambda text: uuid.UUID(_text(text)),
+    "PurePosixPath": lambda text: pathlib.PurePosixPath(_text(text)),
+    "PosixPath": lambda text: pathlib.Path(_text(text)),
+    "IPv4Address": lambda text: ipaddress.IPv4Address(_text(text)),
+    "IPv6Address": lambda text: ipaddress.IPv6Address(_text(text)),
     "type": _read_type,
     "array": _read_array,
     "scalar": lambda content: _read_array(content)[()],

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, event_loop, judge, modules, probe, remote, solver, wire
+from . import confine, event_loop, judge, library, modules, probe, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
 WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
@@ -104,6 +104,7 @@ class Zygote:
     def prepare(self) -> None:
         """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
+        confine.filter_header(self.filter)
         self.layers["seccomp"] = "seccomp"
         self._try("landlock", self._prepare_landlock)
         self._try("uid", self._prepare_uid)
@@ -379,7 +380,7 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
-        remote.inspect_remotely()
+        library.inspect_remotely()
         _warm_up()
         modules.settle()
         # if memory runs out, programs should die first; children inherit this
