@@ -16,7 +16,9 @@ METHODS = {
     "gradnorm-ctrl": {"update_every": 2},  # alternates joint and separate gradients
     "asft": {},  # one loss that uses the LM heads of two models
     "dpo": {},  # a rank may have no preference pair
-    "gspo": {},  # a custom rollout loss
+    "sdar": {},  # a custom rollout loss, and a teacher that sees more tokens
+    "dypo": {"correct": 0.4},  # groups of rollouts stay together
+    "relift": {"buffer": 3, "correct": 2.0},  # all ranks share the collection
     # ranks may have different kinds of rows
     "hpt": {"table": [0.9, 0.6, 0.3, 0.1, 0.0], "correct": 0.6},
     # rows that begin with a demonstration prefix
