@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import gc
 import hashlib
 import importlib
 import itertools
@@ -14,6 +16,8 @@ import resource
 import select
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -29,7 +33,10 @@ docs escapes first_run honest launch light_install models_table overhead package
 scaling scenarios sharding site typing""".split()
 MARKERS = "not gpu and not release and not slow and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
+OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
+COVERAGE_SECONDS = 40.0  # the tests of a file that run after this are not used
+QUICK_SECONDS = 3.0  # total time of the tests that run first
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
 RESULTS = Path("docs/mutants.jsonl")
 # test file to the seconds of its tests, and to the tests of each line
@@ -51,11 +58,10 @@ class Server:
         self.cache.mkdir(parents=True, exist_ok=True)
         self.failed = self.cache / "failed"
         self.kills: Counter[str] = Counter()  # per test
-        self.clock = int(time.time()) - 10**7  # of mutated files, whose bytecode must not be reused
+        self.clock = int(time.time()) - 10**7  # mtimes of mutated files, all different
         self.unreliable: set[str] = set()  # tests that also fail without a mutant
         self.temporary = Path.cwd().parent / "tmp"
-        for name in PRELOADED:
-            importlib.import_module(name)
+        preload(PRELOADED)
 
     def fork(self, work: Callable[[], int], deadline: float) -> tuple[int | None, float]:
         """Exit status of `work` in a child process; None if it passed the deadline."""
@@ -78,7 +84,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        if self.isolated:  # we are the namespace's first process, which -1 excludes
+        if self.isolated:  # the namespace's first process is this one, which -1 excludes
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -105,67 +111,85 @@ class Server:
                     cached.write_text('{"seconds": {}, "lines": {}}')
             if cached.exists():
                 covered[str(path)] = json.loads(cached.read_text())
+        for results in covered.values():
+            preload(results.get("modules", []))
+        assert not set(OWN[:2]) & set(sys.modules), "the mutants would not be imported"
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy all pages
+        print(f"{len(sys.modules)} modules, {threading.active_count()} threads", flush=True)
         return covered
 
-    def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[str]:
-        """Tests that cover the changed lines, best first, up to the limit on their total time."""
+    def covering(self, mutant: Mutant, text: str, covered: Coverage) -> dict[str, float]:
+        """Seconds of each test that covers the changed lines, else the function, class or file."""
         lines = contexts(text)
-        whole = (1, len(lines))
-        tests: dict[str, float] = {}
-        for first, last in (mutant.change.lines, *mutant.change.around, whole):
-            wanted = set(lines[first - 1 : last])
-            for results in covered.values():
-                for line, names in results["lines"].get(mutant.path, {}).items():
-                    if line in wanted:
-                        tests |= {
-                            name: results["seconds"][name]
-                            for name in names
-                            if name not in self.unreliable
-                        }
+        called = in_functions(text)
+        for first, last in (mutant.change.lines, *mutant.change.around, (1, len(lines))):
+            wanted = {lines[i - 1] for i in range(first, last + 1) if i in called}
+            tests = {
+                name: results["seconds"][name]
+                for results in covered.values()
+                for line, names in results["lines"].get(mutant.path, {}).items()
+                if line in wanted
+                for name in names
+                if name not in self.unreliable
+            }
             if tests:
-                break
+                return tests
+        # code that runs when the file is imported: any test may notice
+        every = {name: t for results in covered.values() for name, t in results["seconds"].items()}
+        return {name: t for name, t in every.items() if name not in self.unreliable}
+
+    def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[list[str]]:
+        """Covering tests in two groups, best first: a few quick ones, then up to the limit."""
+        tests = self.covering(mutant, text, covered)
         stem = Path(mutant.path).stem
 
         def cost(name: str) -> float:
             near = 4 if stem in name.partition("::")[0] else 1
             return (tests[name] + 0.01) / near / (1 + self.kills[name])
 
-        chosen: list[str] = []
-        left, files = self.options.cap, set()
-        for name in sorted(tests, key=cost):
-            file = name.partition("::")[0]
-            price = tests[name] + 0.003 + FILE_SECONDS * (file not in files)
-            if not chosen or price <= left:
-                chosen.append(name)
-                files.add(file)
-                left -= price
-        return chosen
+        groups: list[list[str]] = []
+        left = sorted(tests, key=cost)
+        for seconds, most_files in ((QUICK_SECONDS, 2), (self.options.cap, 1000)):
+            group: list[str] = []
+            files: set[str] = set()
+            for name in left:
+                file = name.partition("::")[0]
+                price = tests[name] + 0.003 + FILE_SECONDS * (file not in files)
+                if price <= seconds and len(files | {file}) <= most_files:
+                    group.append(name)
+                    files.add(file)
+                    seconds -= price
+            groups.append(group)
+            left = [name for name in left if name not in group]
+        return [group for group in groups if group] or [left[:1]]
 
     def run(self, mutant: Mutant, covered: Coverage) -> dict[str, Any]:
         """Result of the tests on one mutant."""
         path = Path(mutant.path)
         text = path.read_text()
-        tests = self.select(mutant, text, covered)
-        record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "tests": len(tests)}
-        if not tests:
-            return record | {"outcome": "survived", "seconds": 0.0}
-        expected = sum(covered[name.partition("::")[0]]["seconds"][name] for name in tests)
-        self.clock += 10
-        failed = self.failed
-        failed.unlink(missing_ok=True)
-        try:
-            path.write_text(mutant.text())
-            os.utime(path, (self.clock, self.clock))
-            status, seconds = self.fork(partial(test, tests, failed), 25 + 4 * expected)
-        finally:
-            path.write_text(text)
-        outcome = {None: "timed out", 0: "survived", 5: "survived"}.get(status, "killed")
-        if outcome == "killed":
-            record["by"] = (
-                failed.read_text().partition("\n")[0] if failed.exists() else f"status {status}"
-            )
-            self.kills[record["by"]] += 1
-        return record | {"outcome": outcome, "seconds": round(seconds, 1)}
+        groups = self.select(mutant, text, covered)
+        count = sum(map(len, groups))
+        record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "tests": count}
+        outcome, began = "survived", time.monotonic()
+        changed = mutant.text()
+        for group in groups if count else []:
+            expected = sum(covered[name.partition("::")[0]]["seconds"][name] for name in group)
+            self.clock += 10
+            self.failed.unlink(missing_ok=True)
+            try:
+                path.write_text(changed)
+                os.utime(path, (self.clock, self.clock))
+                status, _ = self.fork(partial(test, group, self.failed), 25 + 4 * expected)
+            finally:
+                path.write_text(text)
+            if status not in (0, 5):
+                outcome = "timed out" if status is None else "killed"
+                failed = self.failed.read_text() if self.failed.exists() else f"status {status}"
+                record["by"] = failed.partition("\n")[0]
+                self.kills[record["by"]] += 1
+                break
+        return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def sample(self, module: str) -> None:
         """Run the sampled mutants of a module that have no result yet, or its survivors again."""
@@ -205,10 +229,29 @@ class Server:
         return record
 
 
+def preload(names: list[str]) -> None:
+    """Import libraries, which saves every process seconds."""
+    for name in names:
+        if name.partition(".")[0] not in OWN:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
 def contexts(text: str) -> list[str]:
     """Each line with its neighbors, which identify it after changes elsewhere in the file."""
     lines = ["", *(line.strip() for line in text.splitlines()), ""]
     return ["\n".join(lines[i - 1 : i + 2]) for i in range(1, len(lines) - 1)]
+
+
+def in_functions(text: str) -> set[int]:
+    """Lines that run when a function is called, not when the file is imported."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, functions)
+        for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+    }
 
 
 class Plugin:
@@ -229,6 +272,13 @@ class Plugin:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self.cover is not None:
             self.cover.switch_context(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if self.cover is not None and sum(self.seconds.values()) > COVERAGE_SECONDS:
+            self.session.shouldstop = "enough tests of this file"
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -276,6 +326,7 @@ def measure(path: Path, cached: Path) -> int:
             found = {line: sorted(tests) for line, tests in names.items() if tests}
             lines[os.path.relpath(file)] = found
     new = cached.with_suffix(".new")
-    new.write_text(json.dumps({"seconds": plugin.seconds, "lines": lines}))
+    modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
+    new.write_text(json.dumps({"seconds": plugin.seconds, "lines": lines, "modules": modules}))
     new.replace(cached)
     return status

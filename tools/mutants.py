@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def start(arguments: list[str]) -> int:
             "PYTHONPATH": os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]),
             "GAC_DATA": data,
             "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "",
             "TMPDIR": str(temporary),
             "TRITON_INTERPRET": "1",
         }
@@ -165,6 +167,7 @@ def main() -> int:
         for module in options.modules:
             server.sample(module)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the clone
     status = 0 if options.page else start(sys.argv[1:])
     reasons = json.loads(TRIAGE.read_text()) if TRIAGE.exists() else {}
     PAGE.write_text(page(read_results(ROOT), reasons))
