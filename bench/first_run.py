@@ -1,4 +1,4 @@
-"""The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
+r"""The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
 Part 1 checks that everything works and times single GEMMs, part 2 times our losses, part 3 other
 libraries, part 4 the trainer; part 5 runs sanitizers and profilers. Each part is a list of steps. A
@@ -11,7 +11,8 @@ triton, transformers and pytest, and nvcc unless a library was built before:
 
 Peers are benchmarked if their wheels are in bench/wheels/ (or in the folder given by GAC_WHEELS):
 
-    python3 -m pip download --no-deps -d bench/wheels -r requirements/peers.txt
+    python3 -m pip download --no-deps --python-version 3.12 -d bench/wheels \
+      -r requirements/peers.txt datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
 
 Git ignores the library and the wheels, so name both when you copy files to the GPU machine.
 `--dry-run` runs the same steps on a CPU, with interpreted kernels and tiny sizes.
