@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -310,6 +311,13 @@ def test_weights_over_several_steps(name):
     assert mu_trajectory(METHODS[name](**fields), observations) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("fields", [{"mu_min": -0.1}, {"mu_max": 1.1}, {"mu_init": 0.99}])
+def test_rules_name_invalid_limits(fields):
+    ((name, value),) = fields.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*: use 0 <= mu_min"):
+        METHODS["kl-ctrl"](**fields)
+
+
 def test_rules_with_reversed_sign():
     rising = METHODS["kl-ctrl"](calibration=1, sign=-1)
     assert mu_trajectory(rising, steps(kl=[0.02, 0.03])) == pytest.approx([0.58, 0.87])
@@ -333,6 +341,14 @@ def test_famo_moves_weight_to_the_loss_that_falls_more_slowly():
     assert method.mix(state, Observation(20))[1].mu == pytest.approx(share, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["multitask", "relift", "hpt", "dypo"])
+def test_sft_coef_scales_the_sft_loss(name):
+    method = METHODS[name](sft_coef=0.25)
+    assert method.mix(method.init(), Observation(0))[1].pair == pytest.approx((0.25, 1.0))
+    base = LossSpec(demo_reduction="sequence", max_tokens=8)  # these methods average over tokens
+    assert method.loss(base).spec.demo_reduction == "token"
+
+
 def test_sft_light_stops_on_a_plateau():
     method = METHODS["sft-light"](patience=3, decay=0.0)
     state = method.init()
@@ -345,6 +361,7 @@ def test_sft_light_stops_on_a_plateau():
     assert method.mix(older, Observation(1))[1].final
     state, mix = method.mix(older, Observation(1, demo_loss=0.4))
     assert not mix.final and state == {"average": 0.4, "best": 0.4, "steps_since_best": 0}
+    assert method.mix(state, Observation(1, demo_loss=math.nan))[0] == state
 
 
 def test_sft_budgets_end_after_their_epochs(task, tmp_path):
@@ -415,6 +432,37 @@ def test_gac_variants_differ_as_documented():
     early = METHODS["gac-early-refresh"]()
     assert [t for t in range(20) if early.needs(t).signals] == [0, *range(1, 20, 2)]
     assert METHODS["gac-no-trim"]().needs(0).trim == 0.0
+
+
+def test_kl_is_measured_whenever_alpha_is_updated():
+    assert [METHODS["gac"](alpha_every="step").needs(t).kl for t in range(5)] == [True] * 5
+    method = METHODS["gac"](update_every=2)
+    assert [method.needs(t).kl for t in range(5)] == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sizes": (4, 4)},
+        {"sizes": (), "prefixes": (), "below": (), "trained": ()},
+        {"sizes": (8, 0, 1, 1)},
+        {"prefixes": (0.0, 0.2, 0.5, 1.1)},
+        {"prefixes": (0.0, -0.1, 0.5, 1.0)},
+    ],
+)
+def test_trapo_names_invalid_groups(fields):
+    name, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use ")):
+        METHODS["trapo"](**fields)
+
+
+def test_pairs_need_the_reference():
+    targets, logits = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, 3)
+    batch = Batch(targets, targets, torch.ones(2), torch.zeros(2, dtype=torch.bool), (0, 1), 1)
+    head = Head(None, logits=logits)
+    inputs = head, None, batch, 0.0, None, None, LossSpec(), TermPair(1.0, 1.0)
+    with pytest.raises(ValueError, match="ref_logps=None: pairs need the reference"):
+        custom_loss(METHODS["dpo"]().token_loss, *inputs)
 
 
 def test_method_state_round_trips_json_and_pickle():

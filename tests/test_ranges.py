@@ -140,6 +140,7 @@ COUNTS = [  # callable, minimum, names of its arguments
     (method("relift"), 1, "buffer"),
     (method("sft-then-rl"), 0, "sft_steps"),
     (method("gradnorm-ctrl"), 1, "update_every"),
+    (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "keep"),
     (RewardNoise, 0, "start"),
