@@ -69,7 +69,7 @@ NEEDS = {
 }
 # Methods with a curriculum, a collection or a slow controller, trained for ten steps.
 STATEFUL = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
-# Settings that use every feature of a method within four steps.
+# Settings that use every feature of a method within a short run.
 SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
     "sft-then-rl": {"sft_steps": 2},
@@ -79,7 +79,7 @@ SHORT_RUN_FIELDS = {
     "uft": {"hint_steps": 3},
     "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
     "dypo": {"correct": 0.4},
-    "relift": {"correct": 0.4, "buffer": 3},
+    "relift": {"correct": 0.8, "buffer": 5},
     "srft": {"correct": 0.4},
     "gradnorm-ctrl": {"update_every": 2},
     "amft": {"warmup": 1, "update_every": 2},
