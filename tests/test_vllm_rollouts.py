@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
 import shutil
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,6 +292,13 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
         requests = [path for path in server.requests() if "weight" in path or "cache" in path]
         assert requests == [*update, "/reset_prefix_cache"]
+
+
+def test_failed_reset_of_the_prefix_cache_is_an_error():
+    for reply, fails in (({"success": False}, True), ({"success": True}, False), ({}, False)):
+        client = SimpleNamespace(post=lambda path, reply=reply: reply)
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            vllm.Client.clear_prefix_cache(client)
 
 
 @pytest.mark.parametrize(

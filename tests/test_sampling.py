@@ -1,0 +1,80 @@
+"""Statistics, warnings and records of the sampling of rollouts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+
+import torch
+
+from gac.data.examples import Example
+from gac.demo.task import make_tokenizer
+from gac.rollouts.advantages import group_advantages
+from gac.rollouts.sampling import Sample, Sampler, SamplingStats, SignalWatch, is_flat
+
+
+def test_columns_of_the_sampling() -> None:
+    assert set(SamplingStats()) == {0}
+    stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
+    columns = stats.columns()
+    assert columns["responses_per_second"] == 3 and columns["groups_without_signal"] == 0.25
+    assert columns["sampled_tokens"] == 24 and columns["reward_seconds"] == 0.5
+    empty = SamplingStats().columns()
+    assert empty["responses_per_second"] is None and empty["groups_without_signal"] is None
+
+
+def test_warning_after_ten_samplings_in_a_row_without_signal(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    watch = SignalWatch()
+    silent = SamplingStats(groups=4, flat_groups=4)
+    for stats in (silent, SamplingStats(groups=4, flat_groups=3), SamplingStats()):
+        for _ in range(9):
+            watch.update(silent)
+        assert not caplog.records
+        watch.update(stats)
+        assert bool(caplog.records) == (stats is silent)
+        if caplog.records:
+            assert "for 10 steps" in caplog.text
+            watch.update(silent)
+            assert len(caplog.records) == 1  # only once
+            caplog.clear()
+            watch = SignalWatch()
+
+
+def test_samples_are_recorded_with_their_text_and_reward() -> None:
+    words = make_tokenizer()
+    prompt, answer = (tuple(words.encode(text)) for text in ("1+2=", "3"))
+    example = Example("row", prompt, "1+2=", "3", answer, {})
+    group = [Sample(answer, (), 1.0, True, False), Sample((), answer, math.nan, False, True)]
+    record = Sampler._readable(SimpleNamespace(tokenizer=words), example, group)
+    text = words.decode(list(answer), skip_special_tokens=True)
+    assert record["id"] == "row" and record["demonstration"] == text
+    assert record["responses"] == [
+        {"text": text, "reward": 1.0, "truncated": False},
+        {"text": text, "reward": None, "truncated": True},
+    ]
+
+
+def test_groups_of_equal_rewards_are_flat() -> None:
+    def group(*rewards: float) -> list[Sample]:
+        return [Sample((), (5,), reward, False) for reward in rewards]
+
+    assert is_flat(group(0.5, 0.5)) and is_flat(group(0.5, math.nan, 0.5))
+    assert not is_flat(group(0.5, 0.4)) and not is_flat(group(0.5, math.nan)) and not is_flat([])
+
+
+def test_one_scored_response_has_no_advantage() -> None:
+    rewards = torch.tensor([[0.7, math.nan]], dtype=torch.float64)
+    for kind in ("std", "centered", "batch"):
+        assert group_advantages(rewards, kind).tolist() == [[0.0, 0.0]]
+
+
+def test_rewards_of_demonstrations_belong_to_their_prompts() -> None:
+    def scores(responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
+        return [float(response[0]) for response in responses]
+
+    examples = [Example("", (), "", None, demo, {}) for demo in (None, (7,), None, (8,))]
+    rewards = Sampler._demo_rewards(SimpleNamespace(_scores=scores), examples)
+    assert rewards.nan_to_num(-1).tolist() == [-1, 7, -1, 8]
+    assert Sampler._demo_rewards(SimpleNamespace(), examples[:1]).isnan().all()
