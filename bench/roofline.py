@@ -100,7 +100,7 @@ GEMM_FLOPS = {"stats": 2, "loss": 6}  # FLOPs per N H V
 
 
 def instructions(kernel: Kernel, counts: dict[str, Any]) -> float:
-    """Thread instructions per logit in the passes of the task."""
+    """Thread instructions per logit, summed over the passes that the kernel's task needs."""
     sums, gradient = counts["sm_90"][kernel.count]
     if kernel.task == "stats":
         return sums

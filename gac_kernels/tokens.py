@@ -144,10 +144,11 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
-    """Add the factors that are known in advance, for the policy term and for demonstrations.
+    """Add the factor of each token's loss, as far as it is known before the forward pass.
 
-    These are the caller's weights, and the correction if `old_logps` is given. Otherwise
-    `rollout_logps` is added, and `token_factor` computes the correction.
+    The factor is the caller's weight, times the correction if `old_logps` is given. Without
+    `old_logps`, the tokens keep `rollout_logps`, from which `token_factor` computes the correction
+    later.
     """
     if inputs.weights is None and spec.correction == "none":
         return tokens

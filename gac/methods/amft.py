@@ -19,14 +19,15 @@ class AMFT(TokenWeighted):
     """mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped; after a warm-up with SFT only.
 
     U is the expected reward after a step of plain gradient descent with this mu. Its derivative is
-    lr <g_v, g_s - g_r>, where g_s and g_r are the gradients of the two losses and g_v that of the
-    RL loss on other prompts: here the halves of one batch, averaged over both assignments. It is
-    measured every `update_every` steps; H is the mean entropy of the rollouts at every step, and
-    H* that of the first step with rollouts.
+    lr <g_v, g_s - g_r>. Here g_s and g_r are the gradients of the two losses, and g_v is the
+    gradient of the RL loss on other prompts: a batch is split in two halves, and the result is
+    averaged over both ways to assign them. dU/dmu is measured every `update_every` steps. H is the
+    mean entropy of the rollouts at every step; H* is its value at the first step with rollouts.
 
     The released code uses PPO with a value head, takes H* from the demonstrations, and uses the
     cross-entropy of a validation set instead of the reward; there, the sign of dU/dmu is reversed.
-    With its learning rates, the product meta_lr lr is 1e-10, so the entropy determines mu.
+    With the learning rates of that code, the product meta_lr lr is 1e-10, so the entropy determines
+    mu.
     """
 
     name: ClassVar[str] = "amft"
