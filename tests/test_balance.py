@@ -93,6 +93,24 @@ def test_a_given_number_of_micro_batches_of_similar_size():
     assert list(map(len, micro.split(rows, 9))) == [1] * 6
 
 
+def test_each_group_of_rows_is_balanced_by_itself():
+    """The rank with the long rollout also gets one of the two demonstrations."""
+    rows = [Row((5,) * 10, 1, False, 1.0), *[Row((5,) * 4, 1, True, 1.0)] * 2]
+    assert [sorted(map(len, (r.ids for r in own))) for own in assign_rows(rows, 2)] == [
+        [4, 10],
+        [4],
+    ]
+
+
+@pytest.mark.parametrize(("unit", "what"), [(1, "a row"), (2, "a unit of 2 rows")])
+def test_rows_may_have_as_many_tokens_as_a_micro_batch(unit, what):
+    rows = [Row((5,) * 10, 1, False, 1.0, i) for i in range(4)]
+    assert len(MicroBatches(tokens=10 * unit, unit=unit).split(rows)) == 4 // unit
+    message = f"micro_tokens={10 * unit - 1}: this step has {what} with {10 * unit} tokens"
+    with pytest.raises(ValueError, match=message):
+        MicroBatches(tokens=10 * unit - 1, unit=unit).split(rows)
+
+
 def long_tailed_responses(model, tokenizer, prompts, *, samples, **_):
     """Fake generation that depends only on the prompt: 30 tokens, or 1 to 3 for half of them."""
     responses = []

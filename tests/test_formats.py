@@ -11,6 +11,7 @@ import pytest
 
 from gac.config import ConfigError, load
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
+from gac.data.examples import load_references, prompt_order
 from gac.data.order import MixedOrder
 from gac.demo.task import make_tokenizer
 
@@ -61,6 +62,41 @@ def test_a_folder_of_data_files(tmp_path):
     assert [dict(row.fields) for row in read_rows(str(tmp_path))] == ROWS
 
 
+def test_json_lines_in_a_json_file(tmp_path):
+    (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert [dict(row.fields) for row in read_rows(str(tmp_path / "a.json"))] == ROWS
+
+
+def test_rows_of_a_saved_dataset_name_their_split(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the extra `hub`")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "d")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "e")
+    assert next(iter(read_rows(f"{tmp_path}/d:train"))).location.startswith(
+        f"{tmp_path}/d:train, line 1"
+    )
+    assert next(iter(read_rows(f"{tmp_path}/e"))).location.startswith(f"{tmp_path}/e, line 1")
+
+
+def test_references_have_the_ids_of_their_rows(tmp_path):
+    rows = [{"id": "r0", **ROWS[0]}, ROWS[1]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    references = load_references(DataConfig(prompts=str(tmp_path / "a.jsonl")))
+    assert [example.id for example, _ in references] == ["r0", f"{tmp_path}/a.jsonl, line 2"]
+
+
+def test_sources_are_visited_in_proportion_to_their_weights(tokenizer, tmp_path):
+    sources = []
+    for name, count, weight in (("a", 3, 3.0), ("b", 4, 1.0)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:count]))
+        sources.append({"path": str(path), "name": name, "weight": weight})
+    config = load(DataConfig, {"sources": sources})
+    prompts = load_prompts(config, tokenizer)
+    order = prompt_order(config, prompts, 0)
+    drawn = [prompts[i].source for i in order.take(40)]
+    assert Counter(drawn) == {"a": 30, "b": 10}
+
+
 def test_a_json_object_with_one_list(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps({"rows": ROWS}))
     assert len(list(read_rows(str(tmp_path / "data.json")))) == len(ROWS)
@@ -72,6 +108,7 @@ def test_a_json_object_with_one_list(tmp_path):
         ("a.json", "[1]", "a.json, row 1: expected an object, found int"),
         ("a.json", "[{]", "a.json, line 1: not valid JSON"),
         ("a.csv", "prompt,answer\n1\n", "a.csv, row 2: the number of fields differs from the 2"),
+        ("a.csv", "prompt,answer\n1,2,3\n", "a.csv, row 2: the number of fields differs from"),
         ("a.parquet", "x", "a.parquet: not a valid parquet file"),
     ],
 )

@@ -27,6 +27,7 @@ from gac.control.solvers import (
     sdmgrad,
     uncertainty_step,
 )
+from gac.data.examples import Source
 from gac.evaluation.task import EvalTask
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
@@ -99,6 +100,7 @@ NUMBERS = [  # callable, interval, names of its arguments
     (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
     (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
     (GuardConfig, POSITIVE, "max_norm"),
+    (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, POSITIVE, "lr"),
     (RolloutConfig, POSITIVE, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
