@@ -274,7 +274,7 @@ def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) ->
 
 
 def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """Write both files on rank 0: samples first, so that results.json never lacks its answers."""
+    """Write both files on rank 0, samples first: results.json never exists without its samples."""
     if collectives.rank():
         return
     out.mkdir(parents=True, exist_ok=True)
