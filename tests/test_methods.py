@@ -67,8 +67,8 @@ NEEDS = {
         (*SEPARATE_GRADIENTS, "reference"),
     ),
 }
-# Methods with a curriculum, a collection or a slow controller, trained for ten steps.
-STATEFUL = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
+# Methods trained for ten steps instead of four: some have a curriculum, a collection or a warm-up.
+TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
 # Settings that use every feature of a method within a short run.
 SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
@@ -113,7 +113,7 @@ def test_methods_page_is_up_to_date():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
-    steps = 10 if name in STATEFUL else 4
+    steps = 10 if name in TEN_STEPS else 4
     config = config_of(
         name, task, tmp_path / "whole", eval={}, steps=steps, checkpoint_every=steps // 2
     )
