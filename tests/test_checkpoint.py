@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gac.config import ConfigError
@@ -36,10 +37,12 @@ def save(folder: Path, *steps: int) -> list[Path]:
 
 def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
-    path = checkpoint.save(tmp_path, 7, model, optimizer, {"note": (1, 2)})
+    path = checkpoint.save(tmp_path, 7, model, optimizer, {"note": (1, 2)}, {"x": torch.ones(2)})
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
-    progress = checkpoint.load(path, loaded_model, loaded_optimizer)
+    extra = {"x": torch.zeros(2)}
+    progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
+    assert extra["x"].tolist() == [1, 1]
     assert (progress["step"], progress["note"]) == (7, [1, 2])
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
@@ -100,6 +103,28 @@ def test_half_written_checkpoints_are_ignored(tmp_path):
     assert checkpoint.newest(tmp_path) == first
     checkpoint.prune(tmp_path, 2, best=None)
     assert not partial.exists()
+
+
+def test_a_half_written_checkpoint_is_replaced(tmp_path):
+    partial = tmp_path / ".writing-00000020"
+    partial.mkdir()
+    (partial / "__7_0.distcp").write_bytes(b"half")
+    (path,) = save(tmp_path, 20)
+    assert not partial.exists() and not (path / "__7_0.distcp").exists()
+
+
+def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
+    (path,) = save(tmp_path, 1)
+    tensors = small()[0].state_dict()
+    listed = checkpoint.model_tensors(path)
+    assert {n: x.shape for n, x in listed.items()} == {n: x.shape for n, x in tensors.items()}
+    assert all(x.is_meta for x in listed.values())
+
+
+def test_the_cause_of_a_failed_write_is_one_line():
+    failure = CheckpointException("write", {0: (OSError("disk\nfull"), None)})
+    assert checkpoint._cause(failure) == "OSError: disk"
+    assert checkpoint._cause(CheckpointException("write", {})).startswith("CheckpointException: ")
 
 
 def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):

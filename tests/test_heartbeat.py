@@ -1,0 +1,145 @@
+"""The heartbeat of a rank, with a fake store, clock and thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from gac.faults import heartbeat
+from gac.faults.heartbeat import DEAD_AFTER, INTERVAL, WARN_AFTER, Heartbeat
+
+
+class Store(dict):
+    """A store whose other rank's heartbeat changes at every check while `alive`."""
+
+    alive = True
+
+    def __init__(self, *address, **options) -> None:
+        self.address, self.options = address, options
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.alive:
+            (key,) = keys
+            count = int(self.get(key, b"0;").decode().partition(";")[0]) + 1
+            self.set(key, f"{count};training on host, pid 7")
+        return keys[0] in self
+
+
+class Thread:
+    """Runs nothing by itself."""
+
+    def __init__(self, target, name, daemon) -> None:
+        assert daemon  # the process may exit while it runs
+        self.target, self.joined = target, False
+
+    def start(self) -> None:
+        pass
+
+    def join(self) -> None:
+        self.joined = True
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    """Rank 0 of 2, and a function that runs its thread for some intervals."""
+    clock = [100.0]
+    monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
+    monkeypatch.setattr(heartbeat, "rank", lambda: 0)
+    monkeypatch.setattr(heartbeat.dist, "TCPStore", Store)
+    monkeypatch.setattr(heartbeat.threading, "Thread", Thread)
+    at_exit: list = []
+    monkeypatch.setattr(heartbeat.atexit, "register", at_exit.append)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "77")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    beat = Heartbeat()
+    assert at_exit == [beat.stop]
+    done = threading.Event
+
+    def run(intervals: int) -> None:
+        left = [intervals]
+
+        class Done(done):
+            def is_set(self) -> bool:
+                return left[0] == 0
+
+            def wait(self, timeout: float) -> None:
+                assert timeout == INTERVAL
+                clock[0] += timeout
+                left[0] -= 1
+
+        beat._done = Done()
+        beat._run()
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        run(1)
+
+    monkeypatch.setattr(heartbeat.time, "sleep", sleep)
+    return beat, run
+
+
+def test_it_writes_its_own_and_reads_the_next_heartbeat(rank_0) -> None:
+    beat, run = rank_0
+    assert beat._store.address == ("host", 77) and beat._store.options["is_master"] is False
+    run(1)
+    assert beat._store["gac/beat/3/0"].startswith(b"1;set-up on ")
+    assert beat._last == "1;training on host, pid 7"
+    assert beat.dead_rank_message() is None
+    beat.stop()
+    assert beat._thread.joined and beat._done.is_set()
+
+
+def test_a_dead_rank_is_named_with_its_last_heartbeat(rank_0) -> None:
+    beat, run = rank_0
+    run(2)
+    beat._store.alive = False
+    message = beat.dead_rank_message()
+    assert message.startswith("rank 1 is not responding: no heartbeat for ")
+    assert "(last: 2;training on host, pid 7)" in message
+    assert DEAD_AFTER <= float(message.split()[8]) <= DEAD_AFTER + 5 * INTERVAL
+
+
+def test_a_heartbeat_sent_before_the_death_is_not_a_sign_of_life(rank_0) -> None:
+    beat, run = rank_0
+    run(2)
+    beat._store.set("gac/beat/3/1", "3;training on host, pid 7")
+    beat._store.alive = False
+    assert "(last: 3;training" in beat.dead_rank_message()
+
+
+def test_one_warning_per_silence(rank_0, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    beat, run = rank_0
+    intervals = int(WARN_AFTER / INTERVAL) + 3
+    run(intervals)
+    assert not caplog.records
+    for count in (1, 2):
+        beat._store.alive = False
+        run(2 * intervals)
+        assert len(caplog.records) == count and "rank 1 is not responding" in caplog.text
+        beat._store.alive = True
+        run(1)
+
+
+def test_a_lost_store_ends_the_thread(rank_0, monkeypatch) -> None:
+    beat, run = rank_0
+
+    def lost(key: str, value: str) -> None:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(beat._store, "set", lost)
+    run(5)
+    assert not beat._store and beat._count == 0
+
+
+def test_a_single_process_has_no_thread() -> None:
+    beat = Heartbeat()
+    assert beat.dead_rank_message() is None and not hasattr(beat, "_thread")
+    beat.stop()
