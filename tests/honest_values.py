@@ -415,7 +415,7 @@ def limited(n):
     def ring(*_): raise TooSlow
     old = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.2 * n)
         while n: n += 1
         return "done"
     except TooSlow: return "slow"

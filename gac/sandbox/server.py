@@ -31,9 +31,11 @@ WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 START = """
 import gc, sys
 gc.disable()  # see `modules.settle`
+sys.modules["ssl"] = None  # asyncio works without it, and it is large
 sys.path.append(sys.argv[1])
 from sandbox.zygote import main
 sys.path.remove(sys.argv[1])
+del sys.modules["ssl"]
 import json
 main(json.loads(sys.argv[2]))
 """
