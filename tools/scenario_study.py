@@ -97,8 +97,9 @@ FOURTH: dict[str, dict[str, Any]] = {
     "guarded": {"name": "guarded"},
     "gac": FIRST["gac"],
     "chord": FIRST["chord"],
+    "amft": _arm("amft"),
 }
-"""The default, the same without a share for suspect demonstrations, the controller, CHORD-mu."""
+"""The default, guarded without a share for suspect demonstrations, and adaptive competitors."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")
