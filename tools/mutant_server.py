@@ -56,7 +56,7 @@ class Server:
         self.root, self.options, self.isolated = root, options, options.isolated
         self.cache = root / "build" / "mutants"
         self.cache.mkdir(parents=True, exist_ok=True)
-        self.failed = self.cache / "failed"
+        self.failed = Path.cwd().parent / "failed"
         self.kills: Counter[str] = Counter()  # per test
         self.clock = int(time.time()) - 10**7  # mtimes of mutated files, all different
         self.unreliable: set[str] = set()  # tests that also fail without a mutant
@@ -69,7 +69,7 @@ class Server:
         child = os.fork()
         if not child:
             os.setsid()
-            log = os.open(self.cache / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            log = os.open(self.temporary.parent / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -110,7 +110,7 @@ class Server:
                 if not cached.exists():
                     cached.write_text('{"seconds": {}, "lines": {}}')
             if cached.exists():
-                covered[str(path)] = json.loads(cached.read_text())
+                covered[str(path)] = json.loads(cached.read_text()) | {"names": named in text}
         for results in covered.values():
             preload(results.get("modules", []))
         assert not set(OWN[:2]) & set(sys.modules), "the mutants would not be imported"
@@ -142,11 +142,15 @@ class Server:
     def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[list[str]]:
         """Covering tests in two groups, best first: a few quick ones, then up to the limit."""
         tests = self.covering(mutant, text, covered)
-        stem = Path(mutant.path).stem
+        stem, covering = Path(mutant.path).stem, set(tests)
+        if self.options.again:  # tests that run the code in other processes cover nothing here
+            for results in covered.values():
+                tests = (results["seconds"] if results["names"] else {}) | tests
 
         def cost(name: str) -> float:
             near = 4 if stem in name.partition("::")[0] else 1
-            return (tests[name] + 0.01) / near / (1 + self.kills[name])
+            seconds = tests[name] + (0.01 if name in covering else self.options.cap)
+            return seconds / near / (1 + self.kills[name])
 
         groups: list[list[str]] = []
         left = sorted(tests, key=cost)

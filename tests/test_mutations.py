@@ -1,0 +1,59 @@
+"""The changes of `make mutants`, and the page that it writes."""
+
+from __future__ import annotations
+
+from tools import mutants
+from tools.mutations import changes
+
+TEXT = """
+def f(a, b=2):
+    \"\"\"Docstring.\"\"\"
+    if a < b and not g(a, b):
+        a.x = max(a, b) + 1
+    é = "é", f"{a + 1}"; return h(a, key=b)[a:]
+"""
+
+
+def test_each_change_is_valid_and_described() -> None:
+    found = changes(TEXT)
+    described = {(change.before, change.after) for change in found}
+    assert described >= {
+        ("2", "3"),
+        ("2", "1"),
+        ("a < b", "a <= b"),
+        ("a < b", "a >= b"),
+        ("a < b and not g(a, b)", "a < b or not g(a, b)"),
+        ("a < b and not g(a, b)", "without a < b"),
+        ("a < b and not g(a, b)", "not (a < b and (not g(a, b)))"),
+        ("not g(a, b)", "g(a, b)"),
+        ("g(a, b)", "swap to b, a"),
+        ("a.x = max(a, b) + 1", "pass"),
+        ("max(a, b)", "min"),
+        ("max(a, b) + 1", "max(a, b) - 1"),
+        ("h(a, key=b)", "without key"),
+        ("a:", "a + 1:"),
+    }
+    assert all(change.scope == "f" for change in found)
+    for change in found:
+        changed = TEXT[: change.start] + change.new + TEXT[change.end :]
+        compile(changed, "changed", "exec")
+        assert " ".join(TEXT[change.start : change.end].split()) == change.before
+    (sliced,) = (c for c in found if c.before == "a:")  # columns are in bytes
+    assert sliced.lines == (6, 6)
+
+
+def test_page_counts_the_latest_results_and_the_first() -> None:
+    def record(key: str, outcome: str) -> dict:
+        return {"module": "control", "key": key, "outcome": outcome}
+
+    records = [
+        record("a", "killed"),
+        record("b", "survived"),
+        record("c", "survived"),
+        record("d", "timed out"),
+        record("e", "survived"),
+        record("b", "killed"),
+    ]
+    text = mutants.page(records, {"c": "no effect"})
+    assert "| control | 5 | 2 | 2 | 1 | 1 | 1 | 75.0 % |" in text
+    assert "- `c`: no effect" in text and "\n- `e`" in text and "`a`" not in text
