@@ -5,13 +5,14 @@
 Each file in requirements/integrations defines one environment; its name starts with the package
 name. Each line of trl.txt defines one too: the project's own packages with another TRL, such as
 trl-1.15.0. Environments are built under .venv/integrations and rebuilt when their file changes. The
-table of TRL versions in docs/integrations/trl.md is rewritten when all of them have been run. The
+table of TRL versions in docs/integrations/trl.md is rewritten once all of them have been run. The
 exit code is 1 if any test fails.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ TRL = {
     for line in FILES.pop("trl").read_text().splitlines()
     if line.startswith("trl==")
 }
+RESULT = "tests.json"  # of the last run
 HOOK = "from gac.integrations.trl_head import missing_hook; print(missing_hook() is None)"
 
 
@@ -123,8 +125,11 @@ def main(names: list[str]) -> int:
         print(f"unknown environment {', '.join(unknown)}: use {', '.join(known)}")
         return 2
     results = {name: run(name) for name in names or known}
-    if set(TRL) <= set(results):
-        write_table({name: results[name] for name in TRL})
+    for name in set(results) & set(TRL):
+        (ENVIRONMENTS / name / RESULT).write_text(json.dumps(results[name]))
+    files = {name: ENVIRONMENTS / name / RESULT for name in TRL}
+    if all(path.is_file() for path in files.values()):
+        write_table({name: json.loads(path.read_text()) for name, path in files.items()})
     failed = [name for name, count in results.items() if count["failed"]]
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return bool(failed)

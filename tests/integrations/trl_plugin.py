@@ -26,7 +26,7 @@ from trl.trainer import utils  # noqa: E402 - after the environment
 
 from gac.integrations import trl_head  # noqa: E402 - after the environment
 
-ROLLOUT_STEPS = 10  # of trainers that sample, instead of about 50: enough to log once
+ROLLOUT_STEPS = 11  # of trainers that sample, instead of about 50; they log every 10 steps and last
 IMAGES = ("vlm", "vision", "image", "multimodal")
 NO_HUB = ("offline", "LocalEntryNotFound", "couldn't connect", "Offline mode", "cached files")
 
