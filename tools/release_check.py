@@ -74,18 +74,19 @@ def platform_tag(wheel: Path) -> str:
     return f"{found[1]} when built here; .github/workflows/release.yml builds for manylinux_2_28"
 
 
+def run_tests(*arguments: str) -> str:
+    """Run pytest; return its summary."""
+    return command(sys.executable, "-m", "pytest", "-q", *arguments).strip().splitlines()[-1]
+
+
 def packages() -> str:
     """Check that the sdist and a wheel built from it install into new environments, and train."""
-    pytest = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "release or slow",
-        "tests/test_packages.py",
-    )
-    return command(*pytest).strip().splitlines()[-1]
+    return run_tests("-m", "release or slow", "tests/test_packages.py")
+
+
+def imports() -> str:
+    """Check that importing the kernels is quick and needs only torch; type-check a user's file."""
+    return run_tests("tests/test_light_install.py", "tests/test_typing.py")
 
 
 def workflows() -> str:
@@ -105,7 +106,7 @@ def workflows() -> str:
 
 def hub() -> str:
     """Check that the layout of the kernels hub is written, and that its built folder loads."""
-    return command(sys.executable, "-m", "pytest", "-q", "tests/test_hub.py").splitlines()[-1]
+    return run_tests("tests/test_hub.py")
 
 
 def matrix() -> str:
@@ -133,6 +134,7 @@ def main(arguments: list[str]) -> int:
         check("metadata", lambda: metadata(wheel))
         check("platform", lambda: platform_tag(wheel))
     check("packages", packages)
+    check("imports", imports)
     check("workflows", workflows)
     check("kernels hub", hub)
     if "--quick" in arguments:
