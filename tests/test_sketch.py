@@ -212,3 +212,16 @@ def test_both_projections_have_their_own_signs() -> None:
     hidden = sketch.hidden_signs(50, cpu).flatten()
     equal = (vocabulary == hidden).float().mean()
     assert 0.3 < equal < 0.7
+
+
+def test_signs_come_from_the_published_hash() -> None:
+    """Stored sketches stay comparable: values of lowbias32 in plain integers."""
+
+    def lowbias32(x: int) -> int:
+        x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+        x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+        return x ^ x >> 16
+
+    key = lowbias32(2 * 7)  # 2 seed + stream
+    expected = [1.0 - 2 * (lowbias32(i ^ key) >> 31) for i in range(200)]
+    assert HeadSketch(4, 7).signs(200, torch.device("cpu")).tolist() == expected

@@ -433,3 +433,23 @@ def test_rows_at_any_address_are_read_in_wide_loads(
 def test_which_rows_are_unaligned(shape: tuple[int, ...], offset: int, unaligned: bool) -> None:
     storage = torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)
     assert launch.unaligned(storage[offset:].view(shape)) == unaligned
+
+
+@pytest.mark.parametrize("gap", [0.49, -0.49, 0.2, 0.6])
+def test_kl_without_cancellation(gap: float) -> None:
+    """The series near 0 and the formula beyond it, both to float32 precision."""
+    logits = torch.zeros(1, 1, 4, device=DEVICE)
+    fields = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), torch.tensor([False])
+    ref = torch.full((1, 1), gap - math.log(4), device=DEVICE)
+    fields = [x.to(DEVICE) for x in fields]
+    kl = fused_gac_loss(logits, *fields, ref_logps=ref, backend="triton").kl.item()
+    assert kl == pytest.approx(math.exp(gap) - gap - 1, rel=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [("3.6.0", "2.4.1", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.0", True)],
+)
+def test_versions_of_the_interpreter(triton: str, numpy: str, works: bool, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "version", {"triton": triton, "numpy": numpy}.get)
+    assert (backend._interpreter_error() is None) == works

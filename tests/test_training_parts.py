@@ -1,0 +1,45 @@
+"""Parts of the training loop with fake ranks and models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from gac.data.rows import Row
+from gac.training import policy
+from gac.training.feed import Feed
+from gac.training.probes.parts import copies
+from gac.training.trainer import Trainer
+
+from .tiny import tiny_config
+
+
+def test_copies_of_a_shard_are_counted_over_the_replicated_dimensions() -> None:
+    def sharded(*placements):
+        mesh = SimpleNamespace(size=lambda dim: (3, 2)[dim])
+        return SimpleNamespace(placements=placements, device_mesh=mesh)
+
+    assert copies(sharded(Replicate(), Shard(0))) == 3
+    assert copies(sharded(Shard(0), Replicate())) == 2
+    assert copies(sharded(Replicate(), Replicate())) == 6
+    assert copies(sharded(Shard(0), Shard(1))) == 1
+    assert copies(torch.zeros(1)) == 1  # one process
+
+
+def test_rows_are_balanced_only_with_token_budgets() -> None:
+    rows = [Row((5,) * 3, 1, False, 1.0, sequence=7 + i) for i in range(2)]
+    assert Feed.balance(SimpleNamespace(uses_balancing=False), rows) is rows
+    balanced = Feed.balance(SimpleNamespace(uses_balancing=True, unit=1), rows)
+    assert [row.sequence for row in balanced] == [0, 1]
+
+
+def test_the_head_is_checked_before_training(task, tmp_path, monkeypatch) -> None:
+    def refuse(model) -> None:
+        raise ValueError("the head differs")
+
+    monkeypatch.setattr(policy, "check_head", refuse)
+    with pytest.raises(ValueError, match="the head differs"):
+        Trainer(tiny_config(task, tmp_path, eval={}))
