@@ -110,6 +110,9 @@ def interval_figure(
         figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
         axes = figure.subplots()
         draw(axes)
+        low, high = axes.get_xlim()
+        if high - low < 1:  # all values nearly equal: show no differences that mean nothing
+            axes.set_xlim(max(low - 1, -0.2), min(high + 1, 100.2))
         axes.set_yticks([-i for i in range(len(labels))], labels)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(axis)
