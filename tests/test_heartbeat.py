@@ -12,7 +12,7 @@ from gac.faults.heartbeat import DEAD_AFTER, INTERVAL, WARN_AFTER, Heartbeat
 
 
 class Store(dict):
-    """A store whose other rank's heartbeat changes at every check while `alive`."""
+    """A store in which the other rank's heartbeat advances at every check while `alive`."""
 
     alive = True
 
@@ -31,7 +31,7 @@ class Store(dict):
 
 
 class Thread:
-    """Runs nothing by itself."""
+    """A fake thread, which runs nothing by itself."""
 
     def __init__(self, target, name, daemon) -> None:
         assert daemon  # the process may exit while it runs
@@ -46,7 +46,7 @@ class Thread:
 
 @pytest.fixture
 def rank_0(monkeypatch):
-    """Rank 0 of 2, and a function that runs its thread for some intervals."""
+    """The heartbeat of rank 0 of 2, and a function that runs its thread for some intervals."""
     clock = [100.0]
     monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
     monkeypatch.setattr(heartbeat, "rank", lambda: 0)

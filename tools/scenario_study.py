@@ -99,7 +99,7 @@ FOURTH: dict[str, dict[str, Any]] = {
     "chord": FIRST["chord"],
     "amft": _arm("amft"),
 }
-"""The default, guarded without a share for suspect demonstrations, and adaptive competitors."""
+"""Constants, `guarded-probing` (the arm that is judged), `guarded`, and other adaptive methods."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")

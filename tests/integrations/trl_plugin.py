@@ -26,7 +26,7 @@ from trl.trainer import utils  # noqa: E402 - after the environment
 
 from gac.integrations import trl_head  # noqa: E402 - after the environment
 
-ROLLOUT_STEPS = 11  # of trainers that sample, instead of about 50; they log every 10 steps and last
+ROLLOUT_STEPS = 11  # not about 50, for trainers that sample: one log (step 10) and the last step
 IMAGES = ("vlm", "vision", "image", "multimodal")
 NO_HUB = ("offline", "LocalEntryNotFound", "couldn't connect", "Offline mode", "cached files")
 
