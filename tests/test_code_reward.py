@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gac.data import Example
-from gac.rewards import RewardError, build_reward
+from gac.rewards import RewardError, build_reward, code
 from gac.rewards.code import program_of
 from gac.sandbox.solver import assemble
 
@@ -340,3 +340,9 @@ def test_on_error_drop_counts_the_row():
 def test_bad_options_are_named(options, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         build_reward({"name": "code", **options})
+
+
+def test_programs_are_dedented_by_columns():
+    assert code._dedented("    x", 2) == "  x" and code._dedented(" x", 4) == "x"
+    assert code._dedented("\tx", 4) == "    x"  # a tab is eight columns
+    assert code._dedented("x\ty", 4) == "x\ty" and code._dedented("  x", 0) == "  x"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gac.rewards import grading_worker
 from gac.rewards.grading_pool import GradingPool
 
 from .waiting import wait_until
@@ -200,3 +202,15 @@ def test_workers_have_a_memory_limit():
     [line] = [line for line in limits if line.startswith("Max address space")]
     assert line.split()[3] == str(4 << 30)
     pool.close()
+
+
+def test_a_closed_pool_starts_new_workers():
+    pool = GradingPool(timeout=20.0, workers=1)
+    for _ in range(2):
+        assert pool.grade([("7", "7")]) == ["right"]
+        pool.close()
+
+
+def test_memory_limits_do_not_exceed_the_hard_limit():
+    assert grading_worker._capped(100, resource.RLIM_INFINITY) == 100
+    assert grading_worker._capped(100, 50) == 50 == grading_worker._capped(50, 100)

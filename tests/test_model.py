@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gac.errors import ConfigError
 from gac.models.causal_lm import LoraConfig, _add_lora, attach_head
 from gac.models.head import head_scaling
+from gac.models.pretrained import check_files
 from gac_kernels import reference
 
 SMALL = {
@@ -90,6 +91,22 @@ def test_scale_and_softcap_are_read_from_the_configuration(kind):
     assert head_scaling(model.config) == scaling
     assert attach_head(model)
     check(model)
+
+
+def test_a_softcapped_head_is_recognized_in_bfloat16():
+    """The tolerance follows the precision of the model."""
+    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=0.5)
+    assert attach_head(model.bfloat16())
+
+
+def test_a_name_on_the_hub_is_not_a_folder_without_files(tmp_path):
+    check_files("model.path", "owner/name", "weights", "download it", "*.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"the folder has no weights \(\*.safetensors\): download"
+    ):
+        check_files("model.path", str(tmp_path), "weights", "download it", "*.safetensors")
+    (tmp_path / "a.safetensors").touch()
+    check_files("model.path", str(tmp_path), "weights", "download it", "*.safetensors")
 
 
 def test_a_softcap_is_seen_when_all_logits_are_small():

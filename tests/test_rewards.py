@@ -343,3 +343,9 @@ def test_bad_configurations_are_refused(case):
     with pytest.raises(ValueError) as error:
         build_reward(json.loads(json.dumps(spec)))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, "5"])
+def test_deadlines_are_positive_numbers(deadline):
+    with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
+        build_reward({"name": "exact", "deadline": deadline})

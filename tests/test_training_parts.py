@@ -12,6 +12,7 @@ from gac.data.rows import Row
 from gac.training import policy
 from gac.training.feed import Feed
 from gac.training.probes.parts import copies
+from gac.training.record import Record
 from gac.training.trainer import Trainer
 
 from .tiny import tiny_config
@@ -43,3 +44,14 @@ def test_the_head_is_checked_before_training(task, tmp_path, monkeypatch) -> Non
     monkeypatch.setattr(policy, "check_head", refuse)
     with pytest.raises(ValueError, match="the head differs"):
         Trainer(tiny_config(task, tmp_path, eval={}))
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize("every", [0, 2])
+def test_one_process_records_the_samples(main: bool, every: int) -> None:
+    texts: list = []
+    record = SimpleNamespace(texts=texts, accelerator=SimpleNamespace(is_main_process=main))
+    config = SimpleNamespace(sample_every=every, print_samples=False)
+    Record.samples(record, 3, [{"prompt": "1+1"}], config)
+    Record.samples(record, 4, [], config)
+    assert texts == ([{"step": 3, "prompts": [{"prompt": "1+1"}]}] if main and every else [])
