@@ -66,11 +66,6 @@ def test_autocast_dtype_reaches_the_operator() -> None:
     check_compiled("aot_eager", "defaults", 0.3, autocast=True)
 
 
-@pytest.mark.slow
-def test_inductor() -> None:
-    check_compiled("inductor", "entropy", 0.3, autocast=False)
-
-
 def test_a_new_mu_does_not_recompile() -> None:
     """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
     batch = build(BY_NAME["defaults"])
@@ -160,13 +155,12 @@ def every_function(x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
     outputs = "mean_logits", "is_top1"
     losses = (
         fused_gac_loss(x["logits"], *args, **keywords, **scaling),
-        fused_gac_loss(x["logits"], *args, **keywords, backend=backend),
         fused_linear_gac_loss(x["hidden"], weight, *args, bias=bias, **keywords, backend=backend),
-        loss_from_logprobs(x["logps"], *args, entropy=x["entropy"], **keywords),
     )
+    if "logps" in x:
+        losses += (loss_from_logprobs(x["logps"], *args, entropy=x["entropy"], **keywords),)
     logprobs = (
         token_logprobs(x["logits"], targets, outputs=outputs, **scaling),
-        token_logprobs(x["logits"], targets, temperature=0.7, backend=backend),
         linear_token_logprobs(x["hidden"], weight, targets, bias=bias, backend=backend),
     )
     moments = (
@@ -209,18 +203,17 @@ def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, b
 def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager")
-    check_every_function(compiled, example(3, 5, dtype), SPEC, require_backend(backend, dtype))
+    check_every_function(compiled, example(2, 3, dtype), SPEC, require_backend(backend, dtype))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_function_with_dynamic_shapes(backend: str) -> None:
-    require_backend(backend)
+def test_every_function_with_dynamic_shapes() -> None:
+    """The graph does not depend on the backend."""
+    backend = require_backend("native")
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows, width, coefficient in (3, 5, 0.1), (4, 6, 0.2):
-        spec = replace(SPEC, kl_coef=coefficient)
-        check_every_function(compiled, example(rows, width), spec, backend)
+    for rows, width in (2, 3), (3, 4):
+        check_every_function(compiled, example(rows, width), SPEC, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -236,7 +229,7 @@ def test_dynamic_shapes_and_numbers(backend: str) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows, width, coefficient in (3, 5, 0.1), (4, 6, 0.2):
+    for rows, width, coefficient in (2, 3, 0.1), (3, 4, 0.2):
         x, spec = example(rows, width), replace(SPEC, kl_coef=coefficient)
         value, expected = compiled(x, spec), loss(x, spec)
         torch.testing.assert_close(value, expected)
@@ -246,18 +239,19 @@ def test_dynamic_shapes_and_numbers(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_inductor_with_transposed_rows(backend: str) -> None:
-    require_backend(backend)
+def test_inductor_with_transposed_rows() -> None:
+    """Compiles only operators: `loss_from_logprobs` has none, and would take most of the time."""
+    backend = require_backend("native")
     torch.compiler.reset()
-    compiled = torch.compile(every_function, fullgraph=True)
-    check_every_function(compiled, example(3, 5), SPEC, backend)
+    x = example(2, 3)
+    del x["logps"], x["entropy"]
+    check_every_function(torch.compile(every_function, fullgraph=True), x, SPEC, backend)
 
 
 @pytest.mark.parametrize("form", ["logits", "linear"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(form: str, backend: str) -> None:
-    x, linear = example(3, 5), form == "linear"
+    x, linear = example(2, 3), form == "linear"
     rows = x["hidden" if linear else "logits"]
     head = (x["weight"], x["bias"]) if linear else (None, None)
     targets, needs = x["targets"], [True, linear, linear]
