@@ -1,0 +1,172 @@
+"""`gac study` without training: its runs, statistics, files and page."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gac import cli
+from gac.config import ConfigError, dump, save, to_yaml
+from gac.study import page, runs
+from gac.study.arms import read_study
+from gac.study.results import row_cells, summary
+
+from .tiny import tiny_config, write_tiny
+
+FINALS = {"low": [0.1, 0.2, 0.3], "dr": [0.5, 0.6, 0.7], "high": [0.9, None, 1.0]}
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Run `gac study` with the accuracies in FINALS; return its configurations and study.json."""
+
+    def result(config):
+        accuracy = FINALS[config.name][config.seed]
+        return None if accuracy is None else {"final": {"accuracy": accuracy}, "seconds": 1.0}
+
+    def run(*arguments: str):
+        calls = []
+
+        def run_all(configs, jobs, discard):
+            calls.append((configs, jobs, discard))
+            return {c.out: "failed: x" for c in configs if result(c) is None}
+
+        monkeypatch.setattr(runs, "run_all", run_all)
+        monkeypatch.setattr(runs, "result", result)
+        reports = []
+        monkeypatch.setattr(
+            "gac.report.write_report", lambda r, out: reports.append(r) or out / "report.html"
+        )
+        path = tmp_path / "run.yaml"
+        save(tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2), path)
+        methods = {"low": "constant:mu=0.1", "dr": "dr-grpo", "high": "constant:mu=0.9"}
+        path.write_text(path.read_text() + to_yaml({"methods": methods}))
+        code = cli.main(["study", str(path), *arguments])
+        saved = json.loads((tmp_path / "out" / "study.json").read_text())
+        return code, *calls, saved, reports, (tmp_path / "out" / "study.html").read_text()
+
+    return run
+
+
+def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
+    code, (configs, jobs, discard), saved, reports, html = study()
+    assert (code, jobs, discard) == (1, 1, False)  # one run failed
+    # seed by seed, so that an interrupted study has compared all methods on the first seeds
+    expected = [(seed, label) for seed in range(3) for label in FINALS]
+    assert [(config.seed, config.name) for config in configs] == expected
+    assert [config.method.mu for config in configs[::3]] == [0.1] * 3
+    setting = saved["setting"]
+    assert setting["baseline"] == "low" and setting["steps"] == dict.fromkeys(FINALS, 2)
+    assert setting["command"] == f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3"
+    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
+    assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
+    assert [path.name for path in reports[0]] == [
+        Path(c.out).name for c in configs if c.name != "high" or c.seed != 1
+    ]
+    assert "report.html" in html and "Study: run.yaml" in html
+    printed = capsys.readouterr().out
+    assert "+40.0 [+40.0, +40.0]" in " ".join(printed.split())
+
+
+def test_options_of_a_study(study, tmp_path) -> None:
+    options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard", "--set", "steps=5"]
+    code, (configs, jobs, discard), saved, _, _ = study("--methods", "high", "dr", *options)
+    assert (code, jobs, discard) == (0, 2, True)
+    assert [(config.name, config.steps) for config in configs] == [("high", 5), ("dr", 5)]
+    assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
+    command = f"gac study {tmp_path}/run.yaml --methods high dr --seeds 1 --baseline dr"
+    assert saved["setting"]["command"] == f"{command} --set steps=5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0"], "--seeds=0: use a number >= 1"),
+        (["--jobs", "0"], "--jobs=0: use a number >= 1"),
+        (["--baseline", "gac"], "--baseline='gac': use one of low, dr, high"),
+        (["--methods", "low", "low"], "two of low, low have the same label"),
+    ],
+)
+def test_mistakes_in_the_command(study, capsys, arguments, message) -> None:
+    with pytest.raises(FileNotFoundError):  # there is no study.json
+        study(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_methods_of_the_file_must_be_a_mapping(tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 2\nmethods: [gac, sft]\n")
+    with pytest.raises(ConfigError, match=r"methods: expected `label: method` lines, got \['gac'"):
+        read_study(tmp_path / "a.yaml")
+
+
+def rows(**intervals):
+    against = {name: {"against_baseline": {"ci95": ci95}} for name, ci95 in intervals.items()}
+    return {"setting": {"baseline": "base"}, "methods": against}
+
+
+def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
+    study = rows(base=[0.1, 0.2], up=[0.1, 0.2], zero=[0.0, 0.2], down=[-0.2, -0.1], one=None)
+    expected = "ahead of base: up; behind base: down."
+    assert page.headline(study) == f"Differences whose interval excludes 0: {expected}"
+    assert page.headline(rows(base=None, a=[-0.2, 0.0])).startswith("No method differs from base")
+
+
+def test_the_best_method_is_marked_and_every_seed_is_drawn(monkeypatch) -> None:
+    drawn, marked = [], {}
+    axes = SimpleNamespace(plot=lambda x, y, *style, **options: drawn.append((x, y)))
+    monkeypatch.setattr(page, "draw_interval", lambda axes, y, *rest: drawn.append(y))
+    monkeypatch.setattr(page, "interval_figure", lambda labels, size, label, draw: draw(axes))
+    monkeypatch.setattr(page, "render_template", lambda name, **fields: marked.update(fields))
+    methods = summary(FINALS, "low")
+    setting = {"config": "a.yaml", "baseline": "low"}
+    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
+    assert [(label, best) for label, _, best in marked["rows"]] == [
+        ("low", False),
+        ("dr", False),
+        ("high", True),
+    ]
+    assert marked["rows"][2][1] == row_cells(methods["high"])
+    assert drawn[1::2] == [0, -1, -2]
+    assert drawn[4][0] == pytest.approx([90, 100]) and drawn[4][1] == [-2, -2]
+
+
+@pytest.mark.parametrize("discard", [True, False])
+def test_a_run_of_a_study_writes_its_result(tmp_path, monkeypatch, discard) -> None:
+    config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
+
+    def train(config) -> None:
+        out = Path(config.out)
+        (out / "checkpoints").mkdir()
+        (out / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.1}\n{"step": 2, "accuracy": 1}')
+        (out / "metrics.jsonl").write_text('{"seconds": 2}\n{"seconds": 3}\n')
+
+    threads = []
+    monkeypatch.setattr(
+        threading, "Thread", lambda **options: threads.append(options) or SimpleNamespace(start=int)
+    )
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr("gac.training.trainer.train", train)
+    runs._train(dump(config), 1, discard, report=False)
+    assert threads == [{"target": runs._exit_with_parent, "daemon": True}]
+    result = runs.result(config)
+    assert result["final"] == {"step": 2, "accuracy": 1} and result["seconds"] == 5
+    assert (tmp_path / "out" / "checkpoints").exists() != discard
+
+
+def test_a_run_ends_with_its_parent(monkeypatch) -> None:
+    events: list = []
+    parent = SimpleNamespace(join=lambda: events.append("joined"))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(os, "_exit", events.append)
+    runs._exit_with_parent()
+    assert events == ["joined", 1]
