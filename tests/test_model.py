@@ -109,9 +109,10 @@ def test_a_name_on_the_hub_is_not_a_folder_without_files(tmp_path):
     check_files("model.path", str(tmp_path), "weights", "download it", "*.safetensors")
 
 
-def test_a_softcap_is_seen_when_all_logits_are_small():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softcap_is_seen_when_all_logits_are_small(dtype):
     """In a model with logits near 0, softcapped logits are nearly equal to the others."""
-    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=30.0)
+    model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=30.0).to(dtype)
     attach_head(model)
     model.config.final_logit_softcapping = None  # not what the check expects
     assert not check_head_of(model, softcap=30.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 
 from gac.data import Example, read_rows
 from gac.rewards import Reward, RewardError, RowReward, build_reward
+from gac.rewards.base import time_limit
 from gac.rewards.text import chosen_letter
 
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
@@ -349,3 +351,19 @@ def test_bad_configurations_are_refused(case):
 def test_deadlines_are_positive_numbers(deadline):
     with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
         build_reward({"name": "exact", "deadline": deadline})
+
+
+def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
+    before = signal.getsignal(signal.SIGALRM)
+    finished = []
+
+    def run(seconds):
+        with time_limit(seconds):
+            finished.append(signal.getsignal(signal.SIGALRM) is before)
+
+    run(None)
+    thread = threading.Thread(target=run, args=(5.0,))
+    thread.start()
+    thread.join(20)
+    run(5.0)
+    assert finished == [True, True, False] and signal.getsignal(signal.SIGALRM) is before
