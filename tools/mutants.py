@@ -129,7 +129,8 @@ process per mutant, which imports torch for seconds; this one forks a process th
 
 *At first*: noticed before any test was written because of it. *Killed* and *timed out*: noticed
 now. *Noticed*: their share of the mutants that are not equivalent. The tests are those with
-`{markers}`, without the files listed in `tools/mutants.py`.
+`{markers}`, without the files listed in `tools/mutant_server.py`. Not sampled: files
+that need a GPU, nvcc, verl, Trinity-RFT or ms-swift.
 
 | module | sampled | at first | killed | timed out | equivalent | survived | noticed |
 | --- | --- | --- | --- | --- | --- | --- | --- |
