@@ -5,8 +5,8 @@ Usage: TRL_SOURCE=path python -m tests.integrations.trl_suite [--home FOLDER] [g
 TRL_SOURCE is a git checkout of TRL; its tests run against the installed package. Every test that
 passes with TRL's head must pass with ours. Losses, gradient norms and metrics of all micro-steps
 before the first optimizer step must agree, under TRL's default autocast and in float32. The wrong
-head (log-probs times 1.01) must be noticed in every test that trains with TRL's head. The results
-go to docs/integrations/trl.md if all five files were run.
+head (log-probs times 1.01) must be noticed in every test that trains with TRL's head and has a
+gradient. The results go to docs/integrations/trl.md if all five files were run.
 """
 
 from __future__ import annotations
@@ -150,10 +150,13 @@ def compare(source: Path, trainer: str, home: Path) -> tuple[dict[str, Any], lis
             different = differing(own[float32], ours[float32])
             failures += [f"{mode}, {name}: {t}: {text}" for t, text in different.items()]
         if mode == "loss":
-            row["one pass"] = len(trained - set(ours[True]["fell_back"]))
+            row["loss"] = (
+                f"{row['loss']}, {len(trained - set(ours[True]['fell_back']))} in one pass"
+            )
     noticed = set(differing(own[True], run(source, trainer, "wrong", True, home, trained)))
-    row["noticed"] = len(noticed & trained)
-    failures += [f"wrong head not noticed: {test}" for test in trained - noticed]
+    gradients = {t for t in trained if any(s["gradient norm"] for s in own[True]["steps"][t])}
+    row["noticed"] = f"{len(noticed & gradients)} of {len(gradients)}"
+    failures += [f"wrong head not noticed: {test}" for test in gradients - noticed]
     return row, sorted(failures)
 
 
