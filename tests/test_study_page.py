@@ -152,12 +152,14 @@ def test_a_run_of_a_study_writes_its_result(tmp_path, monkeypatch, discard) -> N
     monkeypatch.setattr(
         threading, "Thread", lambda **options: threads.append(options) or SimpleNamespace(start=int)
     )
-    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
+    redirected = []
+    monkeypatch.setattr(os, "dup2", lambda old, new: redirected.append(new))
     monkeypatch.setattr(signal, "signal", lambda *handler: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr("gac.training.trainer.train", train)
     runs._train(dump(config), 1, discard, report=False)
     assert threads == [{"target": runs._exit_with_parent, "daemon": True}]
+    assert redirected == [1, 2]
     result = runs.result(config)
     assert result["final"] == {"step": 2, "accuracy": 1} and result["seconds"] == 5
     assert (tmp_path / "out" / "checkpoints").exists() != discard
@@ -170,3 +172,58 @@ def test_a_run_ends_with_its_parent(monkeypatch) -> None:
     monkeypatch.setattr(os, "_exit", events.append)
     runs._exit_with_parent()
     assert events == ["joined", 1]
+
+
+@pytest.mark.parametrize("change", [{"steps": 3}, {"added": 1}, {"demo_batch": None}])
+def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
+    config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
+    plain = runs._settings(dump(config)) | change
+    plain = {key: value for key, value in plain.items() if value is not None or key not in change}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
+    with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))}"):
+        runs.result(config)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_are_started_in_order_and_reported(tmp_path, monkeypatch, jobs) -> None:
+    """Three runs, of which the second fails; at most `jobs` at a time."""
+    running, most, lines, calls = [], [], [], []
+
+    class Process:
+        def __init__(self, target, args) -> None:
+            assert target is runs._train
+            calls.append(args)
+            self.exitcode = int(args[0]["seed"] == 1)
+
+        @property
+        def sentinel(self):
+            return self
+
+        def start(self) -> None:
+            running.append(self)
+            most.append(len(running))
+
+        def join(self) -> None:
+            running.remove(self)
+
+    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
+    monkeypatch.setattr(runs, "start_server", lambda modules: None)
+    monkeypatch.setattr(runs, "wait", lambda processes: processes[:1])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    task = write_tiny(tmp_path)
+    configs = [tiny_config(task, tmp_path / f"run-{seed}", seed=seed) for seed in range(3)]
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "log.txt").write_text("Traceback\nValueError: no rows\n\n")
+    failed = runs.run_all(configs, jobs, log=lines.append)
+    log = tmp_path / "run-1" / "log.txt"
+    assert failed == {str(tmp_path / "run-1"): f"failed: ValueError: no rows; see {log}"}
+    assert max(most) == jobs and not running
+    assert [(plain["seed"], *rest) for plain, *rest in calls] == [
+        (seed, 3, False, False) for seed in range(3)
+    ]
+    assert [line.partition(" (")[2].partition(",")[0] for line in lines] == [
+        f"{done} of 3" for done in (1, 2, 3)
+    ]
+    assert lines[0].startswith(f"{tmp_path}/run-0: done")
+    assert lines[1].startswith(f"{tmp_path}/run-1: failed: ValueError")
