@@ -107,8 +107,9 @@ def test_differences_are_paired_by_seed():
 @pytest.mark.slow
 def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     config = tiny_config(
-        write_tiny(tmp_path), tmp_path / "out", steps=2, reward="tests.tiny:digit_reward"
+        write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
     )
+    (tmp_path / "study_reward.py").write_text("from tests.tiny import digit_reward\n")
     path = tmp_path / "run.yaml"
     save(config, path)
     broken = {"broken": {"name": "luffy"}}  # needs demonstrations, which are missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
     with value_errors_as(ConfigError):
         require_at_least(1, options, "seeds", "jobs", prefix="--")
+    # processes of runs inherit it, and find rewards next to the configuration
+    sys.path.append(str(options.config.parent.resolve()))
     data, aliases = read_study(options.config)
     specs = options.methods or list(aliases)
     if not specs:
