@@ -79,8 +79,8 @@ def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
 
 
 def test_a_share_of_a_short_demonstration_is_rounded_up():
-    assert _prefix(example(), [], Stage(1, prefix=0.2)) == (5,)  # 0.6 tokens
-    assert _prefix(example(), [], Stage(1, prefix=0.5)) == (5, 6)  # 1.5 tokens
+    assert _prefix(example(), [], Stage(1, prefix=0.2), 0) == (5,)  # 0.6 tokens
+    assert _prefix(example(), [], Stage(1, prefix=0.5), 0) == (5, 6)  # 1.5 tokens
 
 
 @pytest.mark.parametrize("kind", ["std", "centered", "batch"])
