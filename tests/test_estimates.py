@@ -49,7 +49,7 @@ def test_wilson_by_hand():
 def test_wilson_rejects_scores_above_one():
     for wrong in (1.5, -0.5):
         with pytest.raises(ValueError, match=f"{wrong}.*in \\[0, 1\\]"):
-            accuracy_interval([0.5, wrong])
+            accuracy_interval([0.5, wrong, 2.5])
 
 
 @pytest.mark.parametrize(
