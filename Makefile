@@ -13,14 +13,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
 
 $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $(shell find csrc -type f)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	# torch first, with an exact version: a range would install the latest build with gigabytes of CUDA
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@# torch first, with an exact version: a range would install the latest build with gigabytes of CUDA
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
 	$(PIP) -r requirements/lock.txt
-	# reference libraries for tests and benchmarks; no dependencies, which would override our pins
+	@# reference libraries for tests and benchmarks; no dependencies, which would override our pins
 	$(PIP) --no-deps -r requirements/peers.txt
 	$(PIP) --no-build-isolation --no-deps -e .
-	touch $(STAMP)
+	@touch $(STAMP)
 
 ext: setup  ## rebuild the native kernels; fail on errors
 	GAC_EXT=1 $(BIN)/python setup.py -q build_ext --inplace

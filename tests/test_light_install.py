@@ -35,7 +35,7 @@ for name in ("config", "control", "data", "errors", "methods", "report", "reward
         importlib.import_module(module.name)
 import gac.integrations.mixer
 for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
-    if module.name != "gac_kernels._native":  # a C library, not a Python module
+    if not module.name.startswith(("gac_kernels._native", "gac_kernels._cuda")):  # C libraries
         importlib.import_module(module.name)
 import torch
 from gac_kernels import fused_gac_loss
