@@ -50,7 +50,7 @@ def test_code_after_the_head_sees_every_dimension() -> None:
     ],
 )
 def test_rounding_is_no_dependence_on_later_tokens(dtype, change, causal) -> None:
-    """The change is relative to the largest logit; others are 0."""
+    """Changes are relative to the largest logit; the other logits are 0."""
     embeddings = torch.nn.Embedding(8, 2)
     seen: list[int] = []
 

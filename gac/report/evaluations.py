@@ -111,7 +111,7 @@ def interval_figure(
         axes = figure.subplots()
         draw(axes)
         low, high = axes.get_xlim()
-        if high - low < 1:  # all values nearly equal: show no differences that mean nothing
+        if high - low < 1:  # nearly equal values: do not magnify differences
             axes.set_xlim(max(low - 1, -0.2), min(high + 1, 100.2))
         axes.set_yticks([-i for i in range(len(labels))], labels)
         axes.grid(visible=True, axis="x")
