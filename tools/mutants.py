@@ -125,10 +125,12 @@ one), `min`/`max`, `any`/`all` and `floor`/`ceil`; it swaps arguments, and omits
 and statements. A module's sample is the mutants with the lowest hash of the seed and their name.
 
 It is a script of our own because mutmut and cosmic-ray change the working tree or start a Python
-process per mutant, which imports torch for seconds; this one forks a process that has imported it.
+process per mutant, which needs seconds to import torch. Our script forks a process that has already
+imported torch.
 
-*At first*: noticed before any test was written because of it. *Killed* and *timed out*: noticed
-now. *Noticed*: their share of the mutants that are not equivalent. The tests are those with
+*At first*: noticed before tests were written for the surviving mutants. *Killed* and *timed out*:
+noticed now. *Noticed*: share of killed and timed-out mutants among those that are not equivalent.
+The tests are those with
 `{markers}`, without the files listed in `tools/mutant_server.py`. Not sampled: files
 that need a GPU, nvcc, verl, Trinity-RFT or ms-swift.
 
