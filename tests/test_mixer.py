@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from gac import ControllerConfig, GuidedController, Mixer
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
 from gac.control.signals import GradientSignals
+from gac.demo.task import make_tokenizer
+from gac.integrations.demonstrations import encode
+from gac.integrations.hf_trainer import check_supported, unsupported_options
 from gac.methods import CHORD, GAC, METHODS, Constant
 from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 from tests import ranks
@@ -203,3 +207,61 @@ def test_ranks_close_a_step_together():
     expected = total.signals()._asdict()
     assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (1.5, 4, 20)
+
+
+def test_sketches_are_grouped_by_the_units_of_the_sequences() -> None:
+    added = []
+    fake = SimpleNamespace(_sketches=SimpleNamespace(add=lambda *call: added.append(call)))
+    Mixer.observe_sketches(fake, [3, 3, -1], True, "out")
+    ((step, rows, out),) = added
+    assert step is None and out == "out"
+    assert [(row.unit, row.is_demo) for row in rows] == [(3, True), (3, True), (-1, True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({}, None),
+        ({"stage": 2}, None),
+        ({"stage": 3}, "deepspeed"),
+        ({"size": 1}, None),
+        ({"size": 2}, "parallelism_config"),
+        ({"prompts": [False]}, None),
+        ({"prompts": [False, True]}, "peft_config"),
+        ({"compile": True}, "torch_compile"),
+        ({"reentrant": True}, "gradient_checkpointing_kwargs"),
+    ],
+)
+def test_unsupported_options_of_a_trainer(changes: dict[str, Any], option: str | None) -> None:
+    stage, size, reentrant = (changes.get(name) for name in ("stage", "size", "reentrant"))
+    plugin = stage and SimpleNamespace(zero_stage=stage)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+        parallelism_config=size and SimpleNamespace(non_data_parallel_size=size),
+    )
+    adapters = {
+        str(i): SimpleNamespace(is_prompt_learning=prompt)
+        for i, prompt in enumerate(changes.get("prompts", ()))
+    }
+    args = SimpleNamespace(
+        torch_compile=changes.get("compile", False),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True} if reentrant else None,
+    )
+    model = SimpleNamespace(peft_config=adapters or None)
+    trainer = SimpleNamespace(args=args, accelerator=accelerator, model=model)
+    options = unsupported_options(trainer)
+    assert [name for name, (is_set, _) in options.items() if is_set] == ([option] if option else [])
+    if option:
+        with pytest.raises(ValueError, match=f"GACTrainer does not support {option}: "):
+            check_supported("GACTrainer", options)
+
+
+def test_a_text_completion_ends_with_one_eos() -> None:
+    words = make_tokenizer()
+    eos = words.eos_token_id
+    plain = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
+    assert plain["start"] == len(words("1+2=")["input_ids"])
+    assert plain["ids"][plain["start"] :] == [*words.encode("3", add_special_tokens=False), eos]
+    ended = encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "row 1", words)
+    assert ended == plain

@@ -28,14 +28,14 @@ from typing import Any
 from tools.mutations import Mutant, all_mutants, draw
 
 # test files that take minutes or check texts
-SKIPPED = """architecture attacks bench build_cuda compile cuda_order cuda_sketch cuda_source demo
+SKIPPED = """architecture attacks bench build_cuda cuda_order cuda_sketch cuda_source demo
 docs escapes first_run honest launch light_install models_table overhead packages peers readme
 scaling scenarios sharding site typing""".split()
 MARKERS = "not gpu and not release and not slow and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
 OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
-COVERAGE_SECONDS = 40.0  # the tests of a file that run after this are not used
+COVERAGE_SECONDS = 150.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
 RESULTS = Path("docs/mutants.jsonl")
@@ -144,8 +144,8 @@ class Server:
         tests = self.covering(mutant, text, covered)
         stem, covering = Path(mutant.path).stem, set(tests)
         if self.options.again:  # tests that run the code in other processes cover nothing here
-            for results in covered.values():
-                tests = (results["seconds"] if results["names"] else {}) | tests
+            named = [results["seconds"] for results in covered.values() if results["names"]]
+            tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
 
         def cost(name: str) -> float:
             near = 4 if stem in name.partition("::")[0] else 1
@@ -331,6 +331,7 @@ def measure(path: Path, cached: Path) -> int:
             lines[os.path.relpath(file)] = found
     new = cached.with_suffix(".new")
     modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
-    new.write_text(json.dumps({"seconds": plugin.seconds, "lines": lines, "modules": modules}))
+    seconds = {name: plugin.seconds[name] for name in sorted(good)}
+    new.write_text(json.dumps({"seconds": seconds, "lines": lines, "modules": modules}))
     new.replace(cached)
     return status
