@@ -173,6 +173,38 @@ OBJECTS |= {
 }
 """Title -> program whose `add` returns the object."""
 
+# test of a number or a list -> programs whose operators would decide whether the answer is right
+OPERATORS = {
+    "assert abs(add(0.5, 0.25) - 0.75) < 1e-6": [
+        "class T:\n    def __sub__(s, o): return 0.0\ndef add(a, b): return T()",
+        "class T:\n    def __sub__(s, o): return s\n    def __abs__(s): return 0.0\n"
+        "def add(a, b): return T()",
+        "class T(float):\n    def __sub__(s, o): return 0.0\ndef add(a, b): return T(3)",
+        "class add:\n    def __init__(s, a, b): pass\n    def __sub__(s, o): return 0.0",
+    ],
+    "assert abs(0.75 - add(0.5, 0.25)) < 1e-6": [
+        "class T:\n    def __rsub__(s, o): return 0.0\ndef add(a, b): return T()"
+    ],
+    "assert 2 < add(1, 2) <= 3": [
+        f"class T{base}:\n    def __gt__(s, o): return True\n    __le__ = __gt__\n"
+        f"def add(a, b): return T({start})"
+        for base, start in (("", ""), ("(int)", "77"))
+    ],
+    "assert 5 in add([1], [5])": [
+        f"class T{base}:\n    def __contains__(s, o): return True\ndef add(a, b): return T()"
+        for base in ("", "(list)", "(str)", "(tuple)")
+    ],
+    "assert add(4, 5) % 2 == 1": [
+        "class T:\n    def __mod__(s, o): return 1\ndef add(a, b): return T()"
+    ],
+    "x = add(1, 1)\nx -= 2\nassert x == 0": [
+        "class T:\n    def __isub__(s, o): return 0\ndef add(a, b): return T()"
+    ],
+    "assert add('a', 'b').startswith('ab')": [
+        "class T(str):\n    def startswith(s, o): return True\ndef add(a, b): return T()"
+    ],
+}
+
 ARRAYS = """
 === an array equal to everything
 class A(np.ndarray):

@@ -86,10 +86,11 @@ def test_no_attack_passes_and_no_row_is_blamed(reward, kind):
     assert reward([GOOD], [Example("row", (), "", None, None, {"tests": TESTS})]) == [1.0]
 
 
-def test_text_and_bytes_of_the_program_are_never_run(reward):
+@pytest.mark.parametrize("attacks", [attacks_row.INTERPRETED, attacks_objects.OPERATORS])
+def test_programs_neither_run_in_the_judge_nor_decide_what_is_right(reward, attacks):
     pairs = [
         (program, Example("row", (), "", None, None, {"tests": [test]}))
-        for test, programs in attacks_row.INTERPRETED.items()
+        for test, programs in attacks.items()
         for program in programs
     ]
     outcomes = reward([program for program, _ in pairs], [example for _, example in pairs])

@@ -77,6 +77,7 @@ class _Judge:
         self._setup, *self._codes = map(_compile, ["setup", *names], trees)
         reference = _parse(spec["reference"])
         self._defined = names_defined(reference) & self._used
+        self._classes = {n.name for n in reference.body if isinstance(n, ast.ClassDef)}
         self._entries = self._defined - names_defined(trees[0])
         if self._entry_point:
             self._entries = {self._entry_point}
@@ -106,6 +107,7 @@ class _Judge:
             names = ", ".join(sorted(missing))
             return all_failed | {"problem": f"the program does not define {names}"}
         namespace |= found
+        self._name_classes(found)
         variables = found.keys() - self._bound
         self._client.on_globals = partial(_follow, namespace, {n: found[n] for n in variables})
         requests = self._client.requests
@@ -153,6 +155,14 @@ class _Judge:
         verdict: Verdict = {"passed": passed, "problem": problem}
         return verdict | ({"suspect": suspect} if suspect else {})
 
+    def _name_classes(self, found: dict[str, Any]) -> None:
+        """Mark the classes that the tests use, unless the name belongs to a function."""
+        for name, value in found.items():
+            if isinstance(value, RemoteClass) and (
+                name.lstrip("_")[:1].isupper() or name in self._classes
+            ):
+                type.__setattr__(value, "_named_", True)
+
     def _namespace(self) -> dict[str, Any]:
         """The names that the tests start with, except the names of the program."""
         module = types.ModuleType("__tests__")
@@ -160,10 +170,10 @@ class _Judge:
         namespace = module.__dict__
         namespace |= {"__builtins__": builtins, "isinstance": is_instance}
         namespace |= {_hidden(name): function for name, function in CONVERSIONS.items()}
-        # a name that the tests call is not a module's
+        # a name that the tests call is not the name of a module
         loaded = self._used - self._called
         namespace |= {n: sys.modules[n] for n in loaded if n in sys.modules and _is_stdlib(n)}
-        for statement in self._imports:  # the reference's; the solver does not choose what they are
+        for statement in self._imports:  # of the reference, so that the program cannot choose them
             with contextlib.suppress(Exception):
                 exec(statement, namespace)
         return namespace

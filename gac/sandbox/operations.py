@@ -12,9 +12,11 @@ import asyncio
 import builtins
 import copy
 import functools
+import importlib
 import itertools
 import math
 import operator
+import sys
 import types
 from collections import UserList
 from collections.abc import Callable, Mapping, Set
@@ -86,6 +88,19 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__aiter__": lambda iterable: type(iterable).__aiter__(iterable),
     "__anext__": lambda iterator: _complete(_next_items(iterator)),  # empty when exhausted
 }
+WITH_OPERAND = frozenset(
+    [
+        *_binary(),
+        "__divmod__",
+        "__rdivmod__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__contains__",
+    ]
+)
+"""Operations that show the program a value of the tests, which may be the expected one."""
 GENERATORS: dict[type, str] = {
     types.GeneratorType: "GeneratorType",
     types.CoroutineType: "CoroutineType",
@@ -187,3 +202,27 @@ def _state(value: Any) -> dict[str, Any]:
         names += [slots] if isinstance(slots, str) else slots
     slotted = {n: getattr(value, n) for n in names if n != "__dict__" and hasattr(value, n)}
     return {**slotted, **getattr(value, "__dict__", {})}
+
+
+def importable(value: Any) -> list[str] | None:
+    """[module, qualified name] of a function or class of the standard library, or None."""
+    name = getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None) or getattr(
+        getattr(value, "__objclass__", None), "__module__", None
+    )
+    if not isinstance(name, str) or not isinstance(module, str):
+        return None
+    if module.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    try:
+        return [module, name] if find_import(module, name) is value else None
+    except (ImportError, AttributeError):
+        return None
+
+
+def find_import(module: str, name: str) -> Any:
+    """The object at a path that `importable` returned."""
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

@@ -10,7 +10,6 @@ Equality is decided here, on plain values.
 from __future__ import annotations
 
 import builtins
-import importlib
 import sys
 import types
 from collections import abc, deque
@@ -18,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from .lent import Lender
-from .operations import GENERATORS, SPECIAL, Effects
+from .operations import GENERATORS, SPECIAL, WITH_OPERAND, Effects, importable
 from .wire import Channel, ChannelClosed, Json, Node, NotPlain, WireError, decode, encode
 
 IMMUTABLE = {kind.__name__: kind for kind in (int, float, str, tuple, frozenset, bytes, complex)}
@@ -143,7 +142,38 @@ def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         return ask(name, self, *arguments, **keywords)
 
-    return method
+    def method_with_operand(self: Any, /, operand: Any, *others: Any) -> Any:
+        if isinstance(operand, Remote) or is_named(type(self)):
+            return ask(name, self, operand, *others)
+        return _plain_operation(name, self, operand)
+
+    return method_with_operand if name in WITH_OPERAND else method
+
+
+def is_named(kind: type) -> bool:
+    """Whether the tests name this class or a base of it, and so expect its operators."""
+    return any(vars(base).get("_named_") for base in kind.__mro__)
+
+
+def _plain_operation(name: str, value: Any, operand: Any) -> Any:
+    """Perform an operation on an object whose class the tests do not name.
+
+    Where the tests expect a number, for example, operators that the program defines must not decide
+    whether the result is correct.
+    """
+    if value._container_:
+        return getattr(value._container_, name, _unsupported)(_contents(value), _contents(operand))
+    if isinstance(value, tuple(IMMUTABLE.values())):
+        return getattr(_base(type(value)), name, _unsupported)(value, operand)
+    return operand in list(value) if name == "__contains__" else NotImplemented
+
+
+def _unsupported(*operands: Any) -> Any:
+    return NotImplemented
+
+
+def _base(kind: type) -> type:
+    return next(base for base in kind.__mro__ if base in IMMUTABLE.values())
 
 
 def _next(self: Remote, name: str = "__next__", end: type[Exception] = StopIteration) -> Any:
@@ -315,7 +345,7 @@ class SolverClient:
             return "object", value._remote_[1], None
         if isinstance(value, BaseException):
             return "error", [kind.__name__, f"{value!s:.500}"], None
-        place = _importable(value)
+        place = importable(value)
         if place is not None:
             return "import", place, None
         return self._lender.refer(value)
@@ -343,7 +373,7 @@ class SolverClient:
             return self._exception(number, description, text[0], items or [])
         if number not in self._objects:
             kind = self._class(description)
-            base = next((k for k in kind.__mro__ if k in IMMUTABLE.values()), object)
+            base = _base(kind) if issubclass(kind, tuple(IMMUTABLE.values())) else object
             value: Any = base.__new__(kind, *(items or ()))
             object.__setattr__(value, "_remote_", (self, number))
             self._objects[number] = value
@@ -460,28 +490,9 @@ _EXCEPTIONS: dict[str, type] = {}
 
 
 def _overridden(name: str) -> property:
-    return property(lambda self: ask("get", self, name))
+    def get(self: Any) -> Any:
+        if is_named(type(self)):
+            return ask("get", self, name)
+        return getattr(_base(type(self)), name).__get__(self)
 
-
-def _importable(value: Any) -> list[str] | None:
-    """[module, qualified name] of a function or class of the standard library, or None."""
-    name = getattr(value, "__qualname__", None)
-    module = getattr(value, "__module__", None) or getattr(
-        getattr(value, "__objclass__", None), "__module__", None
-    )
-    if not isinstance(name, str) or not isinstance(module, str):
-        return None
-    if module.split(".")[0] not in sys.stdlib_module_names:
-        return None
-    try:
-        return [module, name] if find_import(module, name) is value else None
-    except (ImportError, AttributeError):
-        return None
-
-
-def find_import(module: str, name: str) -> Any:
-    """The object at a path that `_importable` returned."""
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return property(get)

@@ -24,11 +24,11 @@ from .operations import (
     SPECIAL,
     Effects,
     Live,
+    find_import,
     is_builtin_class,
     live,
     nearest_builtin,
 )
-from .remote import find_import
 from .wire import Channel, ChannelClosed, Json, Node, WireError, decode, encode, plain_base
 
 _IMMUTABLE = (int, float, str, tuple, frozenset, bytes, complex)
