@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +39,7 @@ MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 150.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
-RESULTS = Path("docs/mutants.jsonl")
+RESULTS, TRIAGE = Path("docs/mutants.jsonl"), Path("docs/mutants.json")
 # test file to the seconds of its tests, and to the tests of each line
 Coverage = dict[str, dict[str, Any]]
 
@@ -47,6 +48,11 @@ def read_results(root: Path) -> list[dict[str, Any]]:
     """All results, oldest first."""
     path = root / RESULTS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_triage(root: Path) -> dict[str, str]:
+    """The equivalent mutants, each with the reason."""
+    return json.loads((root / TRIAGE).read_text()) if (root / TRIAGE).exists() else {}
 
 
 class Server:
@@ -76,6 +82,8 @@ class Server:
             status = 70
             try:
                 status = work()
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         handle = os.pidfd_open(child)
@@ -201,6 +209,7 @@ class Server:
         drawn = draw(module, self.options.seed)
         if self.options.again:
             alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+            alive -= read_triage(self.root).keys()
             mutants = [mutant for mutant in all_mutants(module) if mutant.key in alive]
         else:
             first = itertools.islice(drawn, self.options.sample)
@@ -322,6 +331,8 @@ def measure(path: Path, cached: Path) -> int:
     data, lines = cover.get_data(), {}
     good = set(plugin.seconds) - set(plugin.failed) - plugin.skipped
     for file in data.measured_files():
+        if not file.endswith(".py"):  # a template
+            continue
         keys = contexts(Path(file).read_text())
         names: dict[str, set[str]] = defaultdict(set)
         for number, tests in data.contexts_by_lineno(file).items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -24,10 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.mutant_server import MARKERS, Server, read_results
+from tools.mutant_server import MARKERS, Server, read_results, read_triage
 
 ROOT = Path(__file__).resolve().parents[1]
-TRIAGE, PAGE = ROOT / "docs" / "mutants.json", ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "mutants.md"
 MODULES = """control methods evaluation rollouts data gac_kernels training faults rewards models
 study integrations sandbox""".split()
 
@@ -172,8 +171,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the clone
     status = 0 if options.page else start(sys.argv[1:])
-    reasons = json.loads(TRIAGE.read_text()) if TRIAGE.exists() else {}
-    PAGE.write_text(page(read_results(ROOT), reasons))
+    PAGE.write_text(page(read_results(ROOT), read_triage(ROOT)))
     return status
 
 
