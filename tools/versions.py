@@ -71,8 +71,9 @@ print(json.dumps({{"python": platform.python_version()}} | {{n: version(n) for n
 TEXT = """# Tested versions
 
 `make test-versions` writes this page. It builds one wheel and installs it into a new environment
-per row. There it runs a fused loss with nothing but torch and Triton installed, then the kernel
-tests on all CPU backends (Triton in its interpreter) and a training run of two steps.
+per row. There it runs a fused loss with nothing but torch and Triton installed, then the tests of
+the losses on all CPU backends (Triton in its interpreter), eager and compiled, and a training run
+of two steps.
 
 | Python | torch | Triton | NumPy | transformers | accelerate | native kernels | tests | training |
 |---|---|---|---|---|---|---|---|---|
