@@ -101,6 +101,8 @@ def pytest_configure() -> None:
         own(config)
 
     base_config._BaseConfig.__post_init__ = post_init
+    if MODE != "own":
+        trl_head.apply_fused_head()
     if MODE == "loss":
         import trl
 
