@@ -265,3 +265,9 @@ def test_a_text_completion_ends_with_one_eos() -> None:
     assert plain["ids"][plain["start"] :] == [*words.encode("3", add_special_tokens=False), eos]
     ended = encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "row 1", words)
     assert ended == plain
+
+
+@pytest.mark.parametrize("name", ["moco", "cagrad", "famo"])
+def test_methods_that_need_gradients_or_losses_are_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match=f"controller={name} needs measurements that only gac"):
+        Mixer(METHODS[name](), rows=4, batch=2)

@@ -122,3 +122,10 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
 def test_adapters_need_targets(targets) -> None:
     with pytest.raises(ValueError, match=re.escape(f"targets={targets!r}: use")):
         LoraConfig(targets=targets)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_dropout_is_removed_unless_requested(tmp_path, keep) -> None:
+    AutoConfig.for_model("gpt2", resid_pdrop=0.25, attn_pdrop=0.0).save_pretrained(tmp_path)
+    config = _training_config(ModelConfig(path=str(tmp_path), dropout=keep))
+    assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)

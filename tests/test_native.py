@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gac_kernels import LossSpec, reference, token_logprobs
+from gac_kernels import LossSpec, fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import cpu
 
 from .native_cases import HALF, SPECS, batch, call, error
@@ -281,3 +281,19 @@ def test_entropy_gradient_with_an_impossible_target() -> None:
         grads.append(leaf.grad.double())
     assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)
+
+
+def test_a_unit_gradient_leaves_the_saved_gradients_as_they_are(monkeypatch):
+    """Without a scale there is no further pass over them."""
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    fields = torch.ones(2, 3, dtype=torch.int64), torch.ones(2), torch.tensor([True, False])
+
+    def scale(tensor: Tensor, factor: Tensor) -> None:
+        raise AssertionError("scaled")
+
+    loss = fused_gac_loss(logits, *fields, backend="native").loss
+    monkeypatch.setattr(cpu, "scale_", scale)
+    loss.backward(retain_graph=True)
+    assert logits.grad.abs().max() > 0
+    with pytest.raises(AssertionError, match="scaled"):
+        (2 * loss).backward()
