@@ -62,3 +62,12 @@ def test_gemms_without_float32_output_get_float32_operands(
     monkeypatch.setattr(projection, "has_float32_output", lambda *_: True)
     assert projection.operand_dtype(CUDA, dtype) == dtype
     assert projection.operand_dtype(torch.device("cpu"), dtype) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("version", "numpy", "works"),
+    [("3.6.0", "2.4.1", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.0", True)],
+)
+def test_versions_of_the_interpreter(version: str, numpy: str, works: bool, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "version", {"triton": version, "numpy": numpy}.get)
+    assert (triton._interpreter_error() is None) == works

@@ -444,12 +444,3 @@ def test_kl_without_cancellation(gap: float) -> None:
     fields = [x.to(DEVICE) for x in fields]
     kl = fused_gac_loss(logits, *fields, ref_logps=ref, backend="triton").kl.item()
     assert kl == pytest.approx(math.exp(gap) - gap - 1, rel=5e-6)
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "works"),
-    [("3.6.0", "2.4.1", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.0", True)],
-)
-def test_versions_of_the_interpreter(triton: str, numpy: str, works: bool, monkeypatch) -> None:
-    monkeypatch.setattr(backend, "version", {"triton": triton, "numpy": numpy}.get)
-    assert (backend._interpreter_error() is None) == works

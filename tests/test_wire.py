@@ -7,6 +7,8 @@ import enum
 import json
 import math
 import os
+from array import array as typed_array
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -357,3 +359,10 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
     for end in (answers, questions):
         os.close(end)
     assert verdict["passed"] == [False, False] and "RemoteError: no" in verdict["problem"]
+
+
+@pytest.mark.parametrize(
+    "value", [typed_array("i", [3, -4]), typed_array("d"), Fraction(255, 16), 2**70]
+)
+def test_numbers_in_other_bases_and_arrays_round_trip(value):
+    assert round_trip(value) == value and type(round_trip(value)) is type(value)
