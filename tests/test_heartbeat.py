@@ -61,6 +61,7 @@ def rank_0(monkeypatch):
     beat = Heartbeat()
     assert at_exit == [beat.stop]
     done = threading.Event
+    assert isinstance(beat._done, done)
 
     def run(intervals: int) -> None:
         left = [intervals]

@@ -129,9 +129,9 @@ imported torch.
 
 *At first*: noticed before tests were written for the surviving mutants. *Killed* and *timed out*:
 noticed now. *Noticed*: share of killed and timed-out mutants among those that are not equivalent.
-The tests are those with
-`{markers}`, without the files listed in `tools/mutant_server.py`. Not sampled: files
-that need a GPU, nvcc, verl, Trinity-RFT or ms-swift.
+The tests are those that pytest selects with `-m "{markers}"`,
+without the files listed in `tools/mutant_server.py`. Not sampled: files that need a GPU, nvcc,
+verl, Trinity-RFT or ms-swift, and the C++ and CUDA sources.
 
 | module | sampled | at first | killed | timed out | equivalent | survived | noticed |
 | --- | --- | --- | --- | --- | --- | --- | --- |
