@@ -45,7 +45,10 @@ PEER_TARGETS = "1.3 per token, 1.0 scalar"
 def check(
     losses: dict[str, tuple[Loss, bool]], head: Head, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Relative errors against float64 of the providers that run, and why others are not timed."""
+    """Compare each provider with float64.
+
+    Returns the relative errors of the providers that run, and the reason for each skipped one.
+    """
     small = linear_batch(SMALL, head, dtype, device)
     accuracy, failed = {}, {}
     for name, (loss, scalar) in losses.items():

@@ -41,7 +41,7 @@ class Passes(NamedTuple):
 
 
 def passes(sass: str) -> Passes:
-    """Count a row kernel's two passes: the one that only reads and the one that stores.
+    """Count the instructions of a row kernel's two passes: sums (only reads) and gradient (stores).
 
     If a loop exists with and without an entropy bonus, the cheaper version is counted.
     """

@@ -205,7 +205,7 @@ def fused_loss(
     options: GemmOptions,
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
-    """Compute either form of the fused loss in compiled code."""
+    """Compute the fused loss from logits or from hidden states, under torch.compile."""
     outputs = ops.loss(
         *operands,
         *_to_tensors(inputs),
@@ -325,7 +325,10 @@ def token_logprobs(
     backend: str,
     options: GemmOptions,
 ) -> tuple[Tensor, ...]:
-    """Compute either form of the log-probabilities, and MORE_OUTPUTS if `more`, [N] each."""
+    """Compute log-probabilities from logits or from hidden states, under torch.compile.
+
+    Also returns the entropy and, if `more`, MORE_OUTPUTS; each is [N].
+    """
     stats = ops.logprobs(*operands, targets, *scaling, backend, *options[:2], more)
     logps, entropy, _, *extra = stats.unbind()
     return logps, entropy, *(x.detach() for x in extra)

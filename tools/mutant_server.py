@@ -128,7 +128,10 @@ class Server:
         return covered
 
     def covering(self, mutant: Mutant, text: str, covered: Coverage) -> dict[str, float]:
-        """Seconds of each test that covers the changed lines, else the function, class or file."""
+        """The tests that cover the changed lines, as test name -> seconds.
+
+        If there are none: the tests that cover the enclosing function, class or file.
+        """
         lines = contexts(text)
         called = in_functions(text)
         for first, last in (mutant.change.lines, *mutant.change.around, (1, len(lines))):

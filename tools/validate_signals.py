@@ -186,7 +186,11 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any] | 
     rng = np.random.default_rng(0)
 
     def resampled(pick: Callable[[int], np.ndarray], shuffle: bool) -> list[float]:
-        """Means over resampled runs; with `shuffle`, over all runs, permuting x against y."""
+        """Mean correlation of each resample; `pick` returns the indices of a run's rows.
+
+        The runs are resampled as well, unless `shuffle`: then all are used, and x is permuted but
+        y is not.
+        """
         means = []
         for _ in range(RESAMPLES):
             runs = range(len(pairs)) if shuffle else rng.integers(len(pairs), size=len(pairs))

@@ -224,7 +224,10 @@ class Alarm:
         return AlarmState(level, scale, state.num_losses + 1, recent, *state[4:])
 
     def _known_level(self, state: AlarmState) -> float | None:
-        """The level of a known source, if the losses rose to it after a normal period."""
+        """The level of the remembered source that the losses have risen to.
+
+        None if no source matches, or if the losses were normal for fewer than `source_steps` steps.
+        """
         if state.num_losses - self.warmup < self.source_steps:
             return None
         noise = self.clip * self._typical_error(state)
@@ -254,7 +257,10 @@ class Alarm:
 
 
 def _scale_rate(decay: float, count: int) -> float:
-    """Weight of the newest error in the typical error, which averages over twice as many steps."""
+    """EMA weight of the newest error in the typical error.
+
+    It is half the weight in the level, so the typical error averages over twice as many steps.
+    """
     return max((1 - decay) / 2, 1 / count)
 
 

@@ -1,4 +1,4 @@
-"""UFT: rollouts that continue hints from the demonstration; the hints become shorter and end."""
+"""UFT: rollouts continue hints from the demonstration; the hints shrink and then disappear."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ def _check(key: str, path: str, loading_info: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file that is read when indexed; transformers' loader needs no more.
+    """A tensor that is read from its file when it is indexed.
+
+    Indexing is the only operation that transformers' loader needs.
 
     The file is memory-mapped separately for each tensor, so its pages are released with the tensor.
     """

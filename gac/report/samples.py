@@ -31,7 +31,7 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Label and shown entries of the first run of each group that has samples."""
+    """Each group's label and the samples of its first run; groups without samples are omitted."""
     return [
         {"label": group.label, "entries": entries}
         for group in groups

@@ -144,7 +144,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _complete(awaitable: Any) -> Any:
-    """Run `awaitable` to its end, always in one loop, because its objects may belong to a loop."""
+    """Run `awaitable` to completion.
+
+    All calls use the same event loop, because asyncio objects may be bound to a loop.
+    """
     return _loop().run_until_complete(_awaited(awaitable))
 
 

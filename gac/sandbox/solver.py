@@ -155,7 +155,7 @@ class _Objects:
         return None if before == [arguments, keywords] else [arguments, keywords]
 
     def _changed_globals(self) -> dict[str, Any]:
-        """New values of the global variables whose values the judge has."""
+        """New values of the global variables that have changed since the judge received them."""
         new = {}
         for name, (value, content) in self._globals.items():
             current = self._module.__dict__.get(name)

@@ -296,7 +296,7 @@ class Zygote:
                 _reply(job.reply, {**job.ends, "stalled": job.stalled})
 
     def _end_helper(self, job: Job, helper: int) -> None:
-        """Kill the helper, unless it has already exited by itself; its own status is kept then."""
+        """Kill the helper and record status 0; if it has already exited, record its exit status."""
         pid, status, usage = os.wait4(helper, os.WNOHANG)
         if not pid:
             os.kill(helper, signal.SIGKILL)
