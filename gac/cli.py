@@ -350,7 +350,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _find_rewards_next_to(config: Path | None) -> None:
-    """Make reward modules next to the configuration file importable."""
+    """Let reward modules be imported from the folder of the configuration file."""
     if config is not None:
         sys.path.append(str(config.parent.resolve()))
 

@@ -29,7 +29,7 @@ NULL_TEXTS = ("null", "none", "~", "")
 
 
 def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
-    """Build the dataclass `cls` from a YAML file or a mapping, then from `key.sub=value` overrides.
+    """Read a YAML file or a mapping, apply `key.sub=value` overrides and build the dataclass `cls`.
 
     Keys that are absent keep the defaults of `cls`. Raises ConfigError for an unreadable file, an
     unknown or missing key, a value of the wrong type, or a value that `cls` itself rejects.

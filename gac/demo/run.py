@@ -118,7 +118,7 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
 
 
 def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
-    """The run of the base model: SFT from random weights on the weak teacher's solutions."""
+    """Configuration of the base model's run: SFT from random weights on weak-teacher solutions."""
     task = out / "task"
     return _config(
         out,
@@ -139,7 +139,7 @@ def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base")
 
 
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
-    """A post-training run of the base model; only the method and the seed differ between runs.
+    """Configuration of a post-training run; runs differ only in their method and seed.
 
     Methods that train on demonstrations of the sampled prompts get one for every subtraction; all
     others get a separate set of 256.

@@ -138,12 +138,12 @@ def write_scenario_data(task: Path, seed: int) -> None:
 
 
 def _increase(solution: str) -> str:
-    """The solution with a first digit that is larger by one, modulo ten."""
+    """The solution with its first digit increased by one, modulo ten."""
     return f"{(int(solution[0]) + 1) % 10}{solution[1:]}"
 
 
 def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig:
-    """The configuration of scenario `name` for a run of `steps`, with GRPO as its method."""
+    """The configuration of scenario `name` for a GRPO run of `steps` steps."""
     scenario, task, change = SCENARIOS[name], out / "task", int(CHANGE * steps)
     config = method_config(out, base, "grpo", 0, steps)
     data = dataclasses.replace(config.data, demos=str(task / f"{scenario.demos}.jsonl"))

@@ -9,7 +9,10 @@ from gac.methods import METHODS
 
 
 def demo_fields(name: str, steps: int) -> dict[str, Any]:
-    """Fields of method `name` for a run of `steps` steps; published durations assume about 800."""
+    """Fields of method `name`, with durations scaled to a run of `steps` steps.
+
+    The published durations assume about 800 steps.
+    """
     prior = {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}
     decaying = {"peak": 0.9, "valley": 0.05, "decay": int(0.6 * steps)}
     wcf = {"peak": 0.5, "valley": 0.02, "warmup": steps // 4, "decay": steps // 2}

@@ -126,7 +126,7 @@ def _run_suite(
     against: Path | None,
     other: dict[str, list[Answer]] | None,
 ) -> dict[str, Any]:
-    """Run the unfinished tasks and compare them with the answers `other`."""
+    """Run the unfinished tasks and compare their answers with the earlier answers in `other`."""
     writable_folder("out", out)
     accelerator = _make_accelerator(config)
     results, answers = _resume(config, out)

@@ -255,7 +255,7 @@ class Mixer:
 
 
 def resolve_method(controller: ControllerConfig | Method | None, sketches: bool = False) -> Method:
-    """Return the controller as a Method, GAC() if it is None.
+    """Convert the controller to a Method; None gives GAC().
 
     `sketches` declares that the trainer measures head sketches.
 
@@ -282,15 +282,15 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
         missing = "" if supported else "measurements that only gac's own trainer makes"
     if missing:
         raise ValueError(
-            f"controller={name} needs {missing}, but another trainer provides only "
-            "log-probabilities: use gac, chord, constant, guarded or kl-ctrl, or train with gac "
-            "itself"
+            f"controller={name} needs {missing}, but only log-probabilities are available "
+            "inside other trainers: use gac, chord, constant, guarded or kl-ctrl, or train with "
+            "gac itself"
         )
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 
 
 def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
-    """Describe what `controller` needs and another trainer lacks; empty if nothing."""
+    """Describe the inputs that `controller` needs but other trainers lack; "" if there are none."""
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
     needs = SourceNeeds() if signals is None else signals.needs
     if sketches and needs == SourceNeeds(sketch=needs.sketch) and needs.sketch:

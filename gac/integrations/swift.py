@@ -130,7 +130,7 @@ def _score(targets: Tensor, spec: LossSpec, norm: float, head: Head) -> LossOutp
 
 
 def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """Unsupported options, which would be ignored or weighted incorrectly."""
+    """Unsupported options: name -> (whether it is set, the fix)."""
     template, args = trainer.template, trainer.args
     return unsupported_options(trainer) | {
         "model": (trainer.is_multimodal, "images are not supported: use a text model"),

@@ -184,7 +184,7 @@ def _score(
 
 
 def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
-    """Unsupported options, which would be ignored or weighted incorrectly."""
+    """Unsupported options: name -> (whether it is set, the fix)."""
     options = unsupported_options(trainer)
     options.pop("torch_compile")
     return options | {

@@ -68,7 +68,7 @@ class FusedLoss:
 
 
 class FusedGRPOMixin:
-    """Computes GRPO's loss in one pass; list it before GRPOTrainer, or a subclass, among the bases.
+    """Computes GRPO's loss in one pass; must precede GRPOTrainer or its subclass in the bases.
 
     TRL computes its loss and metrics from detached log-probs, so their names and values are TRL's;
     the gradient comes from `fused_linear_gac_loss`. An option that the fused loss cannot express
@@ -84,8 +84,8 @@ class FusedGRPOMixin:
     def __init__(self, *args: Any, **keywords: Any) -> None:
         if not isinstance(self, GRPOTrainer):
             raise TypeError(
-                f"{type(self).__name__} is not a GRPOTrainer, whose loss FusedGRPOMixin computes: "
-                "for other TRL trainers, call apply_fused_head()"
+                f"{type(self).__name__} is not a GRPOTrainer: FusedGRPOMixin computes only GRPO's "
+                "loss; for other TRL trainers, call apply_fused_head()"
             )
         super().__init__(*args, **keywords)
         if getattr(self.args, "use_liger_kernel", False):
@@ -134,7 +134,7 @@ class FusedGRPOMixin:
 
     @staticmethod
     def _check_host(compute_loss: Any) -> None:
-        """Raise Inexpressible unless TRL and the host class compute the loss that we express."""
+        """Raise Inexpressible if TRL lacks the fused head or a subclass overrides the loss."""
         if reason := missing_hook():
             raise Inexpressible(reason)
         function = getattr(compute_loss, "__func__", compute_loss)

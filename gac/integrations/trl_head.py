@@ -126,7 +126,7 @@ class FusedLogProbs:
 
 
 def apply_fused_head() -> Patch:
-    """Compute the log-probs, entropies and further outputs of every TRL trainer with our kernels.
+    """Make all TRL trainers compute log-probs, entropies and further outputs with our kernels.
 
     Applies to all models that TRL's trainers (SFT, DPO, KTO, RLOO, GRPO and others) have given a
     fused head or will give one, in this process. A second call is a no-op.

@@ -216,7 +216,7 @@ class Mixture:
 
 
 def check_supported(engine: Any, model: Any) -> None:
-    """Raise ValueError for settings that would be weighted incorrectly or are untested."""
+    """Raise ValueError for settings that are untested or would give the loss wrong weights."""
     parallel = getattr(engine, "ulysses_sequence_parallel_size", 1)
     unsupported_options = {
         "strategy": (engine.strategy != "fsdp2", engine.strategy, "fsdp2"),

@@ -37,7 +37,7 @@ def _linear_forward(
 
 
 def apply_fused_head() -> Patch:
-    """Compute the log-probs and entropies of verl's fused kernels with `gac_kernels`.
+    """Replace verl's fused kernels for log-probs and entropies with those of `gac_kernels`.
 
     Call it in every worker process, or let verl import `gac.integrations.verl_fused` there. Applies
     to models with `actor_rollout_ref.model.use_fused_kernels=True`; a head that is sharded over

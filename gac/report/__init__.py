@@ -48,7 +48,10 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def results_table(runs: Sequence[Path]) -> str:
-    """The report's tables as aligned plain text; `runs` and errors as in `write_report`."""
+    """The report's tables as aligned plain text.
+
+    Takes the same `runs` and raises the same errors as `write_report`.
+    """
     run_folders, evaluations = _find(runs)
     texts = []
     if run_folders:

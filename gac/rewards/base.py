@@ -125,7 +125,7 @@ def _location(error: Exception) -> str:
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`; in the main thread only."""
+    """Context manager that raises TimeoutError after `seconds`; no-op outside the main thread."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
