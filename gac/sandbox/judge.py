@@ -156,7 +156,7 @@ class _Judge:
         return verdict | ({"suspect": suspect} if suspect else {})
 
     def _name_classes(self, found: dict[str, Any]) -> None:
-        """Mark the classes that the tests use, unless the name belongs to a function."""
+        """Mark the program's classes in `found` whose name shows that the tests expect a class."""
         for name, value in found.items():
             if isinstance(value, RemoteClass) and (
                 name.lstrip("_")[:1].isupper() or name in self._classes
@@ -164,7 +164,7 @@ class _Judge:
                 type.__setattr__(value, "_named_", True)
 
     def _namespace(self) -> dict[str, Any]:
-        """The names that the tests start with, except the names of the program."""
+        """The tests' initial global variables, without those of the program."""
         module = types.ModuleType("__tests__")
         sys.modules["__tests__"] = module
         namespace = module.__dict__
@@ -262,7 +262,7 @@ def append_check_call(tests: list[str], entry_point: str) -> list[str]:
 
 
 def _words(trees: list[ast.Module]) -> tuple[set[str], set[str], set[str], set[str]]:
-    """Names that are read, names that are bound, string constants, and names that are called."""
+    """Four sets from the `trees`: names read, names bound, string constants and names called."""
     read: set[str] = set()
     bound: set[str] = set()
     constants: set[str] = set()

@@ -42,7 +42,7 @@ _PLAIN = (int, float, str, tuple, frozenset, bytes, complex, list, dict, set)
 
 
 def _operations(value: Any) -> list[str] | None:
-    """Names in `OPERATIONS` that the program may use on `value`; None: it must not get `value`."""
+    """The `OPERATIONS` that the program may use on `value`; None if it must not get `value`."""
     kind = type(value)
     if isinstance(value, _FUNCTIONS) or (kind is type and value.__module__ == "__tests__"):
         return ["__call__"]
@@ -67,7 +67,7 @@ class Lender:
 
     def __getitem__(self, number: Json) -> Any:
         if type(number) is not int or number < 0:
-            raise TypeError("an object of the tests needs a number")
+            raise TypeError("a reference to an object of the tests must be an integer >= 0")
         return self._values[number]
 
     def keep(self, value: Any) -> int:
@@ -114,7 +114,7 @@ class Borrower:
         self._numbers: dict[int, int] = {}
 
     def number(self, value: Any) -> int | None:
-        """The number of a proxy or of an exception of the tests, or None."""
+        """The number of `value` if it is a proxy or an exception raised by the tests, else None."""
         return self._numbers.get(id(value))
 
     def keep(self, number: int, proxy: Any) -> None:

@@ -1,4 +1,4 @@
-"""Functions of the standard library that, in the judge, take proxies as well."""
+"""Replacements for standard-library functions that also accept proxies, for use in the judge."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_instance(value: object, kinds: Any) -> bool:
 
 
 def conversion(kind: type) -> Callable[..., Any]:
-    """`int`, `float` or similar for the tests; the program converts its own objects."""
+    """Replacement for the builtin `kind`, e.g. `int`; the solver converts the program's objects."""
 
     def convert(*arguments: Any, **keywords: Any) -> Any:
         value = arguments[0] if len(arguments) == 1 and not keywords else None

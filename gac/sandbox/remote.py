@@ -230,7 +230,7 @@ class _Function(Remote):
 
 
 class _Live(_RemoteBase):
-    """Base of copies of the lists, dicts and sets that are attributes of the program's objects.
+    """Base class for local copies of a list, dict or set held by an object of the program.
 
     A change is made in the solver first and then to the copy.
     """
@@ -300,9 +300,10 @@ class SolverClient:
         return answer.value
 
     def answer(self, question: Json = None) -> Any:
-        """Send `question`, if any, and return the answer; the first says whether the program ran.
+        """Send `question`, if any, and return the solver's answer.
 
-        The solver may call functions of the tests before it answers.
+        The first answer, which needs no question, says whether the program ran. The solver may call
+        functions of the tests before it answers.
         """
         try:
             if question is not None:
@@ -329,7 +330,7 @@ class SolverClient:
         raise RemoteError(self.lost_reason)
 
     def _called(self, request: Any) -> Json:
-        """Use an object of the tests for the solver."""
+        """Perform an operation on an object of the tests at the request of the solver."""
         try:
             number, operation, arguments, keywords = request
             result = self._lender.perform(number, operation, arguments, keywords)
@@ -431,7 +432,7 @@ class SolverClient:
 
 
 def _update(value: Any, new: Any) -> None:
-    """Give a container, in place, the content that the program has given it."""
+    """Update a container in place to `new`, its content after the program has changed it."""
     if type(value) is not type(new):
         raise RemoteError("invalid answer: an argument has changed its type")
     if isinstance(value, dict):
@@ -463,7 +464,7 @@ def _checked(answer: Json) -> tuple[str, Json, str]:
 
 
 def _local_base(kind: Json) -> type:
-    """Base of the local class for a class of the program whose nearest builtin class is `kind`."""
+    """Base class of a proxy class; `kind`: nearest builtin base of the program's class."""
     if kind in _VALUES:
         return _VALUES[kind]
     if kind in _CONTAINERS or kind in _LIKE_CONTAINERS:

@@ -212,7 +212,7 @@ class _Objects:
         return "object", content, None
 
     def _describe(self, kind: type) -> Json:
-        """Describe a class for `SolverClient._class`; builtin exceptions by their name."""
+        """Describe a class for `SolverClient._class`; for a builtin exception, return its name."""
         if is_builtin_class(kind) and issubclass(kind, BaseException):
             return kind.__name__
         number = self._number(kind)
@@ -259,7 +259,7 @@ class _Objects:
         raise TypeError(f"unknown tag {tag!r}")
 
     def _use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
-        """Use an object of the tests and answer their requests until the result arrives."""
+        """Use an object of the tests; answer the judge's requests until the result arrives."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("objects of the tests can be used in the main thread only")
         request = self._encode([number, operation, arguments, keywords])
@@ -292,7 +292,7 @@ def _content(value: Any) -> Json:
 
 
 def _lookup(kind: type, name: str) -> Any:
-    """The attribute `name` of a class, without descriptors or its metaclass."""
+    """Look up attribute `name` of a class without invoking descriptors or the metaclass."""
     return next((vars(base)[name] for base in type.mro(kind) if name in vars(base)), None)
 
 

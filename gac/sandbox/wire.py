@@ -145,7 +145,7 @@ def decode(
         root, *nodes = message
         for node in (message, *nodes):
             if not isinstance(node, list):
-                raise TypeError("a message is an array of an item and of arrays")
+                raise TypeError("a message must be an array that holds one item, then only arrays")
         for node in nodes:
             tag, content, inside = node if len(node) == 3 else (*node, None)
             if not isinstance(inside, list | None):

@@ -42,7 +42,7 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
 
 
 def headline(study: Mapping[str, Any]) -> str:
-    """A sentence on the methods whose difference from the baseline has an interval without 0."""
+    """List the methods whose difference from the baseline has an interval that excludes 0."""
     baseline = study["setting"]["baseline"]
     groups: dict[str, list[str]] = {"ahead of": [], "behind": []}  # labels by direction
     for label, row in study["methods"].items():
@@ -58,7 +58,7 @@ def headline(study: Mapping[str, Any]) -> str:
 
 
 def draw(rows: Mapping[str, Any], baseline: str) -> str:
-    """Draw, for each method, a dot per seed, and the mean with its interval as a bar."""
+    """For each method, draw a dot per seed and a bar that shows the mean and its interval."""
 
     def points(axes: Any) -> None:
         for y, (label, row) in enumerate(rows.items()):

@@ -77,7 +77,7 @@ def run_all(
 
 
 def start_server(modules: list[str]) -> None:
-    """Start the fork server, which imports `modules`, unless it runs already.
+    """Start the fork server, which imports `modules`, unless it is already running.
 
     It has a single thread, so that no fork can copy a lock that another thread holds.
     """
