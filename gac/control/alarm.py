@@ -104,7 +104,7 @@ def alarm_message(before: Plain, after: Plain) -> str | None:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Treats the demonstrations as wrong from a lasting rise of their loss until it has returned.
+    """Raises an alarm when the demonstration loss rises lastingly; clears it when the loss returns.
 
     Losses that are None or not finite are ignored.
     """
@@ -213,7 +213,7 @@ class Alarm:
         return self._follow(state, loss, max(error, -self.clip * typical)), False
 
     def _follow(self, state: AlarmState, loss: float, error: float) -> AlarmState:
-        """Average one more error into the level and the typical error."""
+        """Update the level and the typical error with one more forecast error."""
         level = state.level + max(1 - self.decay, 1 / (state.num_losses + 1)) * error
         # while the loss falls, the level lags behind it, and this error is not noise
         size = error if error > 0 else min(-error, abs(loss - state.recent))
@@ -224,7 +224,7 @@ class Alarm:
         return AlarmState(level, scale, state.num_losses + 1, recent, *state[4:])
 
     def _known_level(self, state: AlarmState) -> float | None:
-        """The level of the remembered source that the losses have risen to.
+        """The level of a remembered source, if the losses have risen to that level.
 
         None if no source matches, or if the losses were normal for fewer than `source_steps` steps.
         """
@@ -257,7 +257,7 @@ class Alarm:
 
 
 def _scale_rate(decay: float, count: int) -> float:
-    """EMA weight of the newest error in the typical error.
+    """EMA weight with which the newest forecast error updates the typical error.
 
     It is half the weight in the level, so the typical error averages over twice as many steps.
     """

@@ -108,7 +108,7 @@ class Gate:
         return state.trust
 
     def reset(self, state: GateState | None, demos_suspect: bool) -> GateState | None:
-        """Return the state after the demonstrations have changed: the measure restarts at 0."""
+        """Return the state after the demonstrations have changed: `inner` is reset to 0."""
         if state is None:
             return None
         return state._replace(inner=0.0, trust=self.trust(None, demos_suspect))

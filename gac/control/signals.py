@@ -274,7 +274,7 @@ def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
 
 
 def _variance_of_mean(block: Tensor) -> float:
-    """tr Cov of two means over the same M draws, from their [M, M] products; nan for M < 2."""
+    """Estimate tr Cov(mean x, mean y) from <x_i, y_j> [M, M] of M paired draws; nan for M < 2."""
     count = block.shape[0]
     if count < 2:
         return math.nan

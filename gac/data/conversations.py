@@ -1,4 +1,4 @@
-"""Rows that hold conversations: `messages`, prompts that are lists of messages, completions."""
+"""Splits conversation rows into prompt and demonstration, and renders prompts as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 
 
 def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None) -> SourceRow:
-    """The row with `prompt_field` and `demo_field`, taken from `messages` or `completion`.
+    """Return the row with `prompt_field` and `demo_field` filled from `messages` or `completion`.
 
     The last message of `messages`, if it is the assistant's, is the demonstration; the messages
     before it are the prompt. Fields that the row has are not replaced.

@@ -288,7 +288,7 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
 
 
 def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
-    """Read `source` (the value of data.`key`): the rows that pass `where`, at most `limit`."""
+    """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
     selected: list[SourceRow] = []
     try:
         rows = read_rows(source)

@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward; restarting positions confine attention to a row."""
+        """Arguments of the model's forward; restarting positions separate packed rows."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return {

@@ -205,8 +205,8 @@ def _read_folder(folder: Path) -> Any:
         return _datasets().load_dataset(str(folder), streaming=True)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data source {str(folder)!r} is a folder without a dataset: give {FORMATS} in it, or "
-            "a folder written by datasets' save_to_disk"
+            f"data source {str(folder)!r} is a folder without a dataset: put {FORMATS} in it, or "
+            "give a folder written by datasets' save_to_disk"
         ) from error
 
 

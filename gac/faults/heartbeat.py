@@ -21,8 +21,9 @@ WARN_AFTER = 60.0  # seconds without a heartbeat after which a warning is logged
 
 
 class Heartbeat:
-    """A daemon thread that keeps running while a collective hangs; a no-op with a single process.
+    """Sends this rank's heartbeats and watches those of the next rank, in a daemon thread.
 
+    The thread keeps running while a collective hangs; with a single process there is none.
     Heartbeats continue while a rank computes or waits, and end with its process (killed, stopped,
     machine lost). Each heartbeat makes three store calls: with R ranks, about 3 R calls a second.
     `activity` says what this rank is doing; the message about a dead rank contains it.

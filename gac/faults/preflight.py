@@ -41,7 +41,7 @@ MAY_CHANGE_ON_RESUME = {
 
 
 def check_folder(out: Path) -> None:
-    """Raise RunDirectoryError unless rank 0 can write to `out` and every rank sees its file."""
+    """Raise RunDirectoryError unless rank 0 can write a file to `out` that every rank sees."""
     path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
 
     def fault(error: Exception) -> RunDirectoryError:

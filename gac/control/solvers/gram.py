@@ -28,7 +28,7 @@ class Gram(NamedTuple):
 
     @classmethod
     def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
-        """Build from products of micro-batches: [M_s + M_r, M_s + M_r], SFT first, equal sizes."""
+        """Build from products [M_s + M_r, M_s + M_r] of equal-sized micro-batches, SFT first."""
         ss, sr, rr = _block_means(gram, sft_count)
         return cls(ss, sr, rr)
 
