@@ -1,4 +1,4 @@
-"""AMFT: mu follows the gradient of the reward after one more step, and of the entropy."""
+"""AMFT: updates mu by the derivative of the next step's reward and the gap to a target entropy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import Mix, Observation, State, StepNeeds, TokenWeighted
 
 @dataclass(frozen=True)
 class AMFT(TokenWeighted):
-    """mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped; after a warm-up with SFT only.
+    """After a warm-up with SFT only, mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped.
 
     U is the expected reward after a step of plain gradient descent with this mu. Its derivative is
     lr <g_v, g_s - g_r>. Here g_s and g_r are the gradients of the two losses, and g_v is the

@@ -40,7 +40,7 @@ class GAC(ControllerConfig, TokenWeighted):
         super().__post_init__()
         if self.gradient_parts < 2:
             raise ValueError(
-                f"gradient_parts={self.gradient_parts!r}: use 2 or more, which a variance needs"
+                f"gradient_parts={self.gradient_parts!r}: use 2 or more, to estimate a variance"
             )
         if self.gate is not None and not self.signals.needs.has_alignment:
             raise ValueError(

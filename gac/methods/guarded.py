@@ -15,7 +15,7 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class Guarded(Constant):
-    """Constant mu, set to 0 after a lasting rise of the demonstration loss, until it returns."""
+    """Constant mu; 0 from a lasting rise of the demonstration loss until the loss has returned."""
 
     name: ClassVar[str] = "guarded"
     family: ClassVar[str] = "noise-aware"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefixRFT(Method):
-    """Dr. GRPO on K - 1 rollouts and one with a prefix, of which only uncertain tokens are trained.
+    """Dr. GRPO; one of K rollouts continues a prefix, whose highest-entropy tokens are trained too.
 
     The prefix is the first floor(l T) of the demonstration's T tokens, at most T - 1, with l
     uniform between `low`, which falls over the run, and `high`. Its tokens have the policy gradient

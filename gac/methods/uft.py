@@ -16,7 +16,7 @@ from .base import Loss, Method, Mix, Observation, State
 
 @dataclass(frozen=True)
 class UFT(Method):
-    """GRPO from a random hint per prompt, plus coef times the mean cross-entropy of hint tokens.
+    """GRPO on rollouts after a random hint, plus coef times the mean cross-entropy of hint tokens.
 
     The hint is the first j of `pieces` equal parts of the demonstration without its EOS. At step t,
     j is binomial with probability low + (high - low) (1 + cos(pi (t + 1) / hint_steps)) / 2; from

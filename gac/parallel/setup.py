@@ -280,12 +280,12 @@ def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 
 def in_lockstep(model: nn.Module) -> bool:
-    """Whether a call of the model gathers weights, so that all ranks must make the same calls."""
+    """Whether model calls gather weights; if so, all ranks must make the same number of calls."""
     return any(unit not in _gathered_units for unit in units(model))
 
 
 def required_calls(model: nn.Module, needed: int) -> int:
-    """Number of calls of the model that this rank must make if it needs `needed` results.
+    """Number of model calls that this rank must make to get `needed` results.
 
     In lockstep, this is the maximum over ranks.
     """

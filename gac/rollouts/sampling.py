@@ -117,7 +117,7 @@ def is_flat(group: Sequence[Sample]) -> bool:
 
 
 class SignalWatch:
-    """Warns once if no group of this process had different rewards, several times in a row."""
+    """Warns once if rewards were equal within every group for `PATIENCE` consecutive samplings."""
 
     PATIENCE = 10
 

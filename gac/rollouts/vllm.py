@@ -326,7 +326,7 @@ class _TimeoutAdapter(HTTPAdapter):
 def _sampled(
     response: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
 ) -> list[float]:
-    """The log-probs of the sampled tokens, from those of the tokens `ids` at each position."""
+    """Select the log-prob of each sampled token; `logps` holds those of the tokens `ids`."""
     steps = zip(response, ids, logps, strict=True)
     return [values[own.index(token)] for token, own, values in steps]
 

@@ -116,7 +116,7 @@ class Feed:
         return self._own([demo_row(self.prompts[i], self.demo_tokens) for i in newest])
 
     def _own(self, rows: list[Row]) -> list[Row]:
-        """This rank's part of `rows`, which every rank has."""
+        """Select this rank's part of `rows`; every rank passes the same rows."""
         if self.uses_balancing:
             return assign_rows(rows, self.ranks, self.unit)[self.rank]
         return rows[self.own]

@@ -73,7 +73,7 @@ def _model(folder: Path) -> Iterator[bytes]:
 
 
 def _files(reward: Any) -> Iterator[bytes]:
-    """Source files of the user's functions in a reward, including those in a sum or under noise."""
+    """Yield the source files of a reward's user functions, including those of nested rewards."""
     file = getattr(inspect.getmodule(getattr(reward, "_function", None)), "__file__", None)
     if file is not None:
         yield Path(file).read_bytes()

@@ -1,4 +1,4 @@
-"""Computes the gradient of a step: one pass over micro-batches, and probes that it calls."""
+"""Computes a step's gradient in one pass over its micro-batches, and calls the probes."""
 
 from __future__ import annotations
 

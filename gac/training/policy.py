@@ -120,7 +120,7 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
 
 
 def _supports_packing(model: nn.Module) -> bool:
-    """Whether the model supports packing, if necessary by falling back to PyTorch's SDPA."""
+    """Whether the model supports packing; if not, falls back to PyTorch's SDPA and tests again."""
     return supports_packing(model) or (row_attention.disable(model) and supports_packing(model))
 
 

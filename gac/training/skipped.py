@@ -28,7 +28,7 @@ FORMAT = 2  # version of the files; incremented when older ones can no longer be
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that was not applied, and the results for which it was skipped."""
+    """A step that was not applied, and the results that caused it to be skipped."""
 
     step: Step
     weights: TermPair | None

@@ -26,7 +26,7 @@ Accumulate = Callable[[list[Row], Mix, bool], None]
 
 
 class GradientParts:
-    """Separate gradients of `needs.parts` equal parts of the rows of each of the two terms.
+    """Splits each term's rows into `needs.parts` equal parts and computes each part's gradient.
 
     Args:
         parameters: (name, parameter) of every trainable parameter, in the same order on all ranks.
