@@ -49,8 +49,10 @@ class Batch(NamedTuple):
 def linear_batch(
     tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
 ) -> Batch:
-    """A batch whose logits have standard deviation 2, plus 0 to 20 at the target: from a guess to
-    near certainty. Nearly uniform logits would be unfair to kernels that skip small probabilities.
+    """A batch whose logits have standard deviation 2, plus 0 to 20 at the target.
+
+    The target's probability thus ranges from a guess to near certainty. Nearly uniform logits would
+    be unfair to kernels that skip small probabilities.
     """
     g = torch.Generator(device).manual_seed(0)
     weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)

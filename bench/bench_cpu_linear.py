@@ -1,4 +1,4 @@
-"""Benchmark of the linear loss on the CPU in float32: ours, its three GEMMs, and peers."""
+"""Benchmark of the linear loss on the CPU in float32: our loss, its GEMMs alone, and peers."""
 
 from __future__ import annotations
 

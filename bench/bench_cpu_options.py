@@ -20,7 +20,7 @@ ONE_PASS_TARGET = 1.05  # for options that need only per-token numbers
 
 
 class Option(NamedTuple):
-    """A spec, further arguments, and the number of passes: one takes 6 N H V FLOPs, two 8 N H V."""
+    """A loss option: one pass over the logits takes 6 N H V FLOPs, two passes take 8 N H V."""
 
     spec: LossSpec = LossSpec()
     columns: tuple[str, ...] = ()

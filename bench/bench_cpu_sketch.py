@@ -1,4 +1,4 @@
-"""Benchmark of the head sketch: the CPU time that it adds to the linear loss, interleaved."""
+"""Benchmark of the CPU time that the head sketch adds to the linear loss; runs alternate."""
 
 from __future__ import annotations
 

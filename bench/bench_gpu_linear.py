@@ -1,4 +1,4 @@
-"""Benchmark of the linear loss on a GPU in bfloat16: ours, its three GEMMs, and installed peers."""
+"""Benchmark of the linear loss on a GPU in bfloat16: our loss, its GEMMs alone, and peers."""
 
 from __future__ import annotations
 
@@ -222,6 +222,6 @@ def test_peer(peer: str, shape: str, tokens: int, record: Record) -> None:
 
 
 def test_compiled_eager(record: Record) -> None:
-    """Benchmarks only one case, because compilation takes a minute."""
+    """Benchmark torch.compile in a single case, because compilation takes a minute."""
     found = providers(torch.device(DEVICE), compiled=True)[0]
     run("Qwen2.5-7B", 8192, {COMPILED: found[COMPILED]}, record)

@@ -81,7 +81,7 @@ def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def start(config: ModelConfig, accelerator: Accelerator, mode: str) -> nn.Module:
-    """Load the sharded model; mode: "full" or "sharded"."""
+    """Load the model and shard it: after loading (mode "full") or while loading ("sharded")."""
     loading = setup.sharded_loading(accelerator, SHARDED)
     if mode == "full":
         return setup.prepare(load_model(config), accelerator, SHARDED, "no", loading)
@@ -116,8 +116,8 @@ def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 
 
 def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Delay of the next steps in seconds, and memory growth, due to a checkpoint that is saved
-    synchronously or asynchronously.
+    """Measure how a synchronous or an asynchronous checkpoint delays the next steps, in seconds,
+    and how much memory it takes.
     """
     model = start(ModelConfig(path=job["base"]), accelerator, "sharded")
     check_head(model)

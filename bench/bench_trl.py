@@ -1,4 +1,4 @@
-"""One update of TRL's trainers with TRL's own head, our head and our loss, interleaved.
+"""Interleaved benchmark of one update of TRL's trainers with TRL's head, our head or our loss.
 
 Usage: python -m bench.bench_trl [--device cpu] [--rounds 5] [--out bench/results/trl.json]
 
@@ -209,7 +209,7 @@ def measure(trainer: str, case: Case, rounds: int, device: str) -> Iterator[dict
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of the README and the docs."""
+    """The Markdown table for the README and the docs."""
     lines = [
         "| trainer | model | provider | time | speedup | memory above the start |",
         "|---|---|---|---|---|---|",

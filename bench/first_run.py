@@ -72,8 +72,9 @@ def guarded(name: str, seconds: int, limit: int, *arguments: str) -> Step:
 
 
 def small_case(*options: str) -> list[str]:
-    """Command for a native case small enough for a sanitizer; the 15 bytes that a bulk load may
-    read past a row are inside the allocation.
+    """Command for a native kernel call that is small enough for a sanitizer.
+
+    A bulk load may read up to 15 bytes past a row; here they are inside the allocation.
     """
     return python("bench.row_case", "--rows", "40", "--vocab", "50257", *options)
 

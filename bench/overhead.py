@@ -198,7 +198,7 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
 
 
 class CycleTimes(dict[str, float]):
-    """Seconds per cycle: sampling, bare, method, and the parts of the method."""
+    """Seconds per cycle of each part: "sampling", "bare", "method" and the names in PARTS."""
 
     def add(self, parts: Mapping[str, float]) -> None:
         for part, seconds in parts.items():

@@ -74,7 +74,7 @@ def _end_with_parent() -> None:
 
 
 def _end_orphans(before: set[int]) -> None:
-    """Kill children not in `before`, in rounds: their children become ours when they die."""
+    """Kill children not in `before`; repeat, because we inherit the children of killed ones."""
     for _ in range(GRACE):
         orphans = children() - before
         if not orphans:

@@ -28,7 +28,7 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row with device ("cpu" or "cuda"), work, shape, tokens, provider, ms and others."""
+        """Add a row: the fields of `key` (device: "cpu" or "cuda"), and measurements such as ms."""
         self.rows.append(row)
 
     def save(self) -> list[Path]:

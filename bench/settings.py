@@ -24,6 +24,6 @@ def tiny(real: T, in_dry_run: T) -> T:
 
 
 def skip(reason: str) -> SystemExit:
-    """Report why this process cannot run; the caller raises the result, which ends the process."""
+    """Print why this process cannot run; returns the SystemExit for the caller to raise."""
     print(f"skipped: {reason}", flush=True)
     return SystemExit(SKIPPED)

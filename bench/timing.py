@@ -57,9 +57,10 @@ def interleave(
     min_rounds: int | None = None,
     prepare: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time all steps in alternation, after one warm-up round, for at least `seconds` and
-    `min_rounds`, which is 5 by default, or 1 without `seconds`.
+    """Time all steps in alternation, after one warm-up round.
 
+    seconds: minimum total time.
+    min_rounds: minimum number of rounds; default: 5, or 1 if `seconds` is 0.
     prepare: called with the step's name before each step, untimed.
     """
     min_rounds = min_rounds or (5 if seconds else 1)
@@ -96,7 +97,7 @@ def first_line(error: Exception) -> str:
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """Peak memory allocated by one call, in MiB beyond that allocated before; nan on a CPU."""
+    """Peak memory during one call, in MiB above the memory allocated before it; nan on a CPU."""
     if device.type == "cpu":
         return math.nan
     torch.cuda.synchronize(device)

@@ -190,7 +190,7 @@ def token_logprobs(
 
 
 def fold_scaling(temperature: float, logit_scale: float, softcap: float | None) -> Scaling:
-    """Check the three numbers and fold the logit scale into the other two."""
+    """Check the arguments, and fold the logit scale into the temperature and the softcap."""
     checks.positive("temperature", temperature)
     checks.logit_scaling(logit_scale, softcap)
     return Scaling(*reference.fold_scale(logit_scale, temperature, softcap))

@@ -102,7 +102,7 @@ def compile_source(*options: str) -> str:
 
 
 def _pip_library(nvcc: Path) -> list[str]:
-    """The linker option for the CUDA runtime of pip's packages, which is in lib, not in lib64."""
+    """Linker option for a pip-installed CUDA runtime, which is in lib instead of lib64."""
     libraries = nvcc.resolve().parents[1] / "lib"
     return [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
 

@@ -199,7 +199,9 @@ def outputs(names: Sequence[str]) -> None:
     """Check the requested outputs of a log-probability function."""
     for name in (names,) if isinstance(names, str) else names:
         if name not in MORE_OUTPUTS or isinstance(names, str):
-            raise ValueError(f"outputs={names!r}: use a tuple of {', '.join(MORE_OUTPUTS)}")
+            raise ValueError(
+                f"outputs={names!r}: use a tuple with any of {', '.join(MORE_OUTPUTS)}"
+            )
 
 
 def sketch(value: object) -> None:

@@ -327,7 +327,7 @@ class TokenMoments:
 
 
 def _trimmed_variance(values: list[float], trim: float) -> float:
-    """Population variance without the fraction `trim` at each end; nan if empty or with a nan."""
+    """Population variance without the fraction `trim` at each end; nan if empty or any is nan."""
     if not values or any(map(math.isnan, values)):
         return math.nan
     dropped = math.floor(trim * len(values))

@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """A kernel launch as in the library; `launch` is a `backends.triton.launch.Launch`."""
+    """A named kernel launch to compile; `launch` is a `backends.triton.launch.Launch`."""
 
     name: str
     launch: Any
@@ -144,7 +144,7 @@ def triton_configurations() -> Iterator[Configuration]:
 
 
 def _softcap_configurations() -> Iterator[Configuration]:
-    """The row kernels with a softcap, and the statistics with further outputs."""
+    """The row kernels with a softcap, and the statistics kernel also with MORE_OUTPUTS."""
     from .backends.triton.grads import grads_launch
     from .backends.triton.stats import stats_launch
 

@@ -269,7 +269,7 @@ def _one_pass(
     softcap: float | None,
     first_count: int | None,
 ) -> tuple[TokenTerms, InputGradients, SketchFactors | None]:
-    """Compute the loss and its gradients; the terms of a token depend on no other token.
+    """Compute the loss and its gradients in one pass; no token's terms may depend on another token.
 
     first_count: in the second of two passes, an upper bound of the number of rows with a gradient.
     The other rows are then skipped: their terms are known. Where reading the exact number would

@@ -116,10 +116,11 @@ def row_buckets(grad: Tensor, sketch: RowSketch) -> None:
 def per_sequence(
     factors: SketchFactors, tokens: Tokens, spec: LossSpec, inv_scale: Tensor | None
 ) -> Tensor:
-    """Sketch [S, k, k] of each sequence: R G_s S^T of its contribution to its own term.
+    """Sketch the gradient G_s of each sequence: R G_s S^T, [S, k, k].
 
-    Divides out the weight of the term, mu or 1 - mu; nan if that is 0, because the kernels then
-    skip the rows.
+    G_s is the gradient of the sequence's contribution to its own term of the loss. The weight of
+    the term, mu or 1 - mu, is divided out. The sketch is nan if that weight is 0, because the
+    kernels then skip the rows.
 
     Args:
         factors: computed from the gradients of sum(tokens.scale * loss).

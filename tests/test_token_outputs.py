@@ -124,7 +124,7 @@ def test_without_request_nothing_changes(backend: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"outputs": ("top1",)}, r"outputs=\('top1',\): use a tuple of log_sum_sq_probs"),
+        ({"outputs": ("top1",)}, r"outputs=\('top1',\): use a tuple with any of log_sum_sq_probs"),
         ({"outputs": "is_top1"}, "outputs='is_top1': use a tuple"),
         ({"softcap": 0.0}, "softcap=0.0: use a finite number > 0"),
         ({"softcap": math.nan}, "softcap=nan: use a finite number > 0"),

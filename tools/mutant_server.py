@@ -1,4 +1,4 @@
-"""Runs tests on mutants (see `tools.mutants`), in the clone that is the current directory."""
+"""Runs tests on mutants (see `tools.mutants`); the current directory must be a clone."""
 
 # ruff: noqa: SIM905 - lists of words
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Server:
         return os.waitstatus_to_exitcode(status) if ready else None, time.monotonic() - began
 
     def coverage(self, module: str) -> Coverage:
-        """Coverage of the test files that name a module, measured once per version of the file."""
+        """Coverage of the test files that name a module, each cached until the file changes."""
         covered: Coverage = {}
         named = "gac_kernels" if module == "gac_kernels" else f"gac.{module}"
         for path in sorted(Path("tests").rglob("test_*.py")):
@@ -151,7 +151,7 @@ class Server:
         return {name: t for name, t in every.items() if name not in self.unreliable}
 
     def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[list[str]]:
-        """Covering tests in two groups, best first: a few quick ones, then up to the limit."""
+        """Tests to run, best first: a group of quick ones, then as many as the limit allows."""
         tests = self.covering(mutant, text, covered)
         stem, covering = Path(mutant.path).stem, set(tests)
         if self.options.again:  # tests that run the code in other processes cover nothing here
@@ -246,7 +246,7 @@ class Server:
 
 
 def preload(names: list[str]) -> None:
-    """Import libraries, which saves every process seconds."""
+    """Import libraries before forking, which saves seconds in every child process."""
     for name in names:
         if name.partition(".")[0] not in OWN:
             with contextlib.suppress(Exception):
@@ -271,7 +271,7 @@ def in_functions(text: str) -> set[int]:
 
 
 class Plugin:
-    """Runs the chosen tests in their order; records the seconds, coverage and failures of tests."""
+    """Runs the chosen tests in the given order; records their times, coverage and failures."""
 
     def __init__(self, chosen: list[str] | None = None, cover: Any = None) -> None:
         self.order = {name: i for i, name in enumerate(chosen or [])}
@@ -323,7 +323,7 @@ def test(chosen: list[str], failed: Path, *extra: str) -> int:
 
 
 def measure(path: Path, cached: Path) -> int:
-    """Write which lines the tests of a file cover, without tests that fail."""
+    """Record which lines each test of a file covers; failing and skipped tests are left out."""
     import coverage
 
     cover = coverage.Coverage(data_file=None, include=["gac/*", "gac_kernels/*"], config_file=False)

@@ -80,7 +80,7 @@ def backward_peak_bytes(shape: Shape, shards: int, reference: bool = True) -> fl
 
 
 def rollout_peak_bytes(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
-    """Bytes while a rank samples with all weights gathered; tokens: total tokens of its rows."""
+    """Peak bytes of a rank that samples with all weights gathered; tokens: total of its rows."""
     cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
     return state_bytes(shape, shards, reference) + COMPUTE * shape.total + cache
 

@@ -118,7 +118,7 @@ def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[s
 
 
 def groups(study: Study, finals: Finals) -> dict[str, tuple[str, ...]]:
-    """Description -> scenarios to average over: the deciding ones, and all complete ones."""
+    """Description -> scenarios to average over: those of the first phase, and all complete ones."""
     deciding, arms = study.phases[0]
     count = len(study.seeds)
     complete = [c for c in study.scenarios if len(common_seeds(finals[c], list(arms))) == count]

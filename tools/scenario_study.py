@@ -30,7 +30,7 @@ CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def _arm(name: str, **changes: Any) -> dict[str, Any]:
-    """Config of method `name` for the demo's length, with token weight 1, updated by `changes`."""
+    """Config of method `name` for a run as long as the demo, with token weight 1 and `changes`."""
     return {"name": name, **demo_fields(name, STEPS), "weight": "one", **changes}
 
 

@@ -99,7 +99,7 @@ def families() -> dict[str, str]:
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """A configuration with a few thousand weights. Passes on errors of the family's class."""
+    """A configuration with a few thousand weights. Errors from the family's class propagate."""
     return AutoConfig.for_model(family, **_shrunk(AutoConfig.for_model(family), family))
 
 
@@ -128,6 +128,6 @@ def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
 
 
 def _kinds(types: list[str]) -> list[str]:
-    """Choose LAYERS layer types: each of the first distinct types, repeated if there are few."""
+    """Choose LAYERS layer types: the first distinct ones, repeated if there are too few."""
     kinds = list(dict.fromkeys(types))[:LAYERS]
     return kinds * (LAYERS // len(kinds)) + kinds[: LAYERS % len(kinds)]

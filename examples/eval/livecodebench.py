@@ -51,9 +51,11 @@ def unpack(text: str) -> str:
     try:
         pickled = inflater.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
     except zlib.error as error:
-        raise ValueError(f"not zlib-compressed, unlike the published files ({error})") from error
+        raise ValueError(
+            f"test cases are not zlib-compressed, unlike published ones ({error})"
+        ) from error
     if not inflater.eof:
-        raise ValueError(f"truncated, or larger than {MAX_BYTES >> 20} MiB")
+        raise ValueError(f"test cases are truncated, or larger than {MAX_BYTES >> 20} MiB")
     strings: list[str] = []
     for instruction, argument, _ in pickletools.genops(pickled):
         if instruction.name in _TEXT:
