@@ -39,7 +39,9 @@ if X86:
     }
 # No -ffast-math: at link time it would enable flush-to-zero for the whole process. No -fopenmp at
 # link time: the library uses the OpenMP runtime that torch has loaded.
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-fPIC", "-fopenmp"]
+# -fwrapv: with gcc 12, the gradient's pass takes about 10 % longer without it (measured).
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fwrapv", "-fvisibility=hidden", "-fPIC"]
+FLAGS += ["-fopenmp"]
 INTERFACE = hashlib.sha256(Path("csrc/cpu/native.h").read_bytes()).hexdigest()
 
 
