@@ -65,7 +65,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         if shutil.which(compiler[0]) is None:
-            raise RuntimeError(f"there is no C++ compiler {compiler[0]!r}")
+            raise RuntimeError(f"C++ compiler {compiler[0]!r} was not found: install it or set CXX")
         # not build_temp, which is a new folder in every editable install
         objects = Path("build") / f"native-{platform.machine()}"
         objects.mkdir(parents=True, exist_ok=True)
