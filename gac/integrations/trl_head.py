@@ -92,7 +92,7 @@ def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
 
 
 class FusedLogProbs:
-    """Stands in for TRL's autograd function, of which only `apply` is used."""
+    """Replaces TRL's autograd function; TRL calls only its `apply`."""
 
     @staticmethod
     @torch.compiler.disable  # the kernels gain nothing, and tracing them is slow

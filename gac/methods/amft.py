@@ -1,4 +1,4 @@
-"""AMFT: updates mu by the derivative of the next step's reward and the gap to a target entropy."""
+"""AMFT: updates mu by the reward's derivative w.r.t. mu plus the entropy's gap to its target."""
 
 from __future__ import annotations
 

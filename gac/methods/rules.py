@@ -17,7 +17,7 @@ from .base import Mix, Observation, State, TokenWeighted
 
 @dataclass(frozen=True)
 class Rule(TokenWeighted):
-    """mu is a function of one quantity measured in training."""
+    """A method whose mu is a function of one quantity measured during training."""
 
     family: ClassVar[str] = "rule"
     source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"

@@ -1,4 +1,4 @@
-"""SDAR: RL, and gated distillation from the policy that has seen the demonstration."""
+"""SDAR: RL plus gated distillation; the teacher is the policy with the demo in its prompt."""
 
 from __future__ import annotations
 

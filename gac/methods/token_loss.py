@@ -57,7 +57,7 @@ class TokenView(NamedTuple):
 
     @property
     def policy_loss(self) -> Tensor:
-        """[N] clipped policy gradient of the rollout tokens."""
+        """[N] clipped policy-gradient loss of the rollout tokens."""
         ratio, advantage = self.log_ratio.exp(), self.batch.advantages
         low = 0.0 if self.spec.clip_low is None else 1 - self.spec.clip_low
         high = math.inf if self.spec.clip_high is None else 1 + self.spec.clip_high

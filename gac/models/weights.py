@@ -81,8 +81,8 @@ def _check(key: str, path: str, loading_info: dict[str, Any]) -> None:
     if mismatched:
         name, shape, expected = mismatched[0]
         raise ConfigError(
-            f"{key}={path!r}: {name} has shape {list(shape)} in the weights but {list(expected)} "
-            "in the model of config.json: give weights and config.json of the same model"
+            f"{key}={path!r}: {name} has shape {list(shape)} in the weights, but config.json "
+            f"implies {list(expected)}: use the weights and the config.json of the same model"
         )
     missing = sorted(loading_info["missing_keys"])
     if missing:

@@ -54,7 +54,7 @@ def evaluations_table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Template values for each evaluation."""
+    """Return the values that the report template needs, one dict per evaluation."""
     result = []
     for evaluation in evaluations:
         columns, *lines = results_lines(evaluation.results)

@@ -269,7 +269,7 @@ class CodeReward(Reward):
 
 
 class RowProblem(ValueError):
-    """A row that no program could pass."""
+    """Raised for a row that no program could pass."""
 
 
 def program_of(completion: str) -> str:

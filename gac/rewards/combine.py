@@ -59,7 +59,7 @@ class SumReward(Reward):
 
 
 class CallableReward(RowReward):
-    """`function(completion, example, **options) -> number`, called row by row."""
+    """Calls `function(completion, example, **options) -> number` on each row."""
 
     def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class CallableReward(RowReward):
 
 
 class BatchCallableReward(CallableReward):
-    """`function(completions, examples, **options) -> numbers`, called on whole batches.
+    """Calls `function(completions, examples, **options) -> numbers` on whole batches.
 
     If a batch raises, its rows are retried one at a time to isolate the failing ones.
     """

@@ -154,7 +154,7 @@ class _Worker:
             status = process.wait()
             raise RuntimeError(
                 f"the grading worker failed to start ({greeting or f'exit status {status}'}); "
-                f"try: {sys.executable} -c 'import math_verify'"
+                f"to see why, run: {sys.executable} -c 'import math_verify'"
             )
         return process
 

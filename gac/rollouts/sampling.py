@@ -165,7 +165,7 @@ def scatter_logps(
 
 
 class Sampler:
-    """Samples and scores rollouts by the method's plan, and turns them into training rows."""
+    """Samples rollouts as the method's plan says, scores them and turns them into training rows."""
 
     def __init__(
         self,

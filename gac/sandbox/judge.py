@@ -33,7 +33,7 @@ _COMPILERS = frozenset({"ast", "collections", "dataclasses", "inspect"})
 
 
 class RowError(Exception):
-    """The row itself is invalid, independently of the program."""
+    """Raised if the row itself is invalid, whatever the program does."""
 
 
 class RefusedError(Exception):

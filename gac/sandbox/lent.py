@@ -67,7 +67,7 @@ class Lender:
 
     def __getitem__(self, number: Json) -> Any:
         if type(number) is not int or number < 0:
-            raise TypeError("a reference to an object of the tests must be an integer >= 0")
+            raise TypeError("a reference to one of the tests' objects must be an integer >= 0")
         return self._values[number]
 
     def keep(self, value: Any) -> int:

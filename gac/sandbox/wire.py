@@ -135,7 +135,7 @@ def decode(
         if isinstance(item, list):
             [index] = item
             if type(index) is not int or index < 0:
-                raise TypeError("a reference needs a node's number")
+                raise TypeError("a reference must hold the number of a node, an integer >= 0")
             return values[index]
         if isinstance(item, dict):
             raise TypeError("unexpected object")
@@ -145,11 +145,13 @@ def decode(
         root, *nodes = message
         for node in (message, *nodes):
             if not isinstance(node, list):
-                raise TypeError("a message must be an array that holds one item, then only arrays")
+                raise TypeError(
+                    "a message must be an array: the root item, then one array per node"
+                )
         for node in nodes:
             tag, content, inside = node if len(node) == 3 else (*node, None)
             if not isinstance(inside, list | None):
-                raise TypeError(f"{tag!r:.40} needs an array of items")
+                raise TypeError(f"the items of a {tag!r:.40} node must be an array")
             items = None if inside is None else [read(item) for item in inside]
             if tag in _READ_ITEMS and items is not None:
                 values.append(_READ_ITEMS[tag](items))

@@ -271,7 +271,7 @@ class Trainer(Run):
     def _observe(
         self, step: Step, measured: Measured, update: Update
     ) -> tuple[dict[str, Any], Observation]:
-        """The metrics row of the step, and the method's observation of it."""
+        """Return the step's metrics row and the observation for the method."""
         needs_losses = step.needs.losses_after and update.applied
         losses_after = self.gradients.losses(step) if needs_losses else None
         row, observation = observe(step, measured, update, losses_after)

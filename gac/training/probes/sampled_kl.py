@@ -1,4 +1,4 @@
-"""The KL to the reference, estimated from a few rollouts: `kl_rows`."""
+"""The KL to the reference, estimated from `kl_rows` rollouts."""
 
 from __future__ import annotations
 
