@@ -149,7 +149,7 @@ def rollouts(case: Case) -> dict[str, Any]:
 
 
 def peak(run: Callable[[], object], device: str) -> float:
-    """Peak memory of `run` above the state before it, in MiB."""
+    """Peak memory of `run` in MiB, minus the memory in use before it."""
     if device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

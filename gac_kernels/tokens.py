@@ -167,7 +167,7 @@ def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
 
 
 def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | None:
-    """The factor of each token's loss, [N]: `tokens.factor` times the correction of `anchor`."""
+    """[N] loss factors: `tokens.factor` times the importance-sampling correction for `anchor`."""
     if tokens.rollout_logps is None:
         return tokens.factor
     has_correction = tokens.rollout & ~tokens.rollout_logps.isnan()

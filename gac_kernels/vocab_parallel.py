@@ -102,7 +102,9 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     dist.all_gather(gathered, local, group=group)
     sizes = [int(n) for n in gathered]
     if 0 in sizes:
-        raise ValueError(f"weight has {sizes} rows on the ranks: every rank needs at least one row")
+        raise ValueError(
+            f"the ranks hold {sizes} rows of weight: every rank needs at least one row"
+        )
     return sizes
 
 

@@ -141,7 +141,7 @@ def write(folder: Path, repository: str) -> None:
 def _build(
     variant: Path, sources: dict[str, bytes], backend: str, digest: str, values: dict[str, object]
 ) -> None:
-    """Write one built variant: the sources, the unique namespace of operators, the metadata."""
+    """Write one variant: its sources, a module with its unique operator namespace, its metadata."""
     identifier = f"_{PACKAGE}_{backend}_{digest[:7]}"
     built = sources | {"_ops.py": OPS.format(id=identifier).encode()}
     for name, content in built.items():

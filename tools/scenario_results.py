@@ -98,7 +98,7 @@ def against_hindsight(finals: Finals, scenario: str, arm: str) -> dict[str, Any]
 
 
 def against_single(finals: Finals, scenarios: Sequence[str], arm: str) -> dict[str, Any] | None:
-    """Compare the averages over `scenarios` of `arm` and of the best single constant."""
+    """Compare `arm` with the best single constant, both averaged over `scenarios`."""
     arms = (*FIXED, arm)
     seeds = _complete_seeds(finals, scenarios, arms)
     if not seeds or arm in FIXED:

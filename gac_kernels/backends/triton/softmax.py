@@ -86,7 +86,7 @@ def read_row(
     R: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Read a row once: the maximum of z, sum 2^d and sum d 2^d.
+    """Read a row once and return max z, sum 2^d and sum d 2^d, with d = z - max z.
 
     REREAD: the row will be read a second time, so it should stay in the cache. PEEL: the row may
     start at any address, so its first logits are read separately, up to an address that is a
