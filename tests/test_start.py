@@ -189,7 +189,7 @@ def rewrite(start: Path, change) -> None:
     [
         (delete_file, FILE),
         (drop_tensor, "model.norm.weight.*: copy or download"),
-        (change_shape, r"up_proj.weight .*\[5, 7\] .*config.json: give weights"),
+        (change_shape, r"up_proj.weight .*\[5, 7\] .*config.json implies"),
         (truncate, "weights are corrupt .*: copy or download"),
     ],
 )
