@@ -211,3 +211,12 @@ def test_echo_is_the_fused_loss_with_a_role_per_token() -> None:
     targets, advantage = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([2.0])
     out = fused_gac_loss(logits, targets, advantage, observation, mu=0.05 / 1.05, spec=spec)
     assert 1.05 * out.loss.item() == pytest.approx(-2.0 + 0.05 * 1.5 * LOG2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("amft", "meta_lr"), ("amft", "entropy_lr"), ("sdar", "coef")]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_coefficients_must_be_finite(name: str, field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value}: use a finite number"):
+        METHODS[name](**{field: value})

@@ -53,6 +53,9 @@ class AMFT(TokenWeighted):
     def __post_init__(self) -> None:
         require(self.warmup >= 0, "warmup", self.warmup, "a number >= 0")
         require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
+        for name in ("meta_lr", "entropy_lr"):
+            value = getattr(self, name)
+            require(math.isfinite(value), name, value, "a finite number")
         if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
             raise ValueError(
                 f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "

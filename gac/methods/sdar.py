@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,6 +43,7 @@ class SDAR(Method):
     """Sharpness of the gate, >= 0; 0: a constant gate of 1/2."""
 
     def __post_init__(self) -> None:
+        require(math.isfinite(self.coef), "coef", self.coef, "a finite number")
         require(self.beta >= 0, "beta", self.beta, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
