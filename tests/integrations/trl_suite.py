@@ -180,7 +180,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 for r in rows
             ),
             "",
-            "Tests that were deselected or fail with TRL's own head too, because they need or are:",
+            "Tests that were deselected, or that also fail with TRL's own head, and why:",
             "",
             "| reason | tests |",
             "|---|---|",
