@@ -54,7 +54,7 @@ def check(
     for name, (loss, scalar) in losses.items():
         try:
             accuracy[name] = errors(loss, cross_entropy_truth if scalar else truth, small)
-        except Exception as error:
+        except Exception as error:  # a peer may raise anything; its row says why
             failed[name] = first_line(error)
     for name in {"ours", CSRC, "eager"} & accuracy.keys():
         limit = 1.05 * max(accuracy["eager"][1:]) if "eager" in accuracy else GRADIENT_LIMIT

@@ -83,7 +83,7 @@ def runnable(steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Ste
     for name, run in steps.items():
         try:
             run()
-        except Exception as error:
+        except Exception as error:  # a provider may raise anything; its row says why
             failed[name] = first_line(error)
         else:
             passing[name] = run

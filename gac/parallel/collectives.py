@@ -50,7 +50,7 @@ def run_on_all_ranks(
         result = work()
     except UserError as error:
         own_error = error
-    except Exception as error:
+    except Exception as error:  # the other ranks must hear of any error
         if explain is None:
             raise
         own_error, cause = explain(error), error

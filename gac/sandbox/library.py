@@ -83,5 +83,5 @@ def run_coroutines_remotely() -> None:
         return awaited(main) if isinstance(main, Remote) else main
 
     asyncio.run = lambda main, **options: run(local(main), **options)
-    # only in this process, which runs nothing but tests
+    # a method is replaced: only in this process, which runs nothing but tests
     asyncio.BaseEventLoop.run_until_complete = lambda self, future: complete(self, local(future))  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ def run_script(spec: Mapping[str, str]) -> int:
     except SystemExit as stop:
         code = stop.code
         status = 0 if code is None else (code & 255 if isinstance(code, int) else 1)
-    except BaseException:
+    except BaseException:  # the program may raise anything
         status = 1
     try:  # as Python does on exit
         threading._shutdown()  # type: ignore[attr-defined] # private
@@ -74,7 +74,7 @@ def run_script(spec: Mapping[str, str]) -> int:
         for stream in (sys.stdout, sys.__stdout__):
             if stream is not None:
                 stream.flush()
-    except BaseException:
+    except BaseException:  # the program may have replaced its streams
         status = status or 1
     return status
 

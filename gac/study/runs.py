@@ -140,7 +140,7 @@ def _train(plain: Mapping[str, Any], threads: int, discard: bool, report: bool) 
 
     try:
         train(config)
-    except Exception as error:
+    except Exception as error:  # the process that waits for this run reads its log
         traceback.print_exc()
         sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))  # the log's last line
     if report:
