@@ -55,5 +55,5 @@ def test_page_counts_the_latest_results_and_the_first() -> None:
         record("b", "killed"),
     ]
     text = mutants.page(records, {"c": "no effect"})
-    assert "| control | 5 | 2 | 2 | 1 | 1 | 1 | 75.0 % |" in text
+    assert "| control | 5 | 2 of 4 | 2 | 1 | 1 | 1 | 75.0 % |" in text
     assert "- `c`: no effect" in text and "\n- `e`" in text and "`a`" not in text

@@ -29,15 +29,17 @@ from typing import Any
 from tools.mutations import Mutant, all_mutants, draw
 
 # test files that take minutes or check texts
-SKIPPED = """architecture attacks bench build_cuda cuda_order cuda_sketch cuda_source demo
-docs escapes first_run honest launch light_install models_table overhead packages peers readme
-scaling scenarios sharding site typing""".split()
+SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
+launch light_install models_table overhead packages peers readme scaling scenarios sharding site
+typing""".split()
 MARKERS = "not gpu and not release and not slow and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
 OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 150.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
+# other texts of a test file that uses a module
+NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
 RESULTS, TRIAGE = Path("docs/mutants.jsonl"), Path("docs/mutants.json")
 # test file to the seconds of its tests, and to the tests of each line
@@ -105,20 +107,21 @@ class Server:
     def coverage(self, module: str) -> Coverage:
         """Coverage of the test files that name a module, each cached until the file changes."""
         covered: Coverage = {}
-        named = "gac_kernels" if module == "gac_kernels" else f"gac.{module}"
+        named = f"gac.{module}", NAMED.get(module, f"gac.{module}")
         for path in sorted(Path("tests").rglob("test_*.py")):
             text = path.read_text()
             if path.stem.removeprefix("test_") in SKIPPED or path.stem.endswith("_gpu"):
                 continue
+            names = any(name in text for name in named)
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             cached = self.cache / f"{path.stem}-{digest}.json"
-            if not cached.exists() and (self.options.all or named in text):
+            if not cached.exists() and (self.options.all or names):
                 status, seconds = self.fork(partial(measure, path, cached), 400)
                 print(f"coverage of {path}: {seconds:.0f} s, status {status}", flush=True)
                 if not cached.exists():
                     cached.write_text('{"seconds": {}, "lines": {}}')
             if cached.exists():
-                covered[str(path)] = json.loads(cached.read_text()) | {"names": named in text}
+                covered[str(path)] = json.loads(cached.read_text()) | {"names": names}
         for results in covered.values():
             preload(results.get("modules", []))
         assert not set(OWN[:2]) & set(sys.modules), "the mutants would not be imported"
@@ -154,9 +157,9 @@ class Server:
         """Tests to run, best first: a group of quick ones, then as many as the limit allows."""
         tests = self.covering(mutant, text, covered)
         stem, covering = Path(mutant.path).stem, set(tests)
-        if self.options.again:  # tests that run the code in other processes cover nothing here
-            named = [results["seconds"] for results in covered.values() if results["names"]]
-            tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
+        # tests that run the code in other processes cover nothing here
+        named = [results["seconds"] for results in covered.values() if results["names"]]
+        tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
 
         def cost(name: str) -> float:
             near = 4 if stem in name.partition("::")[0] else 1
@@ -185,7 +188,9 @@ class Server:
         text = path.read_text()
         groups = self.select(mutant, text, covered)
         count = sum(map(len, groups))
-        record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "tests": count}
+        seed = self.options.seed
+        record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "seed": seed}
+        record["tests"] = count
         outcome, began = "survived", time.monotonic()
         changed = mutant.text()
         for group in groups if count else []:

@@ -80,22 +80,31 @@ def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     """The page: a row per module, then the survivors with the reason why they are equivalent."""
     latest = {record["key"]: record for record in records}
     rows, total = [], Counter[str]()
+    seeds = sorted({record.get("seed", 0) for record in records})
     for module in MODULES:
-        first = {r["key"]: r["outcome"] for r in reversed(records) if r["module"] == module}
+        first = {r["key"]: r for r in reversed(records) if r["module"] == module}
         if not first:
             continue
         count = Counter(latest[key]["outcome"] for key in first)
-        alive = [key for key in first if latest[key]["outcome"] == "survived"]
-        count["sampled"], count["first"] = len(first), sum(o != "survived" for o in first.values())
-        count["equivalent"] = sum(key in reasons for key in alive)
-        count["left"] = len(alive) - count["equivalent"]
+        survived = {key for key in first if latest[key]["outcome"] == "survived"}
+        equivalent = survived & reasons.keys()
+        for key in first.keys() - equivalent:
+            seed = first[key].get("seed", 0)
+            count[f"of {seed}"] += 1
+            count[f"first {seed}"] += first[key]["outcome"] != "survived"
+        count["sampled"], count["equivalent"] = len(first), len(equivalent)
+        count["left"] = len(survived - equivalent)
         total += count
         rows.append((module, count))
     table = [
-        f"| {module} | {c['sampled']} | {c['first']} | {c['killed']} | {c['timed out']} |"
-        f" {c['equivalent']} | {c['left']} | {_share(c)} |"
+        f"| {module} | {c['sampled']} |"
+        + "".join(f" {c[f'first {seed}']} of {c[f'of {seed}']} |" for seed in seeds)
+        + f" {c['killed']} | {c['timed out']} | {c['equivalent']} | {c['left']} | {_share(c)} |"
         for module, c in [*rows, ("**all**", total)]
     ]
+    columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds)]
+    columns += ["killed", "timed out", "equivalent", "survived", "noticed"]
+    table = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *table]
     alive = sorted(key for key, r in latest.items() if r["outcome"] == "survived")
     kept = [f"- `{key}`: {reasons[key]}" for key in alive if key in reasons]
     left = [f"- `{key}`" for key in alive if key not in reasons]
@@ -118,23 +127,24 @@ TEXT = """# Mutation testing
 <!-- written by python -m tools.mutants; do not edit -->
 
 `make mutants` changes one expression or statement at a time, in a clone of the repository, and
-runs the tests that cover the changed line, fastest first, until one fails. It changes comparisons,
-arithmetic, `and`/`or` and their operands, `not`, conditions, booleans, numbers (by one), slices (by
-one), `min`/`max`, `any`/`all` and `floor`/`ceil`; it swaps arguments, and omits keyword arguments
-and statements. A module's sample is the mutants with the lowest hash of the seed and their name.
+runs the tests that cover the changed line, then others of the module, until one fails. It changes
+comparisons, arithmetic, `and`/`or` and their operands, `not`, conditions, booleans, numbers (by
+one), slices (by one), `min`/`max`, `any`/`all` and `floor`/`ceil`; it swaps arguments, and omits
+keyword arguments and statements. A module's sample is the mutants with the lowest hash of the seed
+and their name.
 
 It is a script of our own because mutmut and cosmic-ray change the working tree or start a Python
 process per mutant, which needs seconds to import torch. Our script forks a process that has already
 imported torch.
 
-*At first*: noticed before tests were written for the surviving mutants. *Killed* and *timed out*:
-noticed now. *Noticed*: share of killed and timed-out mutants among those that are not equivalent.
+*At first*: noticed before tests were written for the survivors of this sample, among the mutants
+that are not equivalent. *Killed* and *timed out*: noticed now. *Noticed*: their share among the
+mutants that are not equivalent.
+
 The tests are those that pytest selects with `-m "{markers}"`,
 without the files listed in `tools/mutant_server.py`. Not sampled: files that need a GPU, nvcc,
 verl, Trinity-RFT or ms-swift, and the C++ and CUDA sources.
 
-| module | sampled | at first | killed | timed out | equivalent | survived | noticed |
-| --- | --- | --- | --- | --- | --- | --- | --- |
 {table}
 
 ## Equivalent
