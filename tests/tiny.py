@@ -54,6 +54,7 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
             },
             "reward": "tests.tiny:digit_reward",
             "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5},
+            "micro_batch": 1000,  # all rows in one forward
             "eval": {
                 "data": {"prompts": str(folder / "eval.jsonl")},
                 "max_new_tokens": 5,

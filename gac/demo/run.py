@@ -108,6 +108,7 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
         "out": str(run),
         "reward": "gac.demo.task:reward",
         "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
+        "micro_batch": 1000,  # all rows of a step in one forward, on any machine
         "checkpoint_every": 20,
     }
     merged = {
