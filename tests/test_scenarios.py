@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -92,10 +93,28 @@ def test_invalid_shifts_and_noise_are_rejected(changes, message):
     assert message in str(error.value)
 
 
-def test_methods_that_use_demos_of_the_prompts_reject_shifts(tiny, tmp_path):
-    config = shifted(tiny, tmp_path, method="luffy")
-    with pytest.raises(ValueError, match="data.demo_shifts: .*'luffy'.*; remove it"):
-        Feed(config, load_tokenizer(config.model), 0, 1)
+def test_shifts_change_the_demos_of_the_sampled_prompts(tiny, tmp_path):
+    """For methods that train on them; the file must have the same prompts."""
+    rows = [json.loads(line) for line in (tiny / "demos.jsonl").read_text().splitlines()]
+    later = tmp_path / "later.jsonl"
+    task.write_rows(later, [row | {"solution": row["solution"][::-1]} for row in rows])
+    shifts = [{"step": 2, "demos": str(later)}]
+    data = {"prompts": str(tiny / "demos.jsonl"), "demo_shifts": shifts}
+    config = shifted(tiny, tmp_path, method="luffy", data=data)
+    tokenizer = load_tokenizer(config.model)
+    feed, plain = Feed(config, tokenizer, 0, 1), Feed(config, tokenizer, 0, 1)
+    plain.prompt_sets = plain.prompt_sets[:1]
+    first, second = feed.prompt_sets
+    for step in range(4):
+        examples, expected = feed.examples(step), plain.examples(step)
+        assert [e.prompt for e in examples] == [e.prompt for e in expected]
+        assert all(any(e is x for x in (first, second)[step >= 2]) for e in examples)
+        more = feed.more_examples(1)[0]
+        assert any(more is x for x in (first, second)[step >= 2]) and plain.more_examples(1)
+    assert feed.longest_row(9) >= max(len(e.prompt) + len(e.demo or ()) for e in second)
+    task.write_rows(later, rows[1:])
+    with pytest.raises(ValueError, match=r"demo_shifts: .*later.jsonl: .*'luffy'.* same prompts"):
+        Feed(config, tokenizer, 0, 1)
 
 
 def test_reward_noise_starts_at_its_step_and_is_reproducible():
@@ -174,8 +193,10 @@ def test_every_scenario_is_a_configuration_that_trains(tmp_path, monkeypatch, ca
     assert configs["late"].data.demo_shifts == (DemoShift(2, str(tmp_path / "task/demos.jsonl")),)
     assert configs["noisy"].reward_noise == RewardNoise(0.35, start=2)
     assert len({config.model.path for config in configs.values()}) == 3
-    for name in ("late", "sparse"):
-        changes = ["steps=3", "method=constant", f"out={tmp_path}/run-{name}"]
-        Trainer(load(TrainConfig, tmp_path / f"{name}.yaml", changes)).run()
+    for name, method in (("late", "constant"), ("sparse", "constant"), ("spoil", "srft")):
+        base = Path(configs[name].model.path)
+        config = scenarios.scenario_config(tmp_path, base, name, 5, method)
+        changes = ["steps=3", f"out={tmp_path}/run-{name}"]
+        Trainer(load(TrainConfig, dump(config), changes)).run()
         evaluation = json.loads((tmp_path / f"run-{name}/eval.jsonl").read_text().splitlines()[-1])
-        assert evaluation["step"] == 3 and ("accuracy/+" in evaluation) == (name == "late")
+        assert evaluation["step"] == 3 and ("accuracy/+" in evaluation) == (name != "sparse")

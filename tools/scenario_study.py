@@ -9,6 +9,7 @@ has already written to docs/ are skipped.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gac.config import ConfigError, dump
-from gac.demo.scenarios import SCENARIOS, write_scenarios
+from gac.demo.scenarios import SCENARIOS, scenario_config, write_scenarios
 from gac.demo.settings import demo_fields
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import run_all
@@ -101,6 +102,12 @@ FOURTH: dict[str, dict[str, Any]] = {
 }
 """Constants, `guarded-probing` (the arm that is judged), `guarded`, and other adaptive methods."""
 
+PROMPT_DEMOS: dict[str, dict[str, Any]] = {
+    name: {"name": name, **demo_fields(name, STEPS)}
+    for name in ("srft", "hpt", "superrl", "dypo", "sdar", "uft")
+}
+"""Methods that train on the demonstrations of the sampled prompts."""
+
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")
 HARDER = ("half", "turn")
@@ -166,7 +173,7 @@ STUDIES = {
     "fourth": Study(
         "guarded-probing",
         range(30, 40),
-        (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH),),
+        (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH), (tuple(SCENARIOS), PROMPT_DEMOS)),
         "fourth_study",
         "scenario_fourth.json",
     ),
@@ -175,13 +182,21 @@ STUDIES = {
 
 def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]]:
     """Yield (scenario, arm, seed index, run) of each cell, in the order of execution."""
-    plain = {name: dump(config) for name, config in scenarios(out).items()}
+    folder = out / "scenarios"
+    bases = {name: Path(config.model.path) for name, config in scenarios(out).items()}
+
+    @functools.cache
+    def plain(name: str, method: str) -> dict[str, Any]:
+        return dump(scenario_config(folder, bases[name], name, STEPS, method))
+
     for names, arms in study.phases:
         for seed_index, seed in enumerate(study.seeds):
             for name in names:
                 changes = [*SMALLER, f"out={out / 'runs' / name}"]
                 for label, method in arms.items():
-                    config = arm_config(plain[name], Arm(label, dict(method)), seed, changes)
+                    config = arm_config(
+                        plain(name, method["name"]), Arm(label, dict(method)), seed, changes
+                    )
                     yield name, label, seed_index, config
 
 

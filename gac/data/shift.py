@@ -20,7 +20,8 @@ class DemoShift:
     step: int
     """The first step (from 0) that uses the new set; must be > 0."""
     demos: str
-    """Source of the new set, read like the first one."""
+    """Source of the new set, read like the first one. With a method that trains on the
+    demonstrations of the sampled prompts: `data.prompts` with other demonstrations."""
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -34,6 +35,11 @@ def check_shifts(shifts: Sequence[DemoShift]) -> None:
     steps = [shift.step for shift in shifts]
     if steps != sorted(set(steps)):
         raise ValueError(f"demo_shifts: steps {steps} must be strictly increasing")
+
+
+def set_at(step: int, starts: Sequence[int]) -> int:
+    """Index of the demonstration set that is used in `step`; set i is used from `starts[i]` on."""
+    return max(i for i, start in enumerate(starts) if start <= step)
 
 
 class ShiftingOrder:
@@ -50,7 +56,7 @@ class ShiftingOrder:
 
     def take(self, step: int, k: int) -> list[tuple[int, int]]:
         """(set, row) of the next `k` demonstrations; `step` must not decrease."""
-        index = max(i for i, start in enumerate(self.starts) if start <= step)
+        index = set_at(step, self.starts)
         return [(index, row) for row in self.orders[index].take(k)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gac.config import save
 from gac.data.shift import DemoShift
@@ -23,7 +24,7 @@ from gac.rewards.noise import RewardNoise
 from gac.training.run_config import TrainConfig
 
 from .run import make_base, method_config
-from .task import rows, write_rows, write_task, wrong
+from .task import rows, with_demos, write_rows, write_task, wrong
 
 CHANGE = 0.4  # fraction of a run after which the scenario's change takes effect
 SPARSE = 0.05  # subtractions per addition in the training data of the `sparse` base model
@@ -99,7 +100,7 @@ def write_scenarios(
 ) -> dict[str, TrainConfig]:
     """Write the data, train the missing base models and write out/NAME.yaml for each name."""
     task = out / "task"
-    if not (task / "mistaken.jsonl").exists():
+    if not (task / "prompts_plus.jsonl").exists():
         write_task(task, seed=0)
         write_scenario_data(task, seed=0)
     bases = {}
@@ -122,19 +123,39 @@ def write_scenario_data(task: Path, seed: int) -> None:
     - eval_minus.jsonl: 200 held-out subtractions.
     - plus.jsonl: 256 additions of the same quality as demos.jsonl.
     - mistaken.jsonl: demos.jsonl, with one systematic mistake.
+    - prompts_NAME.jsonl: the same changes of prompts_demos.jsonl, whose prompts bring their own
+      demonstrations.
     """
     rng = random.Random(f"scenarios:{seed}")
-    demos = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
-    random_digits = wrong(demos, seed)
-    write_rows(task / "wrong.jsonl", random_digits)
-    half = [(random_digits if i % 2 else demos)[i] for i in range(len(demos))]
-    write_rows(task / "half.jsonl", half)
+    for prefix, source in (("", "demos"), ("prompts_", "prompts_demos")):
+        for name, changed in _variants(_read(task / f"{source}.jsonl"), seed).items():
+            write_rows(task / f"{prefix}{name}.jsonl", changed)
     ops = rng.choices("+-", [1.0, SPARSE], k=20000)
     write_rows(task / "sparse.jsonl", rows(rng, ops, {"+": 0.6, "-": 0.6}))
     write_rows(task / "eval_minus.jsonl", rows(rng, ["-"] * 200))
     write_rows(task / "plus.jsonl", rows(rng, ["+"] * 256, {"+": 0.3}))
-    mistaken = [row | {"solution": _increase(row["solution"])} for row in demos]
-    write_rows(task / "mistaken.jsonl", mistaken)
+    write_rows(task / "prompts_plus.jsonl", with_demos(_read(task / "prompts.jsonl"), seed, "+"))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _variants(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, list[dict[str, Any]]]:
+    """The rows with changed solutions; rows without a solution stay as they are."""
+    solved = {i: row for i, row in enumerate(rows) if "solution" in row}
+    scrambled = dict(zip(solved, wrong(list(solved.values()), seed), strict=True))
+    changes = {
+        "wrong": scrambled,
+        "half": {i: scrambled[i] for i in list(scrambled)[1::2]},
+        "mistaken": {
+            i: row | {"solution": _increase(row["solution"])} for i, row in solved.items()
+        },
+    }
+    return {
+        name: [changed.get(i, row) for i, row in enumerate(rows)]
+        for name, changed in changes.items()
+    }
 
 
 def _increase(solution: str) -> str:
@@ -142,19 +163,25 @@ def _increase(solution: str) -> str:
     return f"{(int(solution[0]) + 1) % 10}{solution[1:]}"
 
 
-def scenario_config(out: Path, base: Path, name: str, steps: int) -> TrainConfig:
-    """The configuration of scenario `name` for a GRPO run of `steps` steps."""
-    scenario, task, change = SCENARIOS[name], out / "task", int(CHANGE * steps)
-    config = method_config(out, base, "grpo", 0, steps)
-    data = dataclasses.replace(config.data, demos=str(task / f"{scenario.demos}.jsonl"))
+def scenario_config(
+    out: Path, base: Path, name: str, steps: int, method: str = "grpo"
+) -> TrainConfig:
+    """The configuration of scenario `name` for a run of `method` with `steps` steps."""
+    scenario, change = SCENARIOS[name], int(CHANGE * steps)
+    config, task = method_config(out, base, method, 0, steps), f"{out / 'task'}/"
+    if config.data.demos is None:  # the prompts bring their own demonstrations
+        task += "prompts_"
+        data = dataclasses.replace(config.data, prompts=f"{task}{scenario.demos}.jsonl")
+    else:
+        data = dataclasses.replace(config.data, demos=f"{task}{scenario.demos}.jsonl")
     files = {} if scenario.later is None else {change: scenario.later}
     files |= {round(share * steps): file for share, file in scenario.shifts}
-    shifts = (DemoShift(n, str(task / f"{file}.jsonl")) for n, file in files.items() if n > 0)
+    shifts = (DemoShift(n, f"{task}{file}.jsonl") for n, file in files.items() if n > 0)
     data = dataclasses.replace(data, demo_shifts=tuple(shifts) or None)
     evaluation = dataclasses.replace(config.eval, every=steps // 4)
     if scenario.op is not None:
         data = dataclasses.replace(data, where={"op": scenario.op})
-        held_out = dataclasses.replace(evaluation.data, prompts=str(task / "eval_minus.jsonl"))
+        held_out = dataclasses.replace(evaluation.data, prompts=str(out / "task/eval_minus.jsonl"))
         evaluation = dataclasses.replace(evaluation, data=held_out)
     return dataclasses.replace(
         config,

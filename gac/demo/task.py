@@ -116,8 +116,10 @@ def rows(
     return out
 
 
-def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same rows, with a weak demonstration for each subtraction.
+def with_demos(
+    prompts: Sequence[dict[str, Any]], seed: int, demo_op: str = "-"
+) -> list[dict[str, Any]]:
+    """The same rows, with a weak demonstration for each problem with the operation `demo_op`.
 
     For methods that train on demonstrations of the sampled prompts.
     """
@@ -125,7 +127,7 @@ def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, A
     for row in prompts:
         op, digits = row["prompt"][0], row["prompt"][1:-1]
         a, b = (int(digits[i::2][::-1]) for i in (0, 1))
-        out.append(row | ({"solution": response(a, b, op, 0.3, rng)} if op == "-" else {}))
+        out.append(row | ({"solution": response(a, b, op, 0.3, rng)} if op == demo_op else {}))
     return out
 
 

@@ -13,7 +13,7 @@ from gac.data.balance import assign_rows, rebalance
 from gac.data.examples import Example, load_demos, load_prompts, prompt_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, demo_row
-from gac.data.shift import ShiftingOrder
+from gac.data.shift import ShiftingOrder, set_at
 from gac.faults.preflight import check_budget
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
@@ -46,16 +46,18 @@ class Feed:
         # number of rows that stay on one rank
         self.unit = sampling.unit(config.rollouts.completions)
         # no balancing if the gradients of several parts of each rank's rows are compared
-        self.uses_balancing = config.micro_tokens is not None and ranks > 1 and needs.parts < 2
+        self.sized_in_tokens = config.micro_tokens is not None  # see `uses_balancing`
+        self.may_balance = ranks > 1 and needs.parts < 2
         if needs.rollouts:
-            self.prompts = load_prompts(config.data, tokenizer, training=True)
+            self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
+            self.prompt_sets: list[Sequence[Example]] = [self.prompts]
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
-            self.positions = {id(example): i for i, example in enumerate(self.prompts)}
             _check_divisible("rollouts.prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return
         shifts = config.data.demo_shifts or ()
+        self.starts = [0, *(shift.step for shift in shifts)]
         if self.trains_on_prompt_demos:
             reason = (
                 f"method {self.method.name!r} trains on the demonstrations of the sampled prompts"
@@ -66,8 +68,14 @@ class Feed:
                     f"data.prompts={config.data.prompts!r}: {reason}, but no row has the {field}; "
                     "add it or choose another method"
                 )
-            if shifts:
-                raise ValueError(f"data.demo_shifts: not supported, because {reason}; remove it")
+            for shift in shifts:
+                data = dataclasses.replace(config.data, prompts=shift.demos, sources=())
+                self.prompt_sets.append(load_prompts(data, tokenizer, training=True))
+                if [e.prompt for e in self.prompt_sets[-1]] != [e.prompt for e in self.prompts]:
+                    raise ValueError(
+                        f"data.demo_shifts: {shift.demos}: {reason}, so this file must have the "
+                        "same prompts as data.prompts, in the same order"
+                    )
         if sampling.demos == "separate":
             self.separate_demos = True
             later = [dataclasses.replace(config.data, demos=shift.demos) for shift in shifts]
@@ -76,13 +84,16 @@ class Feed:
             if sampling.epochs is not None:
                 epoch_steps = max(sampling.epochs * len(self.demos[0]) // self.demo_batch, 1)
                 self.steps = min(config.steps, epoch_steps)
-            starts, sizes = [0, *(shift.step for shift in shifts)], list(map(len, self.demos))
-            self.demo_order = ShiftingOrder(starts, sizes, config.seed + 1)
+            self.demo_order = ShiftingOrder(
+                self.starts, list(map(len, self.demos)), config.seed + 1
+            )
             self.orders["demo_order"] = self.demo_order
             _check_divisible("demo_batch", self.demo_batch, ranks)
 
-    def examples(self) -> list[Example]:
-        """This rank's prompts for the next sampling."""
+    def examples(self, step: int) -> list[Example]:
+        """This rank's prompts for the next sampling; `step` must not decrease."""
+        if len(self.prompt_sets) > 1:
+            self.prompts = self.prompt_sets[set_at(step, self.starts)]
         indices = self.prompt_order.take(self.prompt_batch)
         return [self.prompts[i] for i in indices[self.own]]
 
@@ -107,7 +118,8 @@ class Feed:
         """
         if not self.collect:
             return []
-        by_rank = collectives.gather([e and self.positions[id(e)] for e in examples])
+        positions = {id(example): i for i, example in enumerate(self.prompts)}
+        by_rank = collectives.gather([e and positions[id(e)] for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
         if len(self.collected) < self.collect:
@@ -120,6 +132,11 @@ class Feed:
         if self.uses_balancing:
             return assign_rows(rows, self.ranks, self.unit)[self.rank]
         return rows[self.own]
+
+    @property
+    def uses_balancing(self) -> bool:
+        """Whether rows are moved between ranks."""
+        return self.sized_in_tokens and self.may_balance
 
     def balance(self, rollouts: list[Row]) -> list[Row]:
         """Rebalance the rollouts across ranks by tokens; returns this rank's.
@@ -148,13 +165,19 @@ class Feed:
         """Maximum number of tokens before a response: the prompt and, if used, its prefix."""
         if "prompt_order" not in self.orders:
             return 0
-        return max(len(e.prompt) + self.uses_prefixes * len(e.demo or ()) for e in self.prompts)
+        return max(
+            len(e.prompt) + self.uses_prefixes * len(e.demo or ())
+            for e in itertools.chain(*self.prompt_sets)
+        )
 
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
         if self.uses_teacher:
-            lengths += [2 * len(e.prompt) + len(e.demo or ()) + response for e in self.prompts]
+            lengths += [
+                2 * len(e.prompt) + len(e.demo or ()) + response
+                for e in itertools.chain(*self.prompt_sets)
+            ]
         sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
         for examples in sources:
             lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
@@ -162,8 +185,8 @@ class Feed:
 
     def sources(self) -> list[Sequence[Example]]:
         """The prompts, if any are sampled, and the sets of demonstrations."""
-        prompts = self.prompts if "prompt_order" in self.orders else []
-        return [prompts, *(self.demos if self.separate_demos else [])]
+        prompts: list[Sequence[Example]] = self.prompt_sets if "prompt_order" in self.orders else []
+        return [*(prompts or [[]]), *(self.demos if self.separate_demos else [])]
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""

@@ -200,7 +200,7 @@ class Trainer(Run):
         reuse, initial = self.config.rollouts.reuse, self.plan.from_reference
         if self.rollouts is not None and self.step % reuse:
             return self.rollouts
-        examples = self.feed.examples()
+        examples = self.feed.examples(self.step)
         self.heartbeat.activity = f"step {self.step}, rollouts"
         policy = contextlib.nullcontext(self.model)
         with (
