@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from tools.mutant_server import MARKERS, Server, read_results, read_triage
+from tools.native_mutants import TESTS, NativeServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "mutants.md"
 MODULES = """control methods evaluation rollouts data gac_kernels training faults rewards models
-study integrations sandbox""".split()
+study integrations sandbox csrc/cpu csrc/cuda""".split()
 
 
 @contextlib.contextmanager
@@ -142,8 +143,9 @@ that are not equivalent. *Killed* and *timed out*: noticed now. *Noticed*: their
 mutants that are not equivalent.
 
 The tests are those that pytest selects with `-m "{markers}"`,
-without the files listed in `tools/mutant_server.py`. Not sampled: files that need a GPU, nvcc,
-verl, Trinity-RFT or ms-swift, and the C++ and CUDA sources.
+without the files listed in `tools/mutant_server.py`; for csrc, those that
+`tools/native_mutants.py` lists. Not sampled: files that need a GPU (such as csrc/cuda/hopper.h and
+launch.cu), nvcc, verl, Trinity-RFT or ms-swift, and the emulator that runs csrc/cuda on a CPU.
 
 {table}
 
@@ -175,9 +177,9 @@ def main() -> int:
     if unknown := set(options.modules) - set(MODULES):
         parser.error(f"unknown module {min(unknown)!r}; choose from {', '.join(MODULES)}")
     if options.inside:
-        server = Server(Path(options.inside), options)
+        server, native = (kind(Path(options.inside), options) for kind in (Server, NativeServer))
         for module in options.modules:
-            server.sample(module)
+            (native if module in TESTS else server).sample(module)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the clone
     status = 0 if options.page else start(sys.argv[1:])
