@@ -55,13 +55,41 @@ def test_page_lists_results_and_missing_runs(finals, tmp_path):
     assert (tmp_path / "study.png").stat().st_size > 1000
 
 
-def test_brief_table_uses_only_complete_seeds(tmp_path):
-    arms = {arm: [0.25, 0.75, 0.5] for arm in FIRST}
-    complete = finals_of(tmp_path, **{**arms, "gate-z": [0.5, 1.0]})
-    text = results.summary_section(GATE, complete)
-    assert "over 2 of 10 seeds" in text and text.count("\n| `") == len(FIRST)
-    assert "| `chord` | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | [25.0, 75.0] |" in text
-    assert "| `gate-z` | 75.0 |" in text
+def test_summary_lists_regrets_over_all_scenarios(tmp_path):
+    fourth = STUDIES["fourth"]
+    finals = known_finals(fourth, tmp_path)
+    for scenario in fourth.scenarios:
+        for arm, value in {**dict.fromkeys(results.FIXED, 0.5), "guarded": 0.6}.items():
+            finals[scenario][arm][:2] = [value, value]
+    finals["base"]["guarded"][:2] = [0.1, 0.2]
+    finals["turn"]["mu-0.3"][:2] = [0.7, 0.7]
+    text = results.summary_section(fourth, finals)
+    # mean: (11 * 60 + 60 + 15) / 13; regret: (11 * 10 - 10 - 35) / 13; the best constant's mean is
+    # (12 * 50 + 70) / 13 = 51.5
+    row = "| `guarded` | 56.5 | +5.0 [+4.6, +5.4] | +5.0 | -35.0 (`base`) | 2 | 2 |"
+    assert row in text and "| `mu-0.3` | 51.5 |  | +0.0 | +0.0 (`base`) | 0 | 2 |" in text
+    assert "`guarded-probing`" not in text  # it has no run
+
+
+def test_fourth_study_judges_margins_places_and_equal_time(tmp_path):
+    fourth = STUDIES["fourth"]
+    finals = known_finals(fourth, tmp_path)
+    arms = {**dict.fromkeys(results.FIXED, 0.5), "guarded-probing": 0.485, "gac": 0.49}
+    for scenario in fourth.scenarios:
+        for arm, value in arms.items():
+            finals[scenario][arm][:2] = [value, value]
+    finals["turn"]["guarded-probing"][:2] = [0.471, 0.471]
+    finals["burst"]["guarded-probing"][:2] = [0.479, 0.479]
+    by_step = {"30": 0.1, "60": 0.2, "90": 0.3, "120": 0.5}
+    course = {arm: {"0": by_step, "1": by_step} for arm in arms}
+    seconds = {**{arm: {"0": 1.0, "1": 2.0} for arm in arms}, "gac": {"0": 1.2, "1": 2.6}}
+    saved = {"finals": finals, "code": "abc", "course": course, "seconds": seconds}
+    text = results.page("fourth", saved)
+    assert "at most 2 points below" in text and "(in `turn`, 3 points)" in text
+    assert "base yes (-1.5" in text and "turn yes (-2.9" in text and "burst no (-2.1" in text
+    assert "higher average than `guarded-probing`: `mu-0.1` by +" in text and "`gac` by" in text
+    assert "| `gac` | 2 | 1.250 [1.200, 1.300] | 30.0 at step 90; best constant 50.0 |" in text
+    assert "| `guarded-probing` | 2 | 1.000 [1.000, 1.000] | - |" in text
 
 
 def test_each_study_tests_its_own_arm_on_its_own_seeds(tmp_path):
@@ -78,16 +106,15 @@ def test_each_study_tests_its_own_arm_on_its_own_seeds(tmp_path):
 
 
 def test_study_resumes_from_its_file_without_run_folders(finals, tmp_path, monkeypatch, capsys):
-    path, page, choice = (tmp_path / n for n in (GATE.file, "study.md", "choose_mu.md"))
-    choice.write_text(results.MARK)
+    path, page = tmp_path / GATE.file, tmp_path / "study.md"
     page.write_text(f"# Protocol\n\n{results.MARK}previous results")
     saved = {"setting": GATE.setting, "finals": finals, "code": "abc", "bases": {}}
+    saved |= {"course": {}, "seconds": {}}
     path.write_text(json.dumps(saved))
-    results.write("gate", tmp_path / "nothing", None, tmp_path)
+    results.write("gate", tmp_path / "nothing", None, docs=tmp_path)
     assert json.loads(path.read_text()) == saved
     assert page.read_text().startswith(f"# Protocol\n\n{results.MARK}\n")
     assert " 76 of " in page.read_text() and "previous" not in page.read_text()
-    assert "No seed is complete" in choice.read_text()
     assert (tmp_path / "study.png").stat().st_size > 1000
     # only runs that are missing from the file are started
     ran = []
@@ -103,7 +130,7 @@ def test_study_resumes_from_its_file_without_run_folders(finals, tmp_path, monke
     path.unlink()
     page.write_text("no mark")
     with pytest.raises(ConfigError, match="no line .*scenario_results.*; add it"):
-        results.write("gate", tmp_path / "nothing", None, tmp_path)
+        results.write("gate", tmp_path / "nothing", None, docs=tmp_path)
 
 
 def test_studies_have_disjoint_seeds_and_fixed_scenarios():

@@ -5,7 +5,10 @@ Usage: `python -m tools.scenario_results gate --out runs/study`.
 Adds the finished runs of `python -m tools.scenario_study` to the study's file in docs/. Results
 collected earlier are kept, so a study can continue on another machine without the run folders.
 Then writes the figure of the study's page and the part of the page below its marker; for the study
-`gate`, also the part of docs/choose_mu.md below its marker.
+`fourth`, also the part of docs/choose_mu.md below its marker.
+
+Seconds per step come from the folder `--timing`, which must contain runs of the scenario `base`
+that were made while the machine was otherwise idle.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,27 +28,44 @@ from gac.config import ConfigError
 from gac.evaluation.cells import markdown_table, percent, percent_interval
 from gac.evaluation.estimates import BOOTSTRAP_RESAMPLES, bootstrap_interval
 from gac.study.runs import result
-from tools.scenario_study import CONSTANTS, DOCS, MAIN, STUDIES, Study, cells, known_finals
+from tools.scenario_study import CONSTANTS, DOCS, STEPS, STUDIES, Study, cells, known_finals
 
-SUMMARY_PAGE = "choose_mu.md"
+SUMMARY_PAGE, SUMMARIZED = "choose_mu.md", "fourth"
 MARK = "<!-- below: python -m tools.scenario_results -->\n"
 FIXED = tuple(f"mu-{mu}" for mu in CONSTANTS)
-NEAR, COLLAPSE = 0.01, 0.5  # one point; fraction of the best constant's mean
-_NUMBERS = {4: "four", 7: "seven"}
+COLLAPSE = 0.5  # fraction of the best constant's mean
+TIMED = "base"  # the scenario whose seconds per step are reported
+LONGER = 0.01  # arms that take longer by more are also compared at equal time
+_NUMBERS = {4: "four", 7: "seven", 13: "thirteen"}
+PANELS = 5  # per row of the figure
 ROUNDING = 1e-9  # tolerance, so that a distance of exactly one point does not exceed it
 Finals = Mapping[str, Mapping[str, Sequence[float | None]]]
 """Scenario -> arm -> final accuracy of each seed; None if the run is missing."""
 
 
-def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dict[str, Any]:
+def collect(
+    study: Study, out: Path, code: str | None, timing: Path | None = None, docs: Path = DOCS
+) -> dict[str, Any]:
     """Merge the study's file in `docs` with the results in the run folders."""
     path, finals = docs / study.file, known_finals(study, docs)
     old = json.loads(path.read_text()) if path.exists() else {}
+    course, seconds = old.get("course", {}), old.get("seconds", {})
     if (out / "scenarios").is_dir():
         for scenario, arm, seed_index, config in cells(study, out):
             outcome = result(config)
-            if outcome is not None:
-                finals[scenario][arm][seed_index] = round(outcome["final"]["accuracy"], 6)
+            if outcome is None:
+                continue
+            finals[scenario][arm][seed_index] = round(outcome["final"]["accuracy"], 6)
+            if scenario == TIMED:
+                rows = _jsonl(Path(config.out) / "eval.jsonl")
+                by_step = {str(row["step"]): round(row["accuracy"], 6) for row in rows}
+                course.setdefault(arm, {})[str(seed_index)] = by_step
+    if timing:
+        for scenario, arm, seed_index, config in cells(study, timing):
+            if scenario == TIMED and result(config) is not None:
+                steps = [row["seconds"] for row in _jsonl(Path(config.out) / "metrics.jsonl")]
+                median = round(float(np.median(steps)), 6)
+                seconds.setdefault(arm, {})[str(seed_index)] = median
     models = sorted(out.glob("scenarios/*/model/model.safetensors"))
     bases = {p.parent.parent.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in models}
     return {
@@ -52,7 +73,13 @@ def collect(study: Study, out: Path, code: str | None, docs: Path = DOCS) -> dic
         "setting": study.setting,
         "bases": {**old.get("bases", {}), **bases},
         "finals": finals,
+        "course": course,
+        "seconds": seconds,
     }
+
+
+def _jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---- the protocol's three questions
@@ -148,6 +175,7 @@ def page(name: str, results: Mapping[str, Any]) -> str:
         "Distance to the best constant in hindsight": _hindsight(finals),
         "Average over scenarios against the best single constant": _single(study, finals),
         "The primary arm against each other arm": _pairwise(study, finals),
+        "Equal time": _equal_time(study, results),
         "Missing runs": _missing(study, counts),
         "Continuing the study": _continuing(name, study),
     }
@@ -156,7 +184,7 @@ def page(name: str, results: Mapping[str, Any]) -> str:
         f"`{results['code']}`. Values are percentages; brackets are 95 % intervals. Cells are "
         "compared on the seeds that both sides have; a dash means that there are none.",
         f"![Final accuracy by scenario]({study.page}.png)",
-        *(f"### {title}\n\n{text}" for title, text in sections.items()),
+        *(f"### {title}\n\n{text}" for title, text in sections.items() if text),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -178,14 +206,17 @@ def _verdicts(study: Study, finals: Finals) -> str:
         gap = against_hindsight(finals, scenario, arm)
         if gap is None:
             continue
-        answer = "yes" if gap["gap"] >= -NEAR - ROUNDING else "no"
+        margin = study.margins.get(scenario, study.margin)
+        answer = "yes" if gap["gap"] >= -margin - ROUNDING else "no"
         answers.append(
             f"{scenario} {answer} ({_gap(gap)} against {gap['best']}, {gap['seeds']} seeds)"
         )
         num_collapsed += gap["collapsed"]
+    goal = f"at most {_points(study.margin)} below the best constant in hindsight"
+    for scenario, margin in study.margins.items():
+        goal += f" (in `{scenario}`, {_points(margin)})"
     lines = [
-        f"1. `{arm}` at most 1 point below the best constant in hindsight: "
-        f"{'; '.join(answers) or 'no run yet'}.",
+        f"1. `{arm}` {goal}: {'; '.join(answers) or 'no run yet'}.",
         f"2. Runs of `{arm}` that end below half of the best constant's mean: {num_collapsed}.",
     ]
     for text, scenarios in groups(study, finals).items():
@@ -199,7 +230,20 @@ def _verdicts(study: Study, finals: Finals) -> str:
             f"{gap['best']}, difference {_gap(gap)}, {gap['seeds']} seeds; ahead, with an interval "
             f"that excludes 0: {'yes' if excludes else 'no'}."
         )
+    if study.first_place:
+        ahead = [
+            f"`{other}` by {_gap(gap)}"
+            for other in _arms(finals)
+            if (gap := paired_difference(finals, study.phases[0][0], other, arm))
+            and gap["gap"] > ROUNDING
+        ]
+        lines.append(f"4. Arms with a higher average than `{arm}`: {'; '.join(ahead) or 'none'}.")
     return "\n".join(lines)
+
+
+def _points(share: float) -> str:
+    """A difference of accuracies in points."""
+    return f"{100 * share:.0f} point{'s' * (share > 0.01)}"
 
 
 def _gap(gap: Mapping[str, Any]) -> str:
@@ -277,50 +321,95 @@ def _pairwise(study: Study, finals: Finals) -> str:
     columns = (tuple(deciding), tuple(c for c in deciding if c != largest))
     rows = []
     for other in _arms(finals):
-        texts = [_paired_difference(finals, scenarios, arm, other) for scenarios in columns]
-        if other != arm and all(texts):
-            rows.append([f"`{other}`", *texts])
+        gaps_to = [paired_difference(finals, scenarios, arm, other) for scenarios in columns]
+        if other != arm and all(gaps_to):
+            rows.append([f"`{other}`", *(_gap(gap) for gap in gaps_to if gap)])
     text = f"Mean of `{arm}` minus that of the other arm, on the seeds that both have."
     head = ("other arm", f"the first {_NUMBERS[len(deciding)]} scenarios", f"without `{largest}`")
     return f"{text}\n\n{markdown_table(head, rows)}"
 
 
-def _paired_difference(finals: Finals, scenarios: Sequence[str], arm: str, other: str) -> str:
-    """Mean of `arm` minus that of `other`, with its interval; empty for fewer than two seeds."""
+def paired_difference(
+    finals: Finals, scenarios: Sequence[str], arm: str, other: str
+) -> dict[str, Any] | None:
+    """Mean of `arm` minus that of `other`, with its interval; None for fewer than two seeds."""
     common = []
     for scenario in scenarios:
         pairs = zip(finals[scenario][arm], finals[scenario][other], strict=True)
         common.append({s for s, pair in enumerate(pairs) if None not in pair})
     seeds = sorted(set.intersection(*common))
     if len(seeds) < 2:
-        return ""
+        return None
     first, second = np.mean([accuracies(finals[c], (arm, other), seeds) for c in scenarios], 0)
     gaps = first - second
-    ends = bootstrap_interval(gaps.tolist())
-    return f"{percent(float(gaps.mean()), '+')} {percent_interval(ends, '+')}"
+    return {"gap": float(gaps.mean()), "ci95": list(bootstrap_interval(gaps.tolist()))}
 
 
 def summary_section(study: Study, finals: Finals) -> str:
-    """The part of docs/choose_mu.md below its marker.
-
-    It compares the arms of the first phase, on the seeds for which all of them have results.
-    """
-    arms = list(study.phases[0][1])
-    seeds = _complete_seeds(finals, MAIN, arms)
-    if not seeds:
-        return "No seed is complete yet.\n"
-    values = np.array([accuracies(finals[c], arms, seeds) for c in MAIN])  # [scenarios, arms, n]
+    """The part of docs/choose_mu.md below its marker: one row per arm."""
     rows = []
-    for arm, name in enumerate(arms):
-        means = [percent(float(x)) for x in values[:, arm].mean(1)]
-        average = values[:, arm].mean(0)
-        ends = bootstrap_interval(average.tolist()) if len(seeds) > 1 else None
-        rows.append((f"`{name}`", *means, percent(float(average.mean())), percent_interval(ends)))
-    text = (
-        f"Mean accuracy in percent over {len(seeds)} of {len(study.seeds)} seeds (those for which "
-        "all arms have run in all four scenarios); the interval is for the average."
+    for arm in _arms(finals):
+        gaps = [gap | {"at": c} for c in finals if (gap := against_hindsight(finals, c, arm))]
+        seeds = _complete_seeds(finals, list(finals), (*FIXED, arm))
+        if len(gaps) < len(finals) or not seeds:
+            continue
+        worst = min(gaps, key=lambda gap: gap["gap"])
+        mean = np.mean([accuracies(finals[c], (arm,), seeds)[0] for c in finals])
+        single = against_single(finals, list(finals), arm)
+        cells = (
+            percent(float(mean)),
+            _gap(single) if single else "",
+            percent(float(np.mean([gap["gap"] for gap in gaps])), "+"),
+            f"{percent(worst['gap'], '+')} (`{worst['at']}`)",
+            str(sum(gap["collapsed"] for gap in gaps)),
+            str(len(seeds)),
+        )
+        rows.append((f"`{arm}`", *cells))
+    head = (
+        "arm, mean, difference to the best single constant, mean regret, worst regret, fell, seeds"
     )
-    return f"{text}\n\n{markdown_table(('arm', *MAIN, 'average', '95 % interval'), rows)}\n"
+    text = (
+        f"Accuracies in percent, averaged over {len(finals)} scenarios. *Regret*: distance to the "
+        "best constant of each scenario in hindsight. *Fell*: number of runs that ended below half "
+        "of that constant's mean."
+    )
+    return f"{text}\n\n{markdown_table(head.split(', '), rows)}\n"
+
+
+def _equal_time(study: Study, results: Mapping[str, Any]) -> str:
+    """Seconds per step, and accuracies of the slower arms when a constant's run is over."""
+    seconds, course = results.get("seconds", {}), results.get("course", {})
+    constants = [arm for arm in FIXED if arm in seconds]
+    rows = []
+    for arm in (arm for arm in seconds if arm not in FIXED):
+        seeds = sorted(set(seconds[arm]).intersection(*(seconds[c] for c in constants)))
+        ratios = [
+            seconds[arm][s] / float(np.mean([seconds[c][s] for c in constants])) for s in seeds
+        ]
+        if not ratios:
+            continue
+        ratio = float(np.mean(ratios))
+        ends = bootstrap_interval(ratios) if len(ratios) > 1 else None
+        interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
+        earlier = "-"
+        if ratio > 1 + LONGER:
+            by_step = list(course[arm].values())
+            step = max(int(n) for n in by_step[0] if int(n) <= STEPS / ratio)
+            mean = float(np.mean([evaluations[str(step)] for evaluations in by_step]))
+            best = max(
+                float(np.mean([e[str(STEPS)] for e in course[c].values()])) for c in constants
+            )
+            earlier = f"{percent(mean)} at step {step}; best constant {percent(best)}"
+        rows.append((f"`{arm}`", str(len(ratios)), f"{ratio:.3f}{interval}", earlier))
+    if not rows:
+        return ""
+    head = ("arm", "seeds", "seconds per step, relative to a constant", "accuracy at equal time")
+    text = (
+        f"Scenario `{TIMED}`; median seconds of a step, divided by the mean of the constants, run "
+        "by run on one thread. Arms that take more than 1 % longer are compared at their last "
+        "evaluation within the constants' time."
+    )
+    return f"{text}\n\n{markdown_table(head, rows)}"
 
 
 def _missing(study: Study, counts: Mapping[str, Mapping[str, int]]) -> str:
@@ -349,11 +438,13 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
     arms = _arms(finals)
     if not shown:
         return
+    columns = min(len(shown), PANELS)
+    lines = math.ceil(len(shown) / columns)
     with rc_context(STYLE):
-        size = (2.0 + 1.9 * len(shown), 0.24 * len(arms) + 0.9)
+        size = (2.0 + 1.9 * columns, (0.24 * len(arms) + 0.6) * lines + 0.3)
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-        panels = np.atleast_1d(figure.subplots(1, len(shown), sharey=True))
-        for axes, scenario in zip(panels, shown, strict=True):
+        panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
+        for scenario, axes in zip(shown, panels, strict=False):
             for row, arm in enumerate(arms):
                 known = [100 * v for v in finals[scenario][arm] if v is not None]
                 color = COLORS[1] if arm == study.primary_arm else COLORS[0]
@@ -364,7 +455,9 @@ def draw(study: Study, finals: Finals, path: Path) -> None:
                     axes.plot(bootstrap_interval(known), [-row] * 2, color=color, linewidth=2)
             axes.set_title(scenario)
             axes.grid(visible=True, axis="x")
-        panels[0].set_yticks([-i for i in range(len(arms))], arms)
+            axes.set_yticks([-i for i in range(len(arms))], arms)
+        for axes in panels:
+            axes.set_axis_off()
         figure.supxlabel("final accuracy on held-out problems, %")
         figure.savefig(path, format="png")
 
@@ -375,19 +468,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
     parser.add_argument("--code", help="commit of the code that made the runs")
+    parser.add_argument("--timing", type=Path, help="folder of runs made on an idle machine")
     args = parser.parse_args(argv)
-    write(args.study, args.out, args.code)
+    write(args.study, args.out, args.code, args.timing)
     return 0
 
 
-def write(name: str, out: Path, code: str | None, docs: Path = DOCS) -> None:
+def write(
+    name: str, out: Path, code: str | None, timing: Path | None = None, docs: Path = DOCS
+) -> None:
     """Collect the study `name` from the run folders in `out` and write its results to `docs`."""
     study = STUDIES[name]
-    results = collect(study, out, code, docs)
+    results = collect(study, out, code, timing, docs)
     (docs / study.file).write_text(json.dumps(results, separators=(",", ":")) + "\n")
     _write(docs / f"{study.page}.md", page(name, results))
     draw(study, results["finals"], docs / f"{study.page}.png")
-    if name == "gate":
+    if name == SUMMARIZED:
         _write(docs / SUMMARY_PAGE, summary_section(study, results["finals"]))
     print(f"wrote {study.file}, {study.page}.md and {study.page}.png in {docs}")
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gac.config import ConfigError, dump
@@ -126,6 +127,12 @@ class Study(NamedTuple):
     """docs/<page>.md: protocol and results; docs/<page>.png: the figure."""
     file: str
     """File in docs/ with the results of its finished runs."""
+    margin: float = 0.01
+    """Largest distance to the best constant in hindsight that counts as success."""
+    margins: Mapping[str, float] = MappingProxyType({})
+    """The same for single scenarios."""
+    first_place: bool = False
+    """Whether success also requires that no other arm has a higher average."""
 
     @property
     def scenarios(self) -> tuple[str, ...]:
@@ -176,6 +183,9 @@ STUDIES = {
         (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH), (tuple(SCENARIOS), PROMPT_DEMOS)),
         "fourth_study",
         "scenario_fourth.json",
+        margin=0.02,
+        margins={"turn": 0.03},
+        first_place=True,
     ),
 }
 
@@ -231,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="number of parallel runs, one thread each"
     )
+    parser.add_argument("--only", choices=SCENARIOS, help="run only this scenario")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     study = STUDIES[args.study]
@@ -238,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs = [
         config
         for scenario, arm, seed_index, config in cells(study, args.out)
-        if known[scenario][arm][seed_index] is None
+        if known[scenario][arm][seed_index] is None and args.only in (None, scenario)
     ]
     failed = run_all(configs, args.jobs, discard=True)
     return 1 if failed else 0
