@@ -94,8 +94,9 @@ def test_cosine_form(cosine: float, trust: float) -> None:
     measured = Alignment(cosine * 6.0, 1.0, 4.0, 9.0, 5.0, 9.5)
     assert controller.update(alignment=measured) == pytest.approx(0.6 * trust, abs=1e-12)
     # if noise hides a gradient, there is no cosine and half of the proposal is used
-    controller.update(alignment=measured._replace(rl_square=-1.0))
-    assert controller.trust == 0.5
+    for hidden in ("sft_square", "rl_square"):
+        controller.update(alignment=measured._replace(**{hidden: -1.0}))
+        assert controller.trust == 0.5
 
 
 def test_trust_line_averages_and_hysteresis() -> None:

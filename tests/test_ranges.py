@@ -32,9 +32,11 @@ from gac.evaluation.task import EvalTask
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
 from gac.models.causal_lm import LoraConfig
+from gac.parallel.setup import ParallelConfig
 from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
 from gac.training.optim import OptimConfig
+from gac.training.run_config import TrainConfig
 
 GRAM = Gram(2.0, 0.5, 1.0)
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
@@ -109,6 +111,9 @@ NUMBERS = [  # callable, interval, names of its arguments
     (LoraConfig, BELOW_ONE, "dropout"),
     (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, FREE, "temperature"),
+    (ParallelConfig, POSITIVE, "timeout"),
+    (lambda **fields: RolloutConfig(max_new_tokens=8, **fields), "[1, 8]", "overlong_tokens"),
+    (lambda pass_at: EvalTask(samples=2, temperature=1, pass_at=(pass_at,)), "[1, 2]", "pass_at"),
 ]
 METHOD_NUMBERS = [
     ("constant", UNIT, "mu"),
@@ -125,6 +130,10 @@ METHOD_NUMBERS = [
     ("hpt", POSITIVE, "sft_coef"),
     ("multitask", FREE, "sft_coef"),
     ("sdar", FREE, "beta"),
+    ("sdar", "(-inf, inf)", "coef"),
+    ("dypo", UNIT, "alpha"),
+    ("dypo", POSITIVE, "beta sft_coef"),
+    ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
 NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]
 COUNTS = [  # callable, minimum, names of its arguments
@@ -141,13 +150,17 @@ COUNTS = [  # callable, minimum, names of its arguments
     (method("amft"), 1, "update_every"),
     (method("relift"), 1, "buffer"),
     (method("sft-then-rl"), 0, "sft_steps"),
+    (method("sft-light"), 1, "examples epochs"),
     (method("gradnorm-ctrl"), 1, "update_every"),
     (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "keep"),
     (RewardNoise, 0, "start"),
     (LoraConfig, 1, "rank alpha"),
-    (RolloutConfig, 1, "prompts completions max_new_tokens reuse"),
+    (RolloutConfig, 1, "prompts completions max_new_tokens reuse batch"),
+    (TrainConfig, 1, "steps demo_batch checkpoint_every keep_checkpoints"),
+    (TrainConfig, 1, "micro_batch micro_tokens kl_rows"),
+    (ParallelConfig, 1, "replicas"),
     (PagedConfig, 1, "max_batch_tokens num_blocks"),
     (PagedConfig, 4, "page_size"),
     (EvalTask, 1, "max_new_tokens batch"),
@@ -192,3 +205,9 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
     assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
     assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
     assert not accepts(RandomPrior, "low", 0.95)  # above the default of `high`
+
+
+def test_a_batch_of_tokens_holds_the_rollouts_of_a_prompt() -> None:
+    RolloutConfig(completions=2, max_new_tokens=3, batch_tokens=8)
+    with pytest.raises(ValueError, match="batch_tokens=7: the 2 rollouts .* at least 8 tokens"):
+        RolloutConfig(completions=2, max_new_tokens=3, batch_tokens=7)

@@ -185,6 +185,7 @@ def test_bias_moments_give_the_exact_optimum() -> None:
         (lambda: ProxySignals().read(Evidence(0), {}), "evidence.moments=None"),
         (lambda: GradientSignals().read(Evidence(0), {}), "evidence.gram=None"),
         (lambda: gradient_moments(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
+        (lambda: gradient_moments(torch.eye(3), 0), "sft_count=0: use an integer in [1, 2]"),
         (lambda: gradient_moments(torch.ones(3, 2), 1), "gram=(3, 2): use a square matrix"),
         (lambda: gradient_moments(torch.eye(3), 1, paired=True), "sft_count=1: use 2"),
         (lambda: bias_moments(torch.eye(3)), "gram=(3, 3): use a [4, 4] matrix"),

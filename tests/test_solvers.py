@@ -228,6 +228,8 @@ def test_gram_of_micro_batches_and_their_halves() -> None:
         (aligned_mtl, Gram(1.0, -1.0, 1.0), (0.0, 0.0)),
         (sdmgrad, Gram(0.0, 0.0, 4.0), (1.15 / 1.3, 0.15 / 1.3)),
         (sdmgrad, ((0.0, 0.0), (0.0, 0.0)), (0.5, 0.5)),
+        # the slope is exactly 1: only g_r gets more than its half
+        (partial(cagrad, radius=0.75), Gram(7.0, 0.0, 1.0), (0.5, 0.5 + 0.375 * math.sqrt(8))),
     ],
 )
 def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:

@@ -154,6 +154,7 @@ def test_summary_by_hand():
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
         ({"settings": {"every": 5}}, "settings.every and settings.tasks apply only to training"),
+        ({"settings": {"tasks": {"a": {}}}}, "settings.every and settings.tasks apply only"),
     ],
 )
 def test_mistakes_name_the_key(task, tmp_path, changes, message):

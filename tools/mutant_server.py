@@ -36,8 +36,9 @@ MARKERS = "not gpu and not release and not slow and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
 OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
-COVERAGE_SECONDS = 150.0  # the tests of a file that run after this are not used
+COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
+BROAD = ("tests/test_attacks.py", "tests/test_honest.py")  # run hundreds of programs
 # other texts of a test file that uses a module
 NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
@@ -116,8 +117,10 @@ class Server:
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             cached = self.cache / f"{path.stem}-{digest}.json"
             if not cached.exists() and (self.options.all or names):
-                status, seconds = self.fork(partial(measure, path, cached), 400)
+                status, seconds = self.fork(partial(measure, path, cached), 900)
                 print(f"coverage of {path}: {seconds:.0f} s, status {status}", flush=True)
+                if status == 70:  # an exception, not a failed test
+                    raise RuntimeError((self.temporary.parent / "log").read_text())
                 if not cached.exists():
                     cached.write_text('{"seconds": {}, "lines": {}}')
             if cached.exists():
@@ -162,7 +165,8 @@ class Server:
         tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
 
         def cost(name: str) -> float:
-            near = 4 if stem in name.partition("::")[0] else 1
+            file = name.partition("::")[0]
+            near = 4 if stem in file or file in BROAD else 1
             seconds = tests[name] + (0.01 if name in covering else self.options.cap)
             return seconds / near / (1 + self.kills[name])
 
