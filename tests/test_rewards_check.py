@@ -30,7 +30,8 @@ def config(tmp_path):
     with gzip.open(data, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     path = tmp_path / "train.yaml"
-    path.write_text(f"data:\n  prompts: {data}\nreward: code\nmodel:\n  path: none\nsteps: 5\n")
+    source = f"data: {{prompts: {data}, demo_field: answer}}\n"
+    path.write_text(f"{source}reward: code\nmodel:\n  path: none\nsteps: 5\n")
     return path
 
 
@@ -53,7 +54,7 @@ def test_check_on_the_command_line(config, capsys):
 
 
 def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
-    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1}
+    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1, "demo_field": None}
     assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
     tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
     assert check({"tasks": tasks, "reward": "code"}).failing == ()
@@ -64,3 +65,16 @@ def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     config.write_text("reward: code")
     assert main(["rewards", "check", str(config)]) == 2
     assert "has no data: set data.prompts" in capsys.readouterr().err
+
+
+def test_only_reference_solutions_are_scored(tmp_path, capsys):
+    """A row with only an answer is left out: a bare answer is not a response to the prompt."""
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "is 2"}]
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"messages": messages, "answer": "2"}]
+    data, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(f"data: {{prompts: {data}}}\nreward: {{name: format, pattern: 'is .*'}}\n")
+    result = check(path)
+    assert (result.rows, result.failing) == (1, ())
+    assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
+    assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err

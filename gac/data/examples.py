@@ -261,8 +261,8 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     """Load the rows of `config.prompts`, each with its reference solution.
 
-    That is `demo_field` if present, else `answer_field`. Needs no tokenizer: the examples have no
-    token ids. Rows without a solution are left out.
+    That is the field `demo_field` or, if that is None, the answer. Needs no tokenizer: the examples
+    have no token ids, and conversations no template. Rows without a solution are left out.
 
     Raises:
         DataError: an invalid row; the message gives file, line and field.
@@ -274,16 +274,24 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     references = []
     for row in _select(config, "prompts", config.prompts, dropped):
         answer = _answer(config, row, required=False)
-        demo = row.text(config.demo_field, required=False) if config.demo_field else None
-        if (solution := demo or answer) is None:
-            dropped["without a solution"] += 1
+        demo = row.text(config.demo_field, required=False) if config.demo_field else answer
+        if demo is None:
+            dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
         name = row.text(config.id_field, required=False) or row.location
-        text = row.text(config.prompt_field) or ""
-        references.append((Example(name, (), text, answer, None, dict(row.fields)), solution))
+        prompt = row.fields.get(config.prompt_field)
+        if isinstance(prompt, list):
+            messages = check_messages(row, config.prompt_field)
+            prompt = "\n".join(message["content"] for message in messages)
+        else:
+            prompt = row.text(config.prompt_field) or ""
+        references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
     if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
-        raise ValueError(f"{config.prompts}: no rows left (dropped: {reasons})")
+        raise ValueError(
+            f"{config.prompts}: no rows left (dropped: {reasons}); set data.demo_field to the "
+            "field with reference solutions, or to null to score the answers"
+        )
     return references
 
 

@@ -102,7 +102,7 @@ class Reward(ABC):
         outcome = as_outcome(outcome)
         if not isinstance(outcome, Exception):
             return outcome
-        problem = f"{type(outcome).__name__}: {outcome}{_location(outcome)}"
+        problem = f"{type(outcome).__name__}: {outcome}{location(outcome)}"
         if isinstance(outcome, TimeoutError):
             problem += f"; prompt: {example.prompt_text!r:.200}"
         error = RewardError(problem, self.name, example.id, completion)
@@ -115,7 +115,7 @@ class Reward(ABC):
         return None
 
 
-def _location(error: Exception) -> str:
+def location(error: Exception) -> str:
     """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     prefixes = (sys.prefix, sys.base_prefix, __file__.removesuffix("rewards/base.py"))

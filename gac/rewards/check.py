@@ -18,7 +18,9 @@ class CheckConfig:
     """The part of a configuration that defines the data and the reward."""
 
     data: DataConfig
-    """The prompts. A row's reference solution is its demonstration or, without one, its answer."""
+    """The prompts. A row's reference solution is its demonstration; with `demo_field: null`, its
+    answer.
+    """
     reward: Any = "math"
     """A name, a mapping or package.module:function."""
 

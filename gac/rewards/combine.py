@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, time_limit
+from .base import Reward, RowOutcome, RowReward, as_outcome, location, time_limit
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -132,7 +131,7 @@ def load_callable(name: str) -> Callable[..., Any]:
 
 def _load_file(name: str, path: str) -> ModuleType:
     """Import the file of reward `name`, once."""
-    folders = [Path(), *map(Path, sys.path)]
+    folders = [Path(), *map(Path, reversed(sys.path))]  # the configuration's folder comes last
     file = next((file for folder in folders if (file := folder / path).is_file()), None)
     if file is None:
         raise ValueError(
@@ -149,7 +148,6 @@ def _load_file(name: str, path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # user code may raise anything
         del sys.modules[module_name]
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reward {name!r}: {file}, line {line}: {problem}") from error
+        problem = f"{type(error).__name__}: {error}{location(error)}"
+        raise ValueError(f"reward {name!r}: {problem}") from error
     return module
