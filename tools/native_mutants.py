@@ -24,16 +24,16 @@ from unittest import mock
 from tools.mutant_server import Plugin, Server, pytest_run, read_results, read_triage
 from tools.mutations import Change, Mutant
 
-# test files, quick ones first
+# groups of test files, quick ones first; a process runs each group
 TESTS = {
-    "csrc/cpu": "native options loss token_outputs batch sketch moments native_library",
-    "csrc/cuda": "cuda_source cuda_order cuda_sketch",
+    "csrc/cpu": ("native", "options loss token_outputs", "batch sketch moments native_library"),
+    "csrc/cuda": ("cuda_source cuda_order cuda_sketch",),
 }
 # not the tests of other backends, nor those that change the sources
 SELECTED = "not triton and not broken and not meet_their_limits"
 # setup.py stores a hash of native.h; the others need a GPU, or are the emulator
 SKIPPED_FILES = ("native.h", "hopper.h", "emulated.h")
-LIMIT = 400.0  # seconds of tests per mutant
+LIMIT = 300.0  # seconds of tests per group
 
 # no code to change: comments, texts, preprocessor lines, assertions, lists of template parameters
 IGNORED = re.compile(
@@ -176,9 +176,8 @@ class NativeServer(Server):
         began = time.monotonic()
         assert self.compile(module, self.setup["SOURCES"], self.objects)
         print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
-        status, seconds = self.fork(partial(run_tests, module, self.failed), LIMIT)
-        print(f"tests: {seconds:.0f} s, status {status}", flush=True)
-        assert status == 0, "the tests fail without a mutant"
+        assert self.test(module)[0] == 0, "the tests fail without a mutant"
+        print(f"compiled and tested in {time.monotonic() - began:.1f} s", flush=True)
         count = 0
         for mutant in sorted(all_mutants(module), key=lambda m: m.rank(self.options.seed)):
             if mutant.key in alive if self.options.again else mutant.key not in latest:
@@ -223,25 +222,33 @@ class NativeServer(Server):
         """Result of the tests on a mutant that was built."""
         path, began = Path(mutant.path), time.monotonic()
         text = path.read_text()
-        self.failed.unlink(missing_ok=True)
         try:
             path.write_text(mutant.text())
-            status, _ = self.fork(partial(run_tests, mutant.module, self.failed), LIMIT)
+            status, count, by = self.test(mutant.module)
         finally:
             path.write_text(text)
-        count, *failed = self.failed.read_text().split("\n") if self.failed.exists() else ["0"]
         record = {"module": mutant.module, "key": mutant.key, "seed": self.options.seed}
-        record |= {"tests": int(count)}
-        if status:
-            record["by"] = failed[0] if failed else f"status {status}"
+        record |= {"tests": count} | ({"by": by} if status != 0 else {})
         outcome = "timed out" if status is None else "killed" if status else "survived"
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
+    def test(self, module: str) -> tuple[int | None, int, str]:
+        """Run the tests of a folder; return the exit status, their number and the failed one."""
+        total = 0
+        for group in TESTS[module]:
+            self.failed.unlink(missing_ok=True)
+            status, _ = self.fork(partial(run_tests, group, self.failed), LIMIT)
+            count, *failed = self.failed.read_text().split("\n") if self.failed.exists() else ["0"]
+            total += int(count)
+            if status != 0:
+                return status, total, failed[0] if failed else f"status {status}"
+        return 0, total, ""
 
-def run_tests(module: str, failed: Path) -> int:
-    """Run the tests of a folder until one fails; write their number and the failed one."""
+
+def run_tests(group: str, failed: Path) -> int:
+    """Run test files until a test fails; write the number of tests and the failed one."""
     plugin = Plugin()
-    files = [f"tests/test_{name}.py" for name in TESTS[module].split()]
+    files = [f"tests/test_{name}.py" for name in group.split()]
     limit = ["--timeout=60", "--timeout-method=thread"]
     status = pytest_run(files, plugin, "-x", "-k", SELECTED, *limit)
     failed.write_text("\n".join([str(len(plugin.seconds)), *plugin.failed]))
