@@ -228,6 +228,25 @@ def test_kl_of_a_custom_loss_covers_the_rollouts_only():
     assert out.kl.item() == pytest.approx(sum(k3) / 3, rel=1e-4)
 
 
+@pytest.mark.parametrize("forward", [True, False])
+def test_kl_over_the_vocabulary_by_hand(forward):
+    generator = torch.Generator().manual_seed(0)
+    ours, reference = torch.randn(2, 1, 5, 7, generator=generator).unbind()
+    targets = torch.tensor([[1, 2, -100, 3, 4]])
+    batch = Batch(targets, targets, torch.ones(1), torch.tensor([False]), (0,), 1)
+    spec = LossSpec(temperature=0.5)
+    inputs = Head(None, logits=reference), batch, 0.0, None, None, spec, TermPair(1.0, 1.0)
+    head = Head(None, logits=ours.requires_grad_())
+    out = custom_loss(lambda view: view.vocabulary_kl(forward, chunk=3), head, *inputs)
+    p, q = ((x[targets >= 0] / 0.5).double().log_softmax(-1) for x in (ours, reference))
+    if forward:  # KL(q || p)
+        p, q = q, p
+    truth = (p.exp() * (p - q)).sum(-1).mean()
+    assert out.loss.item() == pytest.approx(truth.item(), rel=1e-5)
+    gradients = [torch.autograd.grad(x, ours)[0] for x in (out.loss, truth)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient():
     shared, one_term_only = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
     parts = GradientParts([("shared", shared), ("lone", one_term_only)], StepNeeds(parts=1))
@@ -454,6 +473,8 @@ def test_trapo_names_invalid_groups(fields):
     name, value = next(iter(fields.items()))
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use ")):
         METHODS["trapo"](**fields)
+    with pytest.raises(ValueError, match=r"rollouts\.completions=9: use 8, the sum"):
+        METHODS["trapo"]().sampling(9)
 
 
 def test_pairs_need_the_reference():
