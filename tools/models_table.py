@@ -34,9 +34,9 @@ from tools.tiny_models import families, tiny_config
 
 PAGE, RESULTS = Path("docs/models.md"), Path("docs/models.json")
 MODES: dict[str, dict[str, Any]] = {
-    "padded": {"micro_tokens": "null"},
+    "padded": {},
     "packed": {"micro_tokens": 64},
-    "micro-batches": {"micro_tokens": "null", "micro_batch": 2},
+    "micro-batches": {"micro_batch": 2},
     "LoRA": {"model.lora.rank": 2},
     "FSDP2": {"parallel.mode": "fsdp"},
 }
@@ -142,6 +142,7 @@ def _train(folder: Path, mode: str, keys: dict[str, Any]) -> dict[str, float]:
         "reward": "tools.models_table:reward",
         "rollouts": {"prompts": 2, "completions": 4, "max_new_tokens": 6},
         "demo_batch": 4,
+        "micro_batch": 8,
         "steps": 2,
         "export": False,
         "guards": {"patience": 1},

@@ -53,6 +53,12 @@ def disable(model: Any) -> bool:
     return True
 
 
+def is_by_row(model: Any) -> bool:
+    """Whether the cost of attention over packed rows is that of the separate rows."""
+    name = str(getattr(model, "module", model).config._attn_implementation)
+    return name == NAME or "flash" in name
+
+
 @contextlib.contextmanager
 def plain(model: Any) -> Iterator[None]:
     """Temporarily restore PyTorch's attention, for code that checks for it by name."""

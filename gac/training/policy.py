@@ -130,7 +130,8 @@ def _build_model(
     """Load the initial model on all ranks, sharded if the run is, and `prepare` it."""
     loading = setup.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading))
-    if config.micro_tokens is not None and accelerator.device.type == "cpu":
+    may_pack = config.micro_tokens is not None or config.micro_batch is None
+    if may_pack and accelerator.device.type == "cpu":
         row_attention.enable(model)
     if loading is None:
         check_head(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig, upgrade_config
 
+from .budget import choose_micro_batches
 from .fingerprint import check_fingerprint, fingerprint
 from .optim import make_optimizer
 from .policy import load_policy, load_reference, loss_of, make_gradients
@@ -47,6 +49,7 @@ class Run:
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
         path = self._find_checkpoint(resume)
+        config = self.config
         self.tokenizer = load_tokenizer(config.model)
         # fail early on invalid stop strings
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
@@ -68,6 +71,15 @@ class Run:
         self.model = load_policy(config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
         self.reference = load_reference(config, self.accelerator, needs.kl)
+        self.config = config = choose_micro_batches(
+            config,
+            self.accelerator,
+            self.model,
+            self.reference,
+            self.feed.longest_row(config.rollouts.max_new_tokens),
+            self.feed.unit,
+        )
+        self.feed.sized_in_tokens = config.micro_tokens is not None
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
@@ -114,6 +126,11 @@ class Run:
             progress = checkpoint.read_progress(path)
             progress = {**progress, "config": upgrade_config(progress["config"])}
             preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
+            if self.config.micro_batch is None and self.config.micro_tokens is None:
+                saved = {
+                    key: progress["config"].get(key) for key in ("micro_batch", "micro_tokens")
+                }
+                self.config = dataclasses.replace(self.config, **saved)
         return path
 
     def _open(self, path: Path | None) -> None:

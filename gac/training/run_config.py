@@ -72,12 +72,14 @@ class TrainConfig:
     demo_batch: int = 64
     """Demonstrations per optimizer step, over all ranks."""
     micro_batch: int | None = None
-    """Rows per forward and backward pass; null: all rows of one kind on a rank at once."""
+    """Rows per forward and backward pass, padded to the longest. null: `micro_tokens` decides; if
+    both are null, packed rows or a number of padded rows are chosen from the free memory at the
+    start, logged, saved in `out`/config.yaml and kept on resume."""
     micro_tokens: int | None = None
     """Tokens per forward and backward pass, instead of `micro_batch`: rows are packed end to end
-    without padding, and each attends only to itself. null: rows are padded to the longest. With
-    flash attention, or sdpa on a CPU, the cost is that of the separate rows; with eager, or sdpa on
-    a GPU, it grows with the square of this number, so keep it low."""
+    without padding, and each attends only to itself. With flash attention, or sdpa on a CPU, the
+    cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
+    this number, so keep it low. null: see `micro_batch`."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
