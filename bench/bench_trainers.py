@@ -6,7 +6,8 @@ Both use the same model of 4.2 million parameters, prompts, rewards, batch (8 pr
 completions each) and completion lengths, which are forced (see forced_lengths.py): uniform or
 long-tailed. Each trainer runs in its own process on one CPU thread and waits for its turn;
 CPU time is measured from the start of one step to the start of the next, including everything the
-trainer does in between. Results are written to bench/results/trainers.json.
+trainer does in between. GAC runs with every key at its default that the task does not set. Results
+are written to bench/results/trainers.json, and as tables to docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ from typing import Any
 
 import torch
 
-from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPT_TOKENS, PROMPTS, force, schedule, write
+from gac.evaluation.cells import markdown_table
+
+from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPTS, force, schedule, write
 from .record import RESULTS, device_name
 
 ROWS = PROMPTS * COMPLETIONS
 MICRO_ROWS = 8
 ARMS = {
-    "gac": "the defaults: all rows in one forward, padded",
-    "gac-packed": f"micro_tokens: {MICRO_ROWS} rows of maximum length, packed",
-    "trl": "all rows in one forward, padded",
-    "trl-micro": f"micro-batches of {MICRO_ROWS} rows",
+    "gac": "GAC, defaults",
+    "trl": "TRL, all rows in one forward",
+    "trl-micro": f"TRL, micro-batches of {MICRO_ROWS} rows",
 }
+TITLES = {
+    "long-tailed": "Long-tailed lengths (log-normal, median 32, longest {longest} tokens)",
+    "uniform": "Equal lengths ({longest} tokens)",
+}
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 PACKAGES = ("torch", "transformers", "trl")
 LIMIT = 1800  # seconds per step and per start-up; generous for a busy machine
 
@@ -72,17 +79,16 @@ def wait_for_turn() -> None:
         os._exit(0)  # exit mid-run: there is nothing to save
 
 
-def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
+def run_gac(folder: Path, kind: str, steps: int) -> None:
     from gac.config import load
     from gac.training.run_config import TrainConfig
     from gac.training.trainer import Trainer
 
-    longest = PROMPT_TOKENS + MAX_LENGTH[kind]
     trainer = Trainer(
         load(
             TrainConfig,
             {
-                "out": str(folder / f"gac-{kind}-{packed}"),
+                "out": str(folder / f"gac-{kind}"),
                 "method": "grpo",
                 "model": {"path": str(folder), "random_init": True},
                 "data": {"prompts": str(folder / "prompts.jsonl")},
@@ -96,7 +102,6 @@ def run_gac(folder: Path, kind: str, packed: bool, steps: int) -> None:
                 "optim": {"schedule": "constant", "warmup": 0},
                 "checkpoint_every": steps,
                 "export": False,
-                **({"micro_tokens": MICRO_ROWS * longest} if packed else {}),
             },
         ),
         resume=False,
@@ -154,8 +159,10 @@ def run_trl(folder: Path, kind: str, micro: bool, steps: int) -> None:
 
 
 def work(arm: str, folder: Path, kind: str, steps: int) -> None:
-    family, _, option = arm.partition("-")
-    (run_gac if family == "gac" else run_trl)(folder, kind, bool(option), steps)
+    if arm == "gac":
+        run_gac(folder, kind, steps)
+    else:
+        run_trl(folder, kind, arm == "trl-micro", steps)
 
 
 # ---- in the coordinating process
@@ -232,7 +239,6 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
     tokens = sum(sum(schedule(kind, step)) for step in range(1, rounds + 1))
     arms = {
         arm: {
-            "setting": ARMS[arm],
             "seconds_per_step": round(sum(step_seconds) / rounds, 3),
             "tokens_per_second": round(tokens / sum(step_seconds), 1),
             "peak_mib": round(workers[arm].last["peak"]),
@@ -240,11 +246,7 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
         }
         for arm, step_seconds in seconds.items()
     }
-    ratios = {
-        f"{theirs} / {ours}": ratio(seconds[theirs], seconds[ours])
-        for ours in ("gac", "gac-packed")
-        for theirs in ("trl", "trl-micro")
-    }
+    ratios = {f"{arm} / gac": ratio(seconds[arm], seconds["gac"]) for arm in ARMS if arm != "gac"}
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {
         "device": device_name("cpu"),
@@ -273,6 +275,32 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
     }
 
 
+def page(lengths: dict[str, Any]) -> str:
+    """The tables of docs/scaling.md."""
+    parts = []
+    for kind, title in TITLES.items():
+        result = lengths[kind]
+        steps, arms = result["rounds"], result["arms"]
+        rows = [
+            (
+                label,
+                f"{arms[arm]['tokens_per_second']:.0f}",
+                f"{arms[arm]['peak_above_start_mib']} MiB",
+                "" if arm == "gac" else interval(result["speed"][f"{arm} / gac"]),
+            )
+            for arm, label in ARMS.items()
+        ]
+        head = ("", "response tokens per second", "memory increase", "GAC's speedup")
+        title = f"{title.format(longest=result['longest'])}, {steps} steps of each"
+        parts.append(f"{title}, TRL {result['versions']['trl']}:\n\n{markdown_table(head, rows)}")
+    return "\n\n".join(parts)
+
+
+def interval(speed: dict[str, Any]) -> str:
+    low, high = speed["ci95"]
+    return f"{speed['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m bench.bench_trainers", description=__doc__)
@@ -296,9 +324,13 @@ def main() -> None:
         kinds = {kind: measure(Path(name), kind, arguments.rounds) for kind in requested}
     path = RESULTS / "trainers.json"
     stored = json.loads(path.read_text())["lengths"] if path.exists() else {}
-    text = json.dumps({"lengths": {**stored, **kinds}}, indent=1) + "\n"
-    path.write_text(text)
-    print(text, end="")
+    lengths = {**stored, **kinds}
+    path.write_text(json.dumps({"lengths": lengths}, indent=1) + "\n")
+    tables = page(lengths)
+    print(tables)
+    before, rest = PAGE.read_text().split("<!-- trainers -->\n")
+    after = rest.split("<!-- /trainers -->")[1]
+    PAGE.write_text(f"{before}<!-- trainers -->\n{tables}\n<!-- /trainers -->{after}")
     return None
 
 

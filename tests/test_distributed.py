@@ -68,6 +68,11 @@ def config(task, out, **changes):
         **{
             "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
             "method": {"name": "gac", "update_every": 1},
+            "data": {
+                "prompts": str(task / "prompts.jsonl"),
+                "demos": str(task / "demos.jsonl"),
+                "source_field": "id",  # so that the losses of the single rows are compared, too
+            },
             # eps: where a gradient is 0, AdamW would scale rounding noise up to a full-size update
             "optim": {"lr": 1e-2, "warmup": 1, "clip": 0.5, "eps": 1e-4},
             **changes,

@@ -108,6 +108,8 @@ PROMPT_DEMOS: dict[str, dict[str, Any]] = {
     for name in ("srft", "hpt", "superrl", "dypo", "sdar", "uft")
 }
 """Methods that train on the demonstrations of the sampled prompts."""
+NAMED = {"named-sources": {"name": "guarded-probing"}}
+"""The default method with an alarm for each kind of problem, as `data.source_field` names them."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
 OTHER = ("sparse", "late", "second")
@@ -180,7 +182,7 @@ STUDIES = {
     "fourth": Study(
         "guarded-probing",
         range(30, 40),
-        (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH), (tuple(SCENARIOS), PROMPT_DEMOS)),
+        (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH), (tuple(SCENARIOS), PROMPT_DEMOS | NAMED)),
         "fourth_study",
         "scenario_fourth.json",
         margin=0.02,
@@ -204,8 +206,12 @@ def cells(study: Study, out: Path) -> Iterator[tuple[str, str, int, TrainConfig]
             for name in names:
                 changes = [*SMALLER, f"out={out / 'runs' / name}"]
                 for label, method in arms.items():
+                    named = ["data.source_field=op"] if label in NAMED else []
                     config = arm_config(
-                        plain(name, method["name"]), Arm(label, dict(method)), seed, changes
+                        plain(name, method["name"]),
+                        Arm(label, dict(method)),
+                        seed,
+                        [*changes, *named],
                     )
                     yield name, label, seed_index, config
 

@@ -71,7 +71,7 @@ class Example:
     extra: Mapping[str, Any]
     """All fields of the row as read, the raw prompt included, for rewards."""
     source: str = ""
-    """Name of the row's source, if `data.sources` sets several."""
+    """Name of the row's source, from `data.sources` or `data.source_field`."""
 
 
 class Examples(list[Example]):
@@ -113,6 +113,9 @@ class DataConfig:
     `messages`. null: no demonstrations."""
     id_field: str = "id"
     """Field with the row's id; rows without it are named after their line."""
+    source_field: str | None = None
+    """Field with the name of the row's source, for example a dataset or a task: rewards and
+    demonstration losses are also reported by source, and `guarded` has an alarm for each source."""
     choices_field: str = "choices"
     """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -360,6 +363,9 @@ def _encode(
                 answer=_answer(config, row, required=answers),
                 demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
                 extra=dict(row.fields),
+                source=row.text(config.source_field, key="source_field") or ""
+                if config.source_field
+                else "",
             )
         )
     return examples

@@ -35,6 +35,7 @@ class Row(NamedTuple):
     # log-probs of the tokens from `start` in the engine that sampled them; nan: not sampled
     engine_logps: tuple[float, ...] = ()
     context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): no teacher
+    source: str = ""  # a demonstration's source, if the data name sources
 
     @property
     def response_tokens(self) -> int:
@@ -200,4 +201,4 @@ def demo_row(example: Example, tokens: int | None = None) -> Row:
     demo = example.demo or ()
     with_loss = len(demo) if tokens is None else min(tokens, len(demo))
     ids = example.prompt + demo
-    return Row(ids, len(ids) - with_loss, True, 1.0)
+    return Row(ids, len(ids) - with_loss, True, 1.0, source=example.source)

@@ -74,6 +74,8 @@ class StepNeeds(NamedTuple):
     """Fraction of the demonstrations trimmed at each end for the logged sigma_s^2."""
     sketch: int = 0
     """Size of the head sketch of each unit's gradient; 0: none."""
+    sources: bool = False
+    """The source of each demonstration is known, if the data name sources."""
 
     @classmethod
     def union(cls, needs: Iterable[StepNeeds]) -> StepNeeds:
@@ -131,6 +133,15 @@ class Observation:
     """Mean negative log-likelihood per token of each demonstration of the step, where finite."""
     lr: float | None = None
     """Learning rate of the step."""
+    demo_sources: tuple[str, ...] | None = None
+    """The source of each of `demo_losses`, if the data name sources."""
+
+    def losses_by_source(self) -> dict[str, list[float]]:
+        """The `demo_losses` of each source; empty if the data name no sources."""
+        grouped: dict[str, list[float]] = {}
+        for source, loss in zip(self.demo_sources or (), self.demo_losses or (), strict=False):
+            grouped.setdefault(source, []).append(loss)
+        return grouped
 
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Observation:

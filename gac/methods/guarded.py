@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
 from gac.errors import require
@@ -15,7 +16,11 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class Guarded(Constant):
-    """Constant mu; 0 from a lasting rise of the demonstration loss until the loss has returned."""
+    """Constant mu; 0 from a lasting rise of the demonstration loss until the loss has returned.
+
+    If the data name sources (`data.source_field`), each source has its own alarm. mu is then the
+    mean over the last step's demonstrations: `mu_suspect` for those of suspect sources, else `mu`.
+    """
 
     name: ClassVar[str] = "guarded"
     family: ClassVar[str] = "noise-aware"
@@ -36,16 +41,39 @@ class Guarded(Constant):
         return {"alarm": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        before = None if state["alarm"] is None else AlarmState.of(state["alarm"])
-        alarm, _ = self.alarm.update(before, last.demo_loss, last.demo_losses)
-        plain = None if alarm is None else alarm.to_plain()
-        return {"alarm": plain}, Mix(self.mu_suspect if is_suspect(plain) else self.mu)
+        by_source, alarms = last.losses_by_source(), dict(state.get("sources", {}))
+        for source, losses in by_source.items():
+            alarms[source] = self._update(alarms.get(source), None, losses)
+        if by_source:
+            suspect = [len(own) for source, own in by_source.items() if is_suspect(alarms[source])]
+            share = sum(suspect) / sum(map(len, by_source.values()))
+            return {"alarm": None, "sources": alarms, "suspect": share}, self._mix(share)
+        if alarms:  # a skipped step
+            return state, self._mix(state["suspect"])
+        alarm = self._update(state["alarm"], last.demo_loss, last.demo_losses)
+        return {"alarm": alarm}, self._mix(float(is_suspect(alarm)))
+
+    def _update(
+        self, plain: Any, loss: float | None, losses: Sequence[float] | None
+    ) -> dict[str, Any] | None:
+        """The alarm's state after a step, in plain JSON types."""
+        before = None if plain is None else AlarmState.of(plain)
+        after, _ = self.alarm.update(before, loss, losses)
+        return None if after is None else after.to_plain()
+
+    def _mix(self, share: float) -> Mix:
+        """The mix if `share` of the last demonstrations came from suspect sources."""
+        return Mix((1 - share) * self.mu + share * self.mu_suspect)
 
     def log_message(self, before: State, after: State) -> str | None:
-        return alarm_message(before["alarm"], after["alarm"])
+        old, messages = before.get("sources", {}), [alarm_message(before["alarm"], after["alarm"])]
+        for source, alarm in after.get("sources", {}).items():
+            message = alarm_message(old.get(source), alarm)
+            messages.append(message and f"source {source!r}: {message}")
+        return "; ".join(filter(None, messages)) or None
 
     def report(self, state: State) -> dict[str, float | None]:
-        return {"demos_suspect": float(is_suspect(state["alarm"]))}
+        return {"demos_suspect": state.get("suspect", float(is_suspect(state["alarm"])))}
 
 
 GuardedProbing = preset(

@@ -34,6 +34,7 @@ class Feed:
         self.demo_batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
         self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
+        self.names_sources = config.data.source_field is not None or bool(config.data.sources)
         self.orders: dict[str, Order | MixedOrder | ShiftingOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.completions)

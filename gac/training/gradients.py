@@ -36,10 +36,12 @@ class Totals:
     def __init__(self) -> None:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
+        self.rows: list[Sequence[Row]] = []  # of each part
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
         assert out.moments is not None
+        self.rows.append(rows)
         self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
         self.parts.append(out.moments)
 
@@ -51,6 +53,16 @@ class Totals:
     def moments(self, device: torch.device) -> TokenMoments:
         """The statistics of all ranks; `device` is used if there are no rows."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
+
+    def sources(self) -> tuple[str, ...]:
+        """The source of each entry of `moments().demo_nll`; every rank calls it."""
+        own: list[str] = []
+        for rows, part in zip(self.rows, self.parts, strict=True):
+            count = part.demo_nll.numel()  # one or two sequences per row; one without rows
+            own += [rows[i * len(rows) // count].source if rows else "" for i in range(count)]
+        ranks = collectives.gather(own)
+        longest = max(map(len, ranks))  # as `all_reduce` pads them
+        return tuple(source for names in ranks for source in names + [""] * (longest - len(names)))
 
 
 Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
@@ -99,7 +111,8 @@ class Gradients:
             gathered = sketches.gathered() if needs.sketch else None
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
         mean_kl = None if kl is None else kl.mean()
-        return Measured(losses, moments, mean_kl, parts, gram, evidence)
+        sources = totals.sources() if needs.sources else None
+        return Measured(losses, moments, mean_kl, parts, gram, evidence, sources)
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""

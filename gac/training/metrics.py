@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import compress
 from typing import Any
 
 import torch
@@ -44,17 +46,24 @@ def observe(
         "tokens": int(counts.tokens),
         "lr": update.lr,
     }
-    if not update.applied:  # measurements of a skipped step must not influence the next one
-        return row, Observation(step.number + 1)
-    return row, Observation(
+    sources = measured.sources
+    if sources is not None:
+        sources = tuple(compress(sources, moments.demo_nll.isfinite().tolist()))
+    observation = Observation(
         step.number + 1,
         reward_variance=rewards.variance,
         evidence=measured.evidence,
         losses_before=losses,
         losses_after=losses_after,
         demo_losses=demo_losses(moments),
+        demo_sources=sources or None,
         **{
             key: row[key]
             for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
         },
     )
+    for source, values in observation.losses_by_source().items():
+        row[f"demo_nll/{source}"] = math.fsum(values) / len(values)
+    if not update.applied:  # measurements of a skipped step must not influence the next one
+        return row, Observation(step.number + 1)
+    return row, observation

@@ -112,10 +112,16 @@ class Run:
         """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
         needs, every = self.method.needs(step), self.config.monitor_kl_every
         monitored = needs.rollouts and every > 0 and step % every == 0
-        return needs._replace(kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts))
+        return needs._replace(
+            kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts),
+            sources=self.feed.names_sources and needs.demos,
+        )
 
     def _find_checkpoint(self, resume: bool) -> Path | None:
-        """Find the checkpoint to resume from; fail early if the run cannot start."""
+        """Find the checkpoint to resume from; fail early if the run cannot start.
+
+        A resumed run keeps its micro-batches, unless the configuration sets others.
+        """
         preflight.check_folder(self.out)
         path = checkpoint.newest(self.checkpoints)
         if path and not resume:

@@ -104,6 +104,8 @@ class Measured:
     """float64 [2 n, 2 n] inner products of the `parts`."""
     evidence: Evidence | None = None
     """Input of the signal source, if `StepNeeds.signals` is set."""
+    sources: tuple[str, ...] | None = None
+    """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
 
     @property
     def non_finite(self) -> bool:
