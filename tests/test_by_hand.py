@@ -46,13 +46,16 @@ def test_fsdp_reduces_gradients_in_float32():
 def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, middle):
     """Warm-up of 2 steps, the peak at step 2, half-way at step 4, the last step at `final`."""
     config = OptimConfig(lr=1.0, warmup=2, final=0.1, schedule=schedule)
-    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 4, 6)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, middle, 0.1])
+    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 4, 6, 9)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, middle, 0.1, 0.1])
 
 
 def test_only_matrices_are_decayed():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    matrices, vectors = make_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
+    config = OptimConfig(lr=0.3, weight_decay=0.1, betas=(0.8, 0.7), eps=1e-3)
+    matrices, vectors = make_optimizer(model, config).param_groups
+    for group in (matrices, vectors):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.8, 0.7), 1e-3)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert [p.dim() for p in matrices["params"]] == [2]
     assert [p.dim() for p in vectors["params"]] == [1, 1, 1]  # a bias, and a norm's two vectors

@@ -114,11 +114,15 @@ def test_a_half_written_checkpoint_is_replaced(tmp_path):
 
 
 def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
-    (path,) = save(tmp_path, 1)
-    tensors = small()[0].state_dict()
+    model, optimizer = small()
+    path = checkpoint.save(tmp_path, 1, model.bfloat16(), optimizer, {})
+    meta = {name: x.to("meta") for name, x in model.state_dict().items()}
     listed = checkpoint.model_tensors(path)
-    assert {n: x.shape for n, x in listed.items()} == {n: x.shape for n, x in tensors.items()}
-    assert all(x.is_meta for x in listed.values())
+    assert listed.keys() == meta.keys() and all(x.is_meta for x in listed.values())
+    for name, x in listed.items():
+        assert (x.shape, x.dtype) == (meta[name].shape, torch.bfloat16)
+    values = checkpoint.read_tensors(path, listed)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in values.items())
 
 
 def test_the_cause_of_a_failed_write_is_one_line():

@@ -107,6 +107,30 @@ def test_adapters_are_merged_layer_by_layer(tmp_path):
     assert all(torch.equal(x, expected[name]) for name, x in exported.items())
 
 
+def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs the extra `lora`")
+    AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path / "base")
+    base = make_model(ModelConfig(path=str(tmp_path / "base"), random_init=True), seed=0)
+    base.__dict__.pop("forward")
+    base.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapters")
+    make_tokenizer().save_pretrained(tmp_path / "adapters")
+    config = ModelConfig(path=str(tmp_path / "adapters"))
+    model = make_model(config, seed=0)
+    trained = {n: p for n, p in model.named_parameters() if "lora" in n}
+    with torch.no_grad():
+        for p in trained.values():
+            p.add_(torch.randn_like(p))
+    path = checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {})
+    export_checkpoint(config, path, tmp_path / "out")
+    exported = tensors(tmp_path / "out")
+    assert len(exported) == len(trained)
+    saved = {name.replace(".default", ""): p for name, p in trained.items()}
+    for name, x in exported.items():
+        assert torch.equal(x, saved[name.removeprefix("base_model.model.")])
+
+
 @pytest.mark.parametrize(
     ("event", "name", "complete"),
     [

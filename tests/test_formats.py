@@ -82,6 +82,7 @@ def test_references_have_the_ids_of_their_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     references = load_references(DataConfig(prompts=str(tmp_path / "a.jsonl")))
     assert [example.id for example, _ in references] == ["r0", f"{tmp_path}/a.jsonl, line 2"]
+    assert [example.prompt_text for example, _ in references] == [row["prompt"] for row in ROWS[:2]]
 
 
 def test_sources_are_visited_in_proportion_to_their_weights(tokenizer, tmp_path):
@@ -159,10 +160,13 @@ def test_invalid_conversations(tmp_path, chat_tokenizer, row, message):
         load_prompts(config, chat_tokenizer)
 
 
-def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
+def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer, chat_tokenizer):
     config = DataConfig(prompts=conversation(tmp_path, {"messages": [USER]}), answer_field=None)
     with pytest.raises(DataError, match=r"needs a chat template, .* set model\.tokenizer"):
         load_prompts(config, tokenizer)
+    chat_tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(DataError, match=r"the chat template rejects it \(no users\)"):
+        load_prompts(config, chat_tokenizer)
 
 
 def test_several_sources(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 
@@ -130,6 +131,14 @@ def test_constant_coefficients_have_no_z_score() -> None:
     out = fused_gac_loss(torch.zeros_like(logits), targets, ones, is_demo, backend="reference")
     _, rl_variance, disagreement = out.moments.signals()
     assert (rl_variance, disagreement) == pytest.approx((0.0, 0.0), abs=1e-20)
+
+
+@pytest.mark.parametrize(("dot", "disagreement"), [(3.0, 0.0), (-3.0, 4.0)])
+def test_disagreement_of_parallel_coefficients_is_exact(dot: float, disagreement: float) -> None:
+    """In floating point, 3 / sqrt(3) / sqrt(3) is above 1."""
+    rollouts = torch.tensor([2.0, 0.0, 0.0, 3.0, 3.0, dot, 5.0], dtype=torch.float64)
+    signals = dataclasses.replace(TokenMoments.zeros(), rollouts=rollouts).signals()
+    assert (signals.rl_variance, signals.disagreement) == (2.5, disagreement)
 
 
 def test_signals_of_an_absent_kind_of_row_are_nan() -> None:

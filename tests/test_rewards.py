@@ -351,6 +351,7 @@ def test_bad_configurations_are_refused(case):
 def test_deadlines_are_positive_numbers(deadline):
     with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
         build_reward({"name": "exact", "deadline": deadline})
+    assert build_reward({"name": "exact", "deadline": None}).deadline is None
 
 
 def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():

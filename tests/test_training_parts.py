@@ -37,6 +37,12 @@ def test_rows_are_balanced_only_with_token_budgets() -> None:
     assert [row.sequence for row in balanced] == [0, 1]
 
 
+def test_no_demonstrations_are_drawn_for_a_method_without_them() -> None:
+    method = SimpleNamespace(needs=lambda step: SimpleNamespace(demos=step != 3))
+    assert Feed.demo_rows(SimpleNamespace(separate_demos=True, method=method), 3) == []
+    assert Feed.demo_rows(SimpleNamespace(separate_demos=False, method=method), 4) == []
+
+
 def test_the_head_is_checked_before_training(task, tmp_path, monkeypatch) -> None:
     def refuse(model) -> None:
         raise ValueError("the head differs")

@@ -61,7 +61,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     Source:
         Wilson 1927; effective sample size for clustered samples: Kish 1965.
     """
-    values = np.asarray(means, dtype=float)
+    values = np.asarray(means)
     n = len(values)
     if not n:
         return math.nan, math.nan

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +39,7 @@ from gac.parallel.collectives import Result, gather, rank, run_on_all_ranks, wor
 
 logger = logging.getLogger(__name__)
 # a run without torchrun has one process on purpose
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 MODEL = "model."  # prefix of the model's tensor names
 EXTRA = "further"  # key of `extra_tensors`; unchanged, so that older checkpoints load
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
@@ -99,7 +98,7 @@ def load(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -254,7 +253,7 @@ def _make_empty(path: Path) -> None:
 
 def _write(state: dict[str, Any], path: Path) -> None:
     try:
-        dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        dcp.save(state, checkpoint_id=path)
     except CheckpointException as error:  # not an Exception
         raise OSError(_cause(error)) from error
 
