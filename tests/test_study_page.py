@@ -227,3 +227,5 @@ def test_runs_are_started_in_order_and_reported(tmp_path, monkeypatch, jobs) -> 
     ]
     assert lines[0].startswith(f"{tmp_path}/run-0: done")
     assert lines[1].startswith(f"{tmp_path}/run-1: failed: ValueError")
+    log.unlink()  # a process that failed before it opened its log
+    assert "its process exited with 1" in runs.run_all(configs, jobs)[str(tmp_path / "run-1")]

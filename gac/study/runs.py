@@ -120,7 +120,8 @@ def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fault(log: Path, exit_code: int) -> str:
     """Why a run failed: the last line of its log, unless its process was killed."""
-    lines = log.read_text(errors="replace").split("\n") if exit_code == 1 else []
+    readable = exit_code == 1 and log.exists()  # a process may fail before it opens its log
+    lines = log.read_text(errors="replace").split("\n") if readable else []
     reasons = [line for line in lines if line.strip()] or [f"its process exited with {exit_code}"]
     return f"failed: {reasons[-1][:300]}; see {log}"
 
