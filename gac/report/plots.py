@@ -62,7 +62,9 @@ class Panel:
     caption: str
     """Explanation below the figure."""
     kind: str = "metric"
-    """metric (smoothed), mu (with prior and mu*), or accuracy (points of eval.jsonl)."""
+    """metric (smoothed), exact (not smoothed), mu (with prior and mu*), or accuracy (points of
+    eval.jsonl).
+    """
 
 
 TRAINING = (
@@ -106,7 +108,7 @@ OPTIMIZATION = (
         "tokens that the model finds unlikely have almost no weight at first.",
     ),
     Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
-    Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay."),
+    Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay.", "exact"),
     Panel(
         "groups_without_signal",
         "Groups without signal",
@@ -192,7 +194,10 @@ def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
 
 
 def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
-    """Write one PNG per panel with data, and overview.png; returns panel key -> file."""
+    """Write one PNG per panel with data; returns panel key -> file.
+
+    overview.png shows all but the optimization panels and the accuracies of splits and tasks.
+    """
     from matplotlib import rc_context
 
     out.mkdir(parents=True, exist_ok=True)
@@ -200,7 +205,11 @@ def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
     panels = [panel for panel in panels if has_data(panel, groups)]
     with rc_context(STYLE):
         files = {panel.key: _draw_single(panel, groups, out) for panel in panels}
-        overall = [panel for panel in panels if not panel.column.startswith("accuracy/")]
+        overall = [
+            panel
+            for panel in panels
+            if panel not in OPTIMIZATION and not panel.column.startswith("accuracy/")
+        ]
         if overall:
             files["overview"] = _draw_overview(overall, groups, out / "overview.png")
     return files
@@ -233,10 +242,10 @@ def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path)
 
 
 def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
-    draw: dict[str, Callable] = {"metric": _metric, "mu": _mu, "accuracy": _accuracy}
-    span = smoothing_span(groups)
+    draw: dict[str, Callable] = {"mu": _mu, "accuracy": _accuracy}
+    span = 1.0 if panel.kind == "exact" else smoothing_span(groups)
     for index, group in enumerate(groups):
-        draw[panel.kind](axes, panel, group, index, span)
+        draw.get(panel.kind, _metric)(axes, panel, group, index, span)
     axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH))
     axes.set_ylabel(panel.axis)
     axes.set_xlabel("optimizer step")

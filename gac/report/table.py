@@ -143,7 +143,7 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
 
 
 def write_cell(cell: tuple[float, float], column: Column) -> str:
-    """`mean ± sd` with equal decimals; only the mean for a single seed; a dash without a value."""
+    """`mean ± sd` with equal decimals; only the mean for a single seed; a dash for a nan mean."""
     mean, sd = cell[0] * column.scale, cell[1] * column.scale
     if not math.isfinite(mean):
         return "–"
