@@ -120,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_rewards(commands)
     _add_methods(commands)
+    _add_models(commands)
     _add_demo(commands)
     add_study(commands)
     for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
@@ -292,6 +293,22 @@ def _add_methods(commands: argparse._SubParsersAction) -> None:
     methods.set_defaults(run=_methods)
 
 
+def _add_models(commands: argparse._SubParsersAction) -> None:
+    models = commands.add_parser(
+        "models",
+        help="list the tested model families",
+        description="List the families of transformers and how each was tested: trained in every "
+        "mode, or refused with a reason.",
+    )
+    models.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="part of a family's name, or a folder or Hub name of a model (OWNER/NAME)",
+    )
+    models.set_defaults(run=_models)
+
+
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
@@ -422,6 +439,13 @@ def _methods(options: argparse.Namespace) -> int:
         print(_method(name))
     else:
         raise ConfigError(f"unknown method {name!r}; run `gac methods` for a list")
+    return OK
+
+
+def _models(options: argparse.Namespace) -> int:
+    from gac.models.families import families_table
+
+    print(families_table(options.name))
     return OK
 
 

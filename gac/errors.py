@@ -24,6 +24,7 @@ EXTRAS = {
         "math_verify",
         "matplotlib",
         "jinja2",
+        "psutil",
         "tqdm",
     },
     "lora": {"peft"},

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gac.errors import ConfigError
+from gac.models.families import families_table
 from tools import models_table
 from tools.tiny_models import families, tiny_config
 
@@ -52,3 +54,13 @@ def test_the_page_lists_what_the_run_measured():
     refused, untested = text.partition("## Refused")[2].split("## Not tested")
     assert "| `c` | model type 'c' is an encoder |" in refused
     assert "| `d` | FAILED: no config |" in untested
+
+
+def test_the_command_prints_families_and_finds_that_of_a_folder(task):
+    qwen2 = "qwen2      padded: yes, packed: yes, FSDP2: yes, LoRA: yes, micro-batches: yes"
+    lines = families_table("qwen2").splitlines()
+    assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
+    assert families_table(str(task / "init")).splitlines()[0].split() == qwen2.split()
+    assert "refused: model type 'bert' is an encoder" in families_table()
+    with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
+        families_table("none")

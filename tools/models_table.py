@@ -1,4 +1,4 @@
-"""Trains a tiny model of every family of transformers; writes docs/models.md.
+"""Trains a tiny model of every family of transformers; writes docs/models.md and its data.
 
 `python -m tools.models_table [FAMILY ...]` builds a random model of each causal language model of
 the installed transformers and trains it for two steps in every mode.
@@ -27,12 +27,13 @@ from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
 from gac.evaluation.cells import markdown_table
+from gac.models.families import RESULTS
 from gac.parallel import setup
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 from tools.tiny_models import families, tiny_config
 
-PAGE, RESULTS = Path("docs/models.md"), Path("docs/models.json")
+PAGE = Path("docs/models.md")
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"micro_tokens": 64},
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def try_family(family: str, debug: bool) -> dict[str, str]:
-    """Mode -> "yes", "padded" or the reason why the model is refused; "FAILED: ..." is a bug."""
+    """Result by mode: "yes", "padded" or why the model is refused; "FAILED: ..." means a bug."""
     try:
         config = tiny_config(family)
     except Exception as error:  # the family's own configuration class raises anything
