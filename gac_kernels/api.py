@@ -197,7 +197,7 @@ def fold_scaling(temperature: float, logit_scale: float, softcap: float | None) 
 
 
 def with_temperature(spec: LossSpec, scaling: Scaling) -> LossSpec:
-    """The spec with the temperature that includes the logit scale."""
+    """The spec with the logit scale folded into its temperature."""
     if scaling.temperature == spec.temperature:
         return spec
     return replace(spec, temperature=scaling.temperature)
@@ -386,7 +386,7 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the LM head's inputs; GEMMs use autocast's dtype if enabled, otherwise hidden's."""
+    """Check the LM head's inputs; the GEMMs use autocast's dtype in autocast, else hidden's."""
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)

@@ -46,7 +46,10 @@ class LossTask(NamedTuple):
 
 
 class FusedLoss(Function):
-    """Loss of logits [B, T, V]: scalars of `tokens.Summary`, logps, entropy, moments, sketch."""
+    """Loss from logits [B, T, V].
+
+    Outputs: the scalars of `tokens.Summary`, logps, entropy, moments and head sketch.
+    """
 
     @staticmethod
     def forward(

@@ -43,9 +43,10 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(arch: int) -> Iterator[Compiled]:
-    """Compile every kernel for one architecture; shared memory is for a launch on VOCAB logits.
+    """Compile every kernel for one architecture.
 
-    Raises RuntimeError if nvcc is missing or fails.
+    `Compiled.shared` is for a launch on VOCAB logits. Raises RuntimeError if nvcc is missing or
+    fails.
     """
     suffix = "90a" if arch == 90 else str(arch)
     with tempfile.TemporaryDirectory() as folder:

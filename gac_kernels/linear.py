@@ -337,7 +337,7 @@ def _forward_stats(
     more: bool,
     has_gradient: Tensor,
 ) -> tuple[Tensor, int]:
-    """Compute `token_stats`, and count the rows of `has_gradient` with the same synchronization."""
+    """Compute `token_stats` and the number of rows with a gradient, in a single synchronization."""
     live = targets != IGNORE
     stats = hidden.new_zeros(6 if more else 3, len(hidden), dtype=head.accum_dtype)
     order, counts = partition_tokens(live, has_gradient)

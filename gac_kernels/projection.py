@@ -85,7 +85,7 @@ class Projection:
         return self.gemm_dtype != self.accum_dtype
 
     def writes_rounded(self, weight_size: int) -> bool:
-        """Whether one GEMM can write the rounded gradient of a weight with this many elements.
+        """Whether a single GEMM can write the gradient of a weight of this size, already rounded.
 
         float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
         """

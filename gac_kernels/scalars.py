@@ -24,7 +24,7 @@ _TEXTS = tuple(
 
 
 class TokenScalars(NamedTuple):
-    """Scalars of the per-token formulas; after the first, in the order of csrc/cpu/native.h."""
+    """Scalars of the per-token formulas; all but the first are in csrc/cpu/native.h's order."""
 
     temperature: float
     ratio_low: float

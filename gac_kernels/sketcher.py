@@ -33,7 +33,7 @@ class Sketcher:
         self.factors.vocabulary.index_copy_(0, index, rows.buckets)
 
     def project(self, index: Tensor, rows: Tensor) -> None:
-        """Compute S h times sqrt(k) of the tokens at `index` from their hidden rows [M, H]."""
+        """Compute sqrt(k) S h of the tokens at `index` from their hidden rows h [M, H]."""
         factor = self.factors.hidden
         projected = factor.new_empty(len(index), factor.shape[1])
         multiply(rows, self.hidden_signs, projected)

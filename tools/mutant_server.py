@@ -32,7 +32,7 @@ from tools.mutations import Mutant, all_mutants, draw
 SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
 launch light_install models_table overhead packages peers readme scaling scenarios sharding site
 typing""".split()
-MARKERS = "not gpu and not release and not slow and not full"
+MARKERS = "not gpu and not release and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
 OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
@@ -216,7 +216,7 @@ class Server:
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def sample(self, module: str) -> None:
-        """Run the sampled mutants of a module that have no result yet, or its survivors again."""
+        """Run a module's sampled mutants without a result or, with --again, those that survived."""
         latest = {record["key"]: record for record in read_results(self.root)}
         drawn = draw(module, self.options.seed)
         if self.options.again:
@@ -263,7 +263,7 @@ def preload(names: list[str]) -> None:
 
 
 def contexts(text: str) -> list[str]:
-    """Each line with its neighbors, which identify it after changes elsewhere in the file."""
+    """Each line with its two neighbors, to find it again after changes elsewhere in the file."""
     lines = ["", *(line.strip() for line in text.splitlines()), ""]
     return ["\n".join(lines[i - 1 : i + 2]) for i in range(1, len(lines) - 1)]
 

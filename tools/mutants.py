@@ -46,7 +46,7 @@ def clone() -> Iterator[Path]:
 
 
 def namespace() -> list[str]:
-    """Command that isolates processes, so that no mutant signals or outlives the others."""
+    """Command prefix that starts a PID namespace; no mutant can signal outside it or outlive it."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with contextlib.suppress(OSError):
         if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:

@@ -70,7 +70,7 @@ def _with(node: Any, **fields: Any) -> Any:
 
 
 def _expressions(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield (replacement, description) of an expression; "" if the code describes itself."""
+    """Yield (replacement, description) of an expression; description "": the code says it."""
     match node:
         case ast.Compare(ops=[operator]):
             for other in COMPARISONS[type(operator)]:

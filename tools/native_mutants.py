@@ -79,7 +79,7 @@ CALLED = re.compile(r"(?!(?:for|smaller|min|fmaxf)$)[\w.]+|>")  # the others are
 
 
 def changes(text: str) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (start, end, new, description) of each change; "" if the code describes itself."""
+    """Yield (start, end, new, description) of each change; description "": the code says it."""
     code = IGNORED.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
     for match in re.finditer(r"(?<!\S)(?=(\S+\s+)([-+*/%&|<>=!]{1,2})(\s+\S+))", code):
         for other in OPERATORS.get(match[2], ()):
@@ -112,7 +112,7 @@ def changes(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _last(tokens: list[re.Match[str]], i: int, step: int, ends: set[str]) -> int:
-    """Index of the last token of the expression after token i, or before it if `step` is -1."""
+    """Index of the far end of the expression after token i, or before it if `step` is -1."""
     opening, closing = ("([{", ")]}")[::step]
     depth = 0
     for j in itertools.count(i + step, step):
@@ -165,7 +165,7 @@ class NativeServer(Server):
     """Compiles each mutant and forks a process that runs the tests."""
 
     def sample(self, module: str) -> None:
-        """Run the sampled mutants of a folder that have no result yet, or its survivors again."""
+        """Run a folder's sampled mutants without a result or, with --again, those that survived."""
         latest = {record["key"]: record for record in read_results(self.root)}
         alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
         alive -= read_triage(self.root).keys()
@@ -207,7 +207,7 @@ class NativeServer(Server):
         return all(run(command).returncode == 0 for command in commands)
 
     def build(self, mutant: Mutant) -> bool:
-        """Compile what the mutant's file is part of; returns whether that is possible."""
+        """Compile everything that includes the mutant's file; returns whether that succeeded."""
         path, objects = Path(mutant.path), self.objects.with_name("changed")
         objects.mkdir(exist_ok=True)
         names = [d.stem for d in self.objects.glob("*.d") if f"/{path.name}" in d.read_text()]
@@ -246,7 +246,7 @@ class NativeServer(Server):
 
 
 def run_tests(group: str, failed: Path) -> int:
-    """Run test files until a test fails; write the number of tests and the failed one."""
+    """Run test files until a test fails; write to `failed` the number of tests and which failed."""
     plugin = Plugin()
     files = [f"tests/test_{name}.py" for name in group.split()]
     limit = ["--timeout=60", "--timeout-method=thread"]

@@ -80,7 +80,7 @@ def backward_peak_bytes(shape: Shape, shards: int, reference: bool = True) -> fl
 
 
 def rollout_peak_bytes(shape: Shape, shards: int, tokens: int, reference: bool = True) -> float:
-    """Peak bytes of a rank that samples with all weights gathered; tokens: total of its rows."""
+    """Peak bytes of a sampling rank: states, all weights and a KV cache of `tokens` tokens."""
     cache = 2 * shape.layers * shape.kv_width * COMPUTE * tokens
     return state_bytes(shape, shards, reference) + COMPUTE * shape.total + cache
 
@@ -124,7 +124,7 @@ def controller_bytes(demonstrations: int) -> int:
 
 
 def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node: int = 8) -> str:
-    """Gigabytes per rank as a Markdown table; beyond 64 ranks, replicas of 64 (HSDP)."""
+    """Markdown table of gigabytes per rank; more than 64 ranks form replicas of 64 (HSDP)."""
     head = ["model", "GPUs", "mesh", "states", "backward", "rollouts", "sent per step"]
     lines = []
     for name, shape in MODELS.items():

@@ -377,7 +377,7 @@ def summary_section(study: Study, finals: Finals) -> str:
 
 
 def _equal_time(study: Study, results: Mapping[str, Any]) -> str:
-    """Seconds per step, and accuracies of the slower arms when a constant's run is over."""
+    """Seconds per step of each arm; for slower arms, the accuracy in a constant's total time."""
     seconds, course = results.get("seconds", {}), results.get("course", {})
     constants = [arm for arm in FIXED if arm in seconds]
     rows = []

@@ -124,7 +124,7 @@ def find_python(version: str) -> str | None:
 
 
 def run(*command: Any, cwd: Path, timeout: int = 1800, check: bool = True) -> Any:
-    """Run a command outside the checkout, without its output."""
+    """Run a command outside the checkout and capture its output."""
     hidden = ("PYTHONPATH", "GAC_EXT", "VIRTUAL_ENV")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
     done = subprocess.run(

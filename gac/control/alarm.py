@@ -59,9 +59,8 @@ class AlarmState(NamedTuple):
         if not isinstance(plain, Mapping):
             return cls._of_numbers(*numbers("alarm", plain, 4))
         wrong = sorted(set(plain) ^ set(cls._fields))
-        require(
-            not wrong, "alarm", wrong, "a dict from to_plain(); these keys are missing or unknown"
-        )
+        use = "a dict from to_plain(); the keys listed here are missing or unknown"
+        require(not wrong, "alarm", wrong, use)
         values: dict[str, Any] = {
             name: finite("alarm", plain[name]) for name in cls._fields if name != "sources"
         }

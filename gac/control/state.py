@@ -66,7 +66,7 @@ class ControllerState:
         """
         plain = {"gate": None, "alarm": None, **plain}  # earlier versions had neither
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        use = "a dict from to_dict(); these keys are missing or unknown"
+        use = "a dict from to_dict(); the keys listed here are missing or unknown"
         require(not wrong, "state", wrong, use)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)

@@ -293,7 +293,7 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
         raise ValueError(
             f"{config.prompts}: no rows left (dropped: {reasons}); set data.demo_field to the "
-            "field with reference solutions, or to null to score the answers"
+            "field with reference solutions, or to null to score each row's answer instead"
         )
     return references
 

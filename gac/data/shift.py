@@ -25,9 +25,7 @@ class DemoShift:
 
     def __post_init__(self) -> None:
         if self.step < 1:
-            raise ValueError(
-                f"step={self.step!r}: use a number >= 1; data.demos is the set from step 0"
-            )
+            raise ValueError(f"step={self.step!r}: use a number >= 1; step 0 uses data.demos")
 
 
 def check_shifts(shifts: Sequence[DemoShift]) -> None:

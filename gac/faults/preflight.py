@@ -84,7 +84,7 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
 
 
 def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
-    """Raise ConfigError unless `unit` rows of `longest` tokens fit into `tokens` (key `key`)."""
+    """Raise ConfigError if `unit` rows of `longest` tokens exceed `tokens`, the value of `key`."""
     need = longest * unit
     if tokens is not None and tokens < need:
         rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"

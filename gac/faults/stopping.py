@@ -38,7 +38,7 @@ class StopRequest:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
-        logger.warning("stopping after this step; repeat to stop immediately")
+        logger.warning("stopping after this step; a second signal stops immediately")
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

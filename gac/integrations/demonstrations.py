@@ -146,12 +146,12 @@ def read(path: str) -> Any:
 
 
 def row_of(encoded: Mapping[str, Any]) -> Row:
-    """Convert the result of `encode` to a Row with advantage 1, the weight of SHAPED demos."""
+    """Convert the result of `encode` to a Row with advantage 1, which DemoWeight.SHAPED uses."""
     return Row(tuple(encoded["ids"]), encoded["start"], is_demo=True, advantage=1.0)
 
 
 def demo_norm(rows: Sequence[Row], spec: LossSpec, ranks: int) -> float:
-    """The step's `demo_norm` for these demonstrations; gradients are averaged over `ranks`."""
+    """Divisor of the loss of a step's demonstrations; gradients are later averaged over `ranks`."""
     return loss_divisors(count(rows), spec).demo / ranks
 
 

@@ -110,7 +110,7 @@ class Mixer:
 
     @property
     def sketch(self) -> HeadSketch | None:
-        """The sketch to request from the losses of this step, the same on every rank."""
+        """The sketch to pass to this step's losses, the same on every rank; None if not needed."""
         size = self.method.needs(self._step).sketch
         return HeadSketch(size, seed=self._step) if size else None
 
@@ -221,7 +221,8 @@ class Mixer:
             ValueError: the state belongs to another method or to other demonstrations.
         """
         missing = sorted({"name", "step", "method", "mix", "order"} - set(state))
-        require(not missing, "state", missing, "a dict from state_dict(); these keys are missing")
+        use = "a dict from state_dict(); the keys listed here are missing"
+        require(not missing, "state", missing, use)
         if state["name"] != self.method.name:
             raise ValueError(
                 f"the saved controller is {state['name']!r}, but this run uses "

@@ -142,7 +142,11 @@ class FusedGRPOMixin:
             raise Inexpressible(f"the loss of a subclass, {function.__qualname__}")
 
     def _fused_loss(self: Any, inputs: dict[str, Any]) -> FusedLoss:
-        """Express TRL's loss of a micro-batch; raises Inexpressible, naming the option."""
+        """Convert TRL's loss of a micro-batch to a FusedLoss.
+
+        Raises:
+            Inexpressible: an option has no counterpart in the fused loss; the message names it.
+        """
         if "pixel_values" in inputs:
             raise Inexpressible("images")
         scored = inputs["completion_mask"].bool()

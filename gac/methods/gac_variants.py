@@ -1,4 +1,4 @@
-"""Variants of GAC with other defaults: as printed, ablated, degraded, gated, and the oracle."""
+"""Variants of GAC: the algorithm as printed, ablations, degradations, gates and the oracle."""
 
 from __future__ import annotations
 

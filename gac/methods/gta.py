@@ -34,7 +34,8 @@ class GTA(GramSolver):
     def __post_init__(self) -> None:
         if not (self.sft_coef >= 0 and self.rl_coef > 0):
             raise ValueError(
-                f"sft_coef={self.sft_coef!r}, rl_coef={self.rl_coef!r}: use numbers >= 0 and > 0"
+                f"sft_coef={self.sft_coef!r}, rl_coef={self.rl_coef!r}: use sft_coef >= 0 and "
+                "rl_coef > 0"
             )
 
     def sampling(self, completions: int) -> Sampling:

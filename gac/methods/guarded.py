@@ -16,7 +16,7 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class Guarded(Constant):
-    """Constant mu; 0 from a lasting rise of the demonstration loss until the loss has returned.
+    """Constant mu; 0 after a lasting rise of the demonstration loss, until the loss falls back.
 
     If the data name sources (`data.source_field`), each source has its own alarm. mu is then the
     mean over the last step's demonstrations: `mu_suspect` for those of suspect sources, else `mu`.

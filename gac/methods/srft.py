@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SRFT(Method):
-    """Demonstrations: entropy-weighted cross-entropy plus policy gradient; rollouts: likelihood.
+    """Demonstrations: entropy-weighted cross-entropy plus policy gradient; rollouts: signed log p.
 
     H is the mean token entropy of a response. The loss is 0.5 exp(-H) (-log p) - A p for
     demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones. It is

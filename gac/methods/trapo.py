@@ -42,8 +42,8 @@ class TRAPO(Method):
         counts = {len(self.sizes), len(self.prefixes), len(self.below), len(self.trained)}
         if len(counts) != 1 or not self.sizes or min(self.sizes) < 1:
             raise ValueError(
-                f"sizes={self.sizes!r}: use numbers >= 1; sizes, prefixes, below and trained must "
-                "have the same length"
+                f"sizes={self.sizes!r}: use numbers >= 1; the lists `sizes`, `prefixes`, `below` "
+                "and `trained` must have the same length"
             )
         require(
             all(0 <= x <= 1 for x in self.prefixes),

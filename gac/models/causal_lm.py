@@ -183,7 +183,7 @@ def _training_config(config: ModelConfig) -> Any:
 
 
 def _disable_noise(model: nn.Module, lora: LoraConfig | None) -> None:
-    """Put all modules in eval mode, because some noise has no key in a model's configuration.
+    """Put all modules in eval mode: a model's configuration cannot turn off all kinds of noise.
 
     Gradient checkpointing works in training mode only. The dropout of adapters has its own key.
     """

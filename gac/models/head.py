@@ -49,7 +49,7 @@ class Head:
     """Scale and softcap of the logits; see `head_scaling`."""
 
     def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
-        """`gac_kernels.fused_linear_gac_loss` on this head; same arguments after the weight."""
+        """Call `gac_kernels.fused_linear_gac_loss` with this head and the given arguments."""
         if self.logits is not None:
             return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
         assert self.hidden is not None and self.weight is not None
@@ -62,7 +62,7 @@ class Head:
         return Head(flat[0], self.weight, self.bias, flat[1], self.scaling)
 
     def detached(self) -> Head:
-        """A detached copy, valid after the forward, when FSDP frees the gathered weights."""
+        """A detached copy, which stays valid after the forward, although FSDP frees the weights."""
         parts = (self.hidden, self.weight, self.bias, self.logits)
         hidden, weight, bias, logits = (None if x is None else x.detach().clone() for x in parts)
         return Head(hidden, weight, bias, logits, self.scaling)
@@ -192,7 +192,7 @@ def _head_input(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Ten
 
 
 def check_head(model: nn.Module) -> bool:
-    """Verify that a patched model is causal, and how it transforms the output of its LM head.
+    """Verify that a patched model is causal, and find out whether its LM head is plain.
 
     See `attach_head`. Stores and returns `plain_head`. Call it on every rank of a sharded model.
     """

@@ -54,7 +54,7 @@ def disable(model: Any) -> bool:
 
 
 def is_by_row(model: Any) -> bool:
-    """Whether the cost of attention over packed rows is that of the separate rows."""
+    """Whether attention over packed rows costs no more than attention over separate rows."""
     name = str(getattr(model, "module", model).config._attn_implementation)
     return name == NAME or "flash" in name
 

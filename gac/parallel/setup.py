@@ -73,7 +73,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Join the process group set up by torchrun or accelerate. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ConfigError("launch without --use_fsdp: parallel.mode=fsdp shards the model")
+        raise ConfigError("launch without --use_fsdp; to shard the model, set parallel.mode=fsdp")
     available = {tracker.value for tracker in get_available_trackers()}
     for tracker in trackers:
         if tracker in LoggerType.list() and tracker not in available:

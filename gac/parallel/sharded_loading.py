@@ -87,7 +87,7 @@ class ShardedLoading:
                     module._parameters[name] = on_meta[param]
 
     def fill(self, model: nn.Module) -> None:
-        """Set the rows in the sharded model that was passed to `to_meta`, and release them."""
+        """Move the loaded rows into `model`, which was sharded after `to_meta`."""
         sharded = dict(model.named_parameters(remove_duplicate=False))
         filled: dict[nn.Parameter, nn.Parameter] = {}
         for name, placeholder in self._placeholders.items():

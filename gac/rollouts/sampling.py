@@ -309,7 +309,7 @@ class Sampler:
             groups[q].append(Sample(prefixes[q], response, score, train_prefix, truncated[i]))
 
     def _penalty(self, response: tuple[int, ...]) -> float:
-        """Soft overlong punishment: 0 up to the last `overlong_tokens`, then rising linearly."""
+        """Soft overlong punishment: rises from 0 over the last `overlong_tokens` of the limit."""
         tokens = self.config.overlong_tokens
         if tokens is None:
             return 0.0

@@ -326,7 +326,7 @@ class _TimeoutAdapter(HTTPAdapter):
 def _sampled(
     response: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
 ) -> list[float]:
-    """Select the log-prob of each sampled token; `logps` holds those of the tokens `ids`."""
+    """Select each sampled token's log-prob; `logps[i]` are the log-probs of tokens `ids[i]`."""
     steps = zip(response, ids, logps, strict=True)
     return [values[own.index(token)] for token, own, values in steps]
 

@@ -94,7 +94,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def unused_uids(seed: int) -> list[range]:
-    """Ranges of uids that no account or process should use, best first; `seed` selects the start.
+    """Ranges of uids that are normally unused, best first; `seed` selects where each one starts.
 
     By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
     dynamic service users. A container may have only the second range.

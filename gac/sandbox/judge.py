@@ -114,7 +114,7 @@ class _Judge:
         proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
 
         def blame(error: BaseException, place: str) -> str:
-            """Why the row may be at fault, or ""; raises RowError if it certainly is."""
+            """Why this error may be the row's fault, or ""; raises RowError if it certainly is."""
             reason = self._row_fault(error, unknown)
             if (
                 reason
@@ -149,14 +149,15 @@ class _Judge:
         if all(passed) and not found:
             if wanted <= self._bound:
                 raise RowError(
-                    "the tests use no name from the program; set entry_point_field if they should"
+                    "the tests use no name from the program; if they need its entry point, set "
+                    "entry_point_field"
                 )
             return all_failed | {"problem": "the program defines no name that the tests use"}
         verdict: Verdict = {"passed": passed, "problem": problem}
         return verdict | ({"suspect": suspect} if suspect else {})
 
     def _name_classes(self, found: dict[str, Any]) -> None:
-        """Mark the program's classes in `found` whose name shows that the tests expect a class."""
+        """Mark the program's classes in `found` that, by their name, the tests use as classes."""
         for name, value in found.items():
             if isinstance(value, RemoteClass) and (
                 name.lstrip("_")[:1].isupper() or name in self._classes

@@ -128,7 +128,7 @@ def limit_stacks(memory_bytes: int) -> None:
 
 
 def remember_sizes() -> None:
-    """Let programs call `os.fstat(0)` and `os.fstat(1)`, e.g. to size their input.
+    """Let programs call `os.fstat(0)` and `os.fstat(1)`, e.g. to get the size of their input.
 
     glibc's `fstat` uses a system call that also takes paths, which the filter refuses. Call this
     before confining the process.

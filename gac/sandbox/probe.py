@@ -68,7 +68,10 @@ def verify_confinement(
     possible = [name for name, attempt in _ATTEMPTS.items() if _outcome(attempt) == "done"]
     if len(possible) < _MIN_WORKING:
         names = ", ".join(possible) or "none"
-        raise OSError(errno.EPERM, f"the probe is inconclusive: even unconfined, only {names} work")
+        raise OSError(
+            errno.EPERM,
+            f"the probe is inconclusive: without any confinement, only these calls work: {names}",
+        )
     reader, writer = os.pipe()
 
     def body() -> int:

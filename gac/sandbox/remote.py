@@ -46,7 +46,7 @@ _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 class RemoteError(Exception):
-    """The program raised an exception that has no builtin class, or did not answer."""
+    """The program gave no valid answer, or raised an exception that has no builtin class."""
 
 
 class _RemoteBase:
@@ -151,7 +151,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 def is_named(kind: type) -> bool:
-    """Whether the tests name this class or a base of it, and so expect its operators."""
+    """Whether the tests name this class or one of its bases, and may thus rely on its operators."""
     return any(vars(base).get("_named_") for base in kind.__mro__)
 
 

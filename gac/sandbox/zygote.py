@@ -74,7 +74,10 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def kill_if_crowded(self) -> None:
-        """Kill the job if it has too many threads: a shared uid has no limit per job."""
+        """Kill the job if one of its processes has too many threads.
+
+        The kernel's limit is per uid, so it does not bound a single job if jobs share a uid.
+        """
         if any(confine.threads_of(pid) > confine.THREADS for pid in self.running()):
             self.kill()
 

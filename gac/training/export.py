@@ -150,7 +150,7 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
 
 
 def _write_index(files: Sequence[Path], folder: Path, metadata: dict[str, int]) -> None:
-    """Rename the files as transformers expects, and write the index from tensor to file."""
+    """Rename the files as transformers expects, and write the index that maps tensors to files."""
     weight_map: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"

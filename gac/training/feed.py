@@ -113,7 +113,7 @@ class Feed:
         return self._own([demo_row(self.demos[s][i], self.demo_tokens) for s, i in indices])
 
     def collected_rows(self, examples: Sequence[Example | None]) -> list[Row]:
-        """This rank's demonstrations from the collection, once it has enough; else none.
+        """This rank's collected demonstrations once there are enough of them, else none.
 
         examples: see `Rollouts.collected`; added to the collection first. Every rank calls it.
         """

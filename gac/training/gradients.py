@@ -51,7 +51,7 @@ class Totals:
         return TermPair(*collectives.mean(terms.tolist()))
 
     def moments(self, device: torch.device) -> TokenMoments:
-        """The statistics of all ranks; `device` is used if there are no rows."""
+        """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
 
     def sources(self) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ class Measured:
 
     @property
     def non_finite(self) -> bool:
-        """Whether an inner product is not finite, so that the solver cannot be used."""
+        """Whether an inner product is not finite; the solver cannot use such a matrix."""
         return self.gram is not None and not bool(self.gram.isfinite().all())
 
 

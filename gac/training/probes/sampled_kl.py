@@ -15,7 +15,7 @@ from gac_kernels import LossOutput
 
 
 class SampledKL:
-    """Mean k3 estimate over `count` of this rank's rollouts, which the step number selects."""
+    """Mean k3 estimate over `count` of this rank's rollouts, selected by the step number."""
 
     def __init__(self, forward: Forward, step: Step, count: int) -> None:
         rows = [row for row in step.rows if not row.is_demo and not row.mixed]

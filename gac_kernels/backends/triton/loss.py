@@ -100,7 +100,11 @@ def rollout_term(
 
 @triton.jit
 def correction(log_ratio, low, high, MASK: tl.constexpr):
-    """The importance factor of a token with this log-ratio to the policy that sampled it."""
+    """The importance-sampling factor exp(log_ratio) of a token; 1 if log_ratio is nan.
+
+    log_ratio: the token's log-probability minus that under the policy that sampled it. A factor
+    outside [low, high] becomes 0 if MASK, else the nearer bound.
+    """
     factor = tl.where(log_ratio == log_ratio, tl.exp(log_ratio), 1.0)
     if MASK:
         bounded = tl.where((factor < low) | (factor > high), 0.0, factor)

@@ -46,7 +46,7 @@ def cap(x, softcap):
 
 @triton.jit
 def absorb(top, mass, moment, x, exp2_scale):
-    """Add a tile x [L, R] to the lanes' maximum of z, sum 2^d and sum d 2^d, d = z - top.
+    """Update each lane's top = max z, sum 2^d and sum d 2^d, d = z - top, with a tile x [L, R].
 
     A nan or +inf in x makes `mass` nan permanently; -inf adds nothing, even before the first finite
     logit.
