@@ -30,12 +30,12 @@ struct TokenSpec {
   Real entropy_coef;
   DemoWeight demo_weight;
   Real demo_shape;
-  Policy policy = Policy::clip;
-  Real sapo_tau_positive = 1, sapo_tau_negative = 1;  // for advantages > 0, and the others
-  bool kl_ratio = false;
+  Policy policy;
+  Real sapo_tau_positive, sapo_tau_negative;  // for advantages > 0, and the others
+  bool kl_ratio;
   // The correction of the current log-probs: set to 0, or to a bound, outside the bounds.
-  bool mask_correction = false;
-  Real correction_min = 0, correction_max = 1;
+  bool mask_correction;
+  Real correction_min, correction_max;
 };
 
 template <class Real>
@@ -88,7 +88,7 @@ GAC_HOST_DEVICE Real correction(Real log_ratio, const TokenSpec<Real>& spec) {
 template <class Real>
 GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advantage, Real old,
                                              bool has_ref, Real ref, const TokenSpec<Real>& spec,
-                                             Real weight = 1) {
+                                             Real weight) {
   TokenLoss<Real> token;
   const Real log_ratio = logp - old;
   const bool overflows = log_ratio > kMaxLogRatio;  // the ratio is clamped and its gradient is 0
@@ -133,7 +133,7 @@ GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advan
 
 template <class Real>
 GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const TokenSpec<Real>& spec,
-                                          Real scale = 1) {
+                                          Real scale) {
   TokenLoss<Real> token;
   const Real p = std::exp(logp), c = spec.demo_shape;
   Real weight = 1;

@@ -133,6 +133,7 @@ def packed(lengths: list[int]) -> PlanArgs:
 
 
 SMALL = padded(4, 6, demos=(0, 1, 0, 1))
+CONSTANT = LossSpec(rollout_reduction="constant", demo_reduction="constant", max_tokens=9)
 EDGES: dict[str, Callable[[], PlanArgs]] = {
     "no rollouts, whose signals are nan": lambda: padded(2, 5, demos=(1, 1)),
     "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
@@ -153,6 +154,13 @@ EDGES: dict[str, Callable[[], PlanArgs]] = {
     "constant norms from the caller": lambda: SMALL.change(rollout_norm=5)._replace(
         spec=LossSpec(rollout_reduction="constant", max_tokens=9)
     ),
+    "masked sequences of both kinds count": lambda: SMALL.change(
+        targets=torch.where(torch.arange(4)[:, None] < 2, -100, SMALL.inputs.targets)
+    )._replace(spec=CONSTANT),
+    "masked sequences with a role per token count": lambda: SMALL.change(
+        targets=torch.where(torch.arange(4)[:, None] < 3, -100, SMALL.inputs.targets),
+        is_demo=torch.tensor([[0] * 6, [1] * 6, [1, 0] * 3, [0, 1] * 3]).bool(),
+    )._replace(spec=CONSTANT),
     "other float dtypes": lambda: SMALL.change(
         advantages=SMALL.inputs.advantages.double(),
         old_logps=torch.randn(4, 6).bfloat16(),

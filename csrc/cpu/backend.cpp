@@ -2,10 +2,9 @@
 // is in cache.
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <memory>
+#include <new>
 
 #include "../token_math.h"
 #include "native.h"
@@ -21,17 +20,16 @@ constexpr int64_t kIgnore = -100;
 constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
 constexpr int64_t kGrain = 1 << 15;          // minimum number of logits per thread
 constexpr int64_t kStreamBytes = 32 << 20;   // larger results bypass the caches: they do not fit
-constexpr size_t kAlignment = 64;            // of the scratch buffers: a cache line
+constexpr std::align_val_t kAlignment{64};   // of the scratch buffers: a cache line
 
 struct Free {
-  void operator()(float* p) const { std::free(p); }
+  void operator()(void* p) const { ::operator delete(p, kAlignment); }
 };
 using Scratch = std::unique_ptr<float, Free>;
 
 Scratch allocate(int64_t count) {
-  const size_t bytes = count * sizeof(float);
-  const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  return Scratch(static_cast<float*>(std::aligned_alloc(kAlignment, rounded)));
+  void* const buffer = ::operator new(count * sizeof(float), kAlignment, std::nothrow);
+  return Scratch(static_cast<float*>(buffer));
 }
 
 // [B, T, V] as N = B T rows of any stride.

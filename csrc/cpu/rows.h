@@ -13,7 +13,7 @@ struct RowSums {
   float base;  // the largest logit
   double sum;  // of 2^t_i
   double dot;  // of t_i 2^t_i
-  double squares = 0, total = 0;  // of 2^(2 t_i) and of x_i; only if `more`
+  double squares, total;  // of 2^(2 t_i) and of x_i; only if `more`
 };
 
 // Gradient of one row: out_i = 2^t_i (constant + linear t_i) (1 - (x_i inverse_cap)^2).
