@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,7 +74,9 @@ def test_workers_start_when_needed_and_end_with_close():
     pool = GradingPool(timeout=3.0, workers=2)
     assert set(workers_of(os.getpid())) == before
     assert pool.grade([("7", "7")]) == ["right"]
-    assert len(set(workers_of(os.getpid())) - before) == 1  # one pair needs one worker
+    [worker] = set(workers_of(os.getpid())) - before  # one pair needs one worker
+    assert pool.grade([("7", "7"), ("7", "8")]) == ["right", "wrong"]
+    assert worker in workers_of(os.getpid())  # it is used again
     pool.close()
     assert set(workers_of(os.getpid())) == before
     assert pool.grade([("7", "8")]) == ["wrong"]  # the pool starts new workers
@@ -182,6 +186,17 @@ def test_ctrl_c_does_not_reach_the_workers():
     [worker] = set(workers_of(os.getpid())) - before
     assert os.getpgid(worker) != os.getpgid(0)  # the terminal signals the foreground group
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "verdict"),
+    [(["crash", "crash", "right"], "crash"), (["crash", "right"], "right"), (["wrong"], "wrong")],
+)
+def test_a_pair_that_crashes_a_worker_is_tried_twice(verdicts, verdict):
+    idle = queue.Queue()
+    idle.put(SimpleNamespace(ask=lambda pair: verdicts.pop(0)))
+    assert GradingPool._grade_one(SimpleNamespace(_idle=idle), ("7", "8")) == verdict
+    assert not idle.empty()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from gac.models import head, row_attention
 from gac.models.causal_lm import (
     LoraConfig,
     ModelConfig,
+    _disable_noise,
     _training_config,
     apply_training_options,
     load_tokenizer,
@@ -122,6 +123,14 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
 def test_adapters_need_targets(targets) -> None:
     with pytest.raises(ValueError, match=re.escape(f"targets={targets!r}: use")):
         LoraConfig(targets=targets)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_only_the_dropout_of_adapters_stays_in_training_mode(dropout, caplog) -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.RReLU()).train()
+    _disable_noise(model, LoraConfig(dropout=dropout))
+    assert [module.training for module in model] == [dropout > 0, False]
+    assert ("sampling has no dropout" in caplog.text) == (dropout > 0)
 
 
 @pytest.mark.parametrize("keep", [False, True])
