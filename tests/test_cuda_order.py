@@ -115,8 +115,10 @@ def differs_or_deadlocks(
         return True
 
 
-def launched_clusters(rows: int, resident: int, vocab: int = 152064, blocks: int = 4) -> int:
-    arguments = cuda.Arguments(rows=rows, vocab=vocab, cluster=blocks, dtype=1)
+def launched_clusters(
+    rows: int, resident: int, vocab: int = 152064, blocks: int = 4, dtype: int = 1
+) -> int:
+    arguments = cuda.Arguments(rows=rows, vocab=vocab, cluster=blocks, dtype=dtype)
     return emulation.library().gac_cuda_clusters(ctypes.byref(arguments), ctypes.c_int64(resident))
 
 
@@ -142,3 +144,15 @@ def test_short_rows_get_few_clusters() -> None:
     """A cluster's start-up time must be negligible compared with its rows."""
     assert launched_clusters(2048, 264, vocab=1000, blocks=1) == 264
     assert launched_clusters(2048, 264, vocab=32000, blocks=1) == 264
+
+
+def test_a_turn_has_at_least_64_tiles_per_block() -> None:
+    """Rows per resident cluster x tiles per block of a row, at both limits of two and eight."""
+    for tiles in (16, 3):
+        vocab = (tiles - 1) * 512 * 8 * 4 + 8 * 4  # one word in the last tile
+        for turns in (2, 8):
+            rows = 66 * -(-turns * 64 // tiles)
+            assert launched_clusters(rows - 1, 66, vocab) == 66 * (turns - 1)
+            assert launched_clusters(rows, 66, vocab) == 66 * turns
+            assert launched_clusters(rows, 66, vocab // 2, dtype=0) == 66 * turns
+    assert launched_clusters(100 * rows, 66, vocab) == 66 * 8

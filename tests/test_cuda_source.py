@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import operator
 
 import pytest
@@ -199,11 +200,11 @@ def test_statistics_and_their_gradient(kernels: ctypes.CDLL, force_split, blocks
 
 
 def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
-    """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target and an out-of-range
-    target.
+    """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target, targets out of range,
+    and a row of the smallest number.
     """
     force_split(2, 3)
-    logits = torch.randn(1, 8, 2500)
+    logits = torch.randn(1, 10, 2500)
     logits[0, 0, 100:2300] = -torch.inf
     logits[0, 1] = -torch.inf
     logits[0, 2, 2499] = torch.nan
@@ -211,11 +212,13 @@ def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
     logits[0, 4] *= 1e37
     logits[0, 5, 7] = -torch.inf
     logits[0, 7] = -1e4 + torch.arange(2500) / 100
-    targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2])
+    logits[0, 8] = torch.finfo(torch.float32).min
+    targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2, 9, -1])
     logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
     defined = torch.tensor([0, 4, 5, 7])
     truth = reference.row_stats(logits[:, defined].double(), targets[defined], 1.0)
-    assert logps[[1, 2, 3, 6]].isnan().all()
+    assert logps[[1, 2, 3, 6, 9]].isnan().all()
+    assert -logps[8] == entropy[8] == pytest.approx(math.log(2500), rel=1e-6)
     finite = torch.tensor([0, 3])
     torch.testing.assert_close(
         logps[defined][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
@@ -286,6 +289,32 @@ def test_a_row_that_does_not_fit_is_rejected(kernels: ctypes.CDLL, force_split) 
     force_split(2, 4)
     with pytest.raises(RuntimeError, match="row does not fit .*shared memory"):
         cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
+
+
+def test_impossible_launches_are_rejected(kernels: ctypes.CDLL) -> None:
+    def reason(**fields: int) -> str:
+        huge = {"rows": 1, "per_batch": 1, "vocab": 10**9, "cluster": 1, "slots": 28, "out": 1}
+        error = kernels.gac_cuda_rows(ctypes.byref(cuda.Arguments(**(huge | fields))), None)
+        return (error or b"").decode()
+
+    assert "does not fit" in reason()
+    assert [c for c in range(17) if "cluster must" not in reason(cluster=c)] == [1, 2, 4, 8]
+    assert [s for s in range(-1, 31) if "slots must" not in reason(slots=s)] == list(range(1, 29))
+    sizes = [k for k in range(130) if "buckets" not in reason(signs=1, sketch=k)]
+    assert sizes == [4, 8, 16, 32, 64]
+    pairs = [
+        (i, o) for i in range(3) for o in range(3) if "half" not in reason(dtype=i, out_dtype=o)
+    ]
+    assert pairs == [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2)]
+    assert "no sketch" in reason(dtype=1, out_dtype=1, signs=1, sketch=4)
+    masked, out = torch.tensor([-100]), torch.zeros(70000)
+    data = {"targets": masked.data_ptr(), "logits": out.data_ptr(), "out": out.data_ptr()}
+    for dtype, width, cluster, slots in ((0, 4, 4, 1), (1, 8, 1, 3), (2, 8, 2, 2)):
+        # all tiles are full if the row starts at the last logit of its first 16-byte word
+        largest = (slots * cluster * 512 - 1) * width + 1
+        split = {"dtype": dtype, "out_dtype": dtype, "cluster": cluster, "slots": slots}
+        assert reason(vocab=largest, **data, **split) == ""
+        assert "does not fit" in reason(vocab=largest + 1, **data, **split)
 
 
 def test_split_of_the_common_vocabularies() -> None:

@@ -128,6 +128,12 @@ void emulate(const Arguments& a) {
   failure = nullptr;
   m.threads = kThreads;
   m.clusters = std::min(a.rows, launched);
+  const int64_t last = a.rows - 1, item_size = a.dtype == kFloat32 ? 4 : 2;
+  const int64_t logits =
+      last / a.per_batch * a.batch_stride + last % a.per_batch * a.row_stride + a.vocab;
+  m.begin = reinterpret_cast<uintptr_t>(a.logits) / kWordBytes * kWordBytes;
+  m.end = reinterpret_cast<uintptr_t>(a.logits) + logits * item_size + kWordBytes - 1;
+  m.end -= m.end % kWordBytes;
   std::vector<int64_t> waiting(m.clusters);
   std::iota(waiting.begin(), waiting.end(), 0);
   std::shuffle(waiting.begin(), waiting.end(), random);

@@ -85,6 +85,7 @@ struct Fiber {
 struct Emulator {
   int threads = 0;
   int64_t clusters = 0;
+  uintptr_t begin = 0, end = 0;  // of the 16-byte words that hold logits
   ucontext_t scheduler;
   Fiber* current = nullptr;
 
@@ -173,6 +174,9 @@ inline void bulk_load(void* shared, const void* global, uint32_t bytes, Barrier&
   if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16 ||
       bytes % 16 || bytes == 0)
     fail("a bulk copy needs addresses and a size that are multiples of 16");
+  const auto from = reinterpret_cast<uintptr_t>(global);
+  if (from < emulator().begin || from + bytes > emulator().end)
+    fail("a bulk copy reads outside the logits");
   start_copy({static_cast<char*>(shared), static_cast<const char*>(global), {}, bytes, &b});
 }
 inline void send(const Sums& sums, Sums& slot, Barrier& b, int rank) {

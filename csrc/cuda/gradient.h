@@ -8,8 +8,8 @@ namespace gac::cuda {
 // The output row of a gradient.
 template <class Out, int kWidth>
 struct Destination {
-  static constexpr int kBytes = kWidth * sizeof(Out);
-  static constexpr int kStore = kBytes < kWordBytes ? kBytes : kWordBytes;
+  static constexpr int kBytes = kWidth * sizeof(Out);  // of a word's gradient
+  static_assert(kBytes <= kWordBytes);
   Out* row;
   char* words;   // address of word 0, at or before the start of the row
   bool aligned;  // whole words can be written with wide stores
@@ -18,7 +18,7 @@ struct Destination {
     row = static_cast<Out*>(a.out) + n / a.per_batch * a.out_batch_stride +
           n % a.per_batch * a.out_row_stride;
     words = reinterpret_cast<char*>(row) - s.shift * sizeof(Out);
-    aligned = reinterpret_cast<uintptr_t>(words) % kStore == 0;
+    aligned = reinterpret_cast<uintptr_t>(words) % kBytes == 0;
   }
 
   // Stores all of word q of an aligned row.
@@ -31,9 +31,7 @@ struct Destination {
       else
         packed[i] = pack(g[2 * i], g[2 * i + 1], Out{});
     }
-#pragma unroll
-    for (int i = 0; i < kBytes / kStore; ++i)
-      store_bytes<kStore>(words + int64_t(q) * kBytes + i * kStore, packed + i * kStore / 4);
+    store_bytes<kBytes>(words + int64_t(q) * kBytes, packed);
   }
 
   // Stores the part of word q that belongs to the row, for any word and alignment.
