@@ -20,7 +20,10 @@ ONE_PASS_TARGET = 1.05  # for options that need only per-token numbers
 
 
 class Option(NamedTuple):
-    """A loss option: one pass over the logits takes 6 N H V FLOPs, two passes take 8 N H V."""
+    """A loss option.
+
+    A step of the linear loss takes 6 N H V FLOPs with one pass over the logits, 8 N H V with two.
+    """
 
     spec: LossSpec = LossSpec()
     columns: tuple[str, ...] = ()
@@ -51,7 +54,10 @@ OPTIONS = {
 
 
 def make_steps() -> dict[str, dict[str, Step]]:
-    """Make a forward and backward pass of each option in each form; every row has a gradient."""
+    """Make a step (forward and backward) of each option, for the linear and the logits-level loss.
+
+    Every row has a gradient.
+    """
     batch = linear_batch(N, HEAD, torch.float32, CPU)
     hidden, weight, targets = batch.hidden.detach(), batch.weight.detach(), batch.targets
     logps, _ = linear_token_logprobs(hidden, weight, targets)

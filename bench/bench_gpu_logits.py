@@ -267,7 +267,7 @@ def test_row_splits(case: str, record: Record) -> None:
 
 
 def splits(run: Step, vocab: int, dtype: torch.dtype) -> dict[str, Step]:
-    """A call of `run` for each split that can hold a row of `vocab` logits, by name."""
+    """One call of `run` per split that can hold a row of `vocab` logits; keys name the splits."""
 
     def with_split(split: cuda.Split) -> None:
         with mock.patch.object(cuda, "split", lambda *_, **__: split):

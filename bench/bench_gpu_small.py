@@ -78,9 +78,7 @@ def test_launch_overhead(backend: str, record: Record) -> None:
 
 
 def test_cuda_graph(backend: str, record: Record) -> None:
-    """Loss and backward pass are captured in one graph; a replay on other logits gives their loss
-    and gradient.
-    """
+    """Capture loss and backward pass in one graph; check and time its replay on other logits."""
     needs_graphs()
     batch = make_batch(512, VOCAB, torch.bfloat16, DEVICE)
     run = functools.partial(fused, backend=backend)
@@ -134,7 +132,7 @@ def reductions(batch: Batch, moments: bool) -> Callable[[], object]:
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 def test_statistics_and_controller(tokens: int, record: Record) -> None:
-    """Time the statistics and the controller per step, as a fraction of the loss with a 7B head.
+    """Time the statistics and the controller per step, relative to the time of a 7B head's loss.
 
     Signals are read once every `update_every` steps; the other updates do not read them.
     """

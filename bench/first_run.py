@@ -152,7 +152,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a program on the PATH or in the folders of CUDA and Nsight, the newest first."""
+    """Path of a program: on the PATH, else in the newest CUDA or Nsight folder that has it."""
     home = os.environ.get("CUDA_HOME")
     patterns = [*(f"{home}/{folder}" for folder in ("bin", "compute-sanitizer") if home)]
     folders = (sorted(Path("/").glob(p.lstrip("/")), reverse=True) for p in TOOL_FOLDERS)

@@ -68,7 +68,7 @@ def write(folder: Path) -> None:
 
 
 class ForceEos(LogitsProcessor):
-    """Forces row i to sample EOS as its token number lengths[i], and not earlier."""
+    """Forces row i to sample lengths[i] tokens, of which only the last is EOS."""
 
     def __init__(self, lengths: list[int], prompt: int, end: int) -> None:
         self.lengths, self.prompt, self.end = torch.tensor(lengths), prompt, end

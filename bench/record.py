@@ -28,7 +28,10 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row: the fields of `key` (device: "cpu" or "cuda"), and measurements such as ms."""
+        """Add a row of the fields that identify it and of measurements such as ms.
+
+        The identifying fields are those in `key`; device is "cpu" or "cuda".
+        """
         self.rows.append(row)
 
     def save(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Runs many programs with threads on many workers and counts those that fail although correct.
+"""Runs many multi-threaded programs on many workers and counts the correct ones that fail.
 
     python -m bench.sandbox_load --programs 10000 --workers 64
 

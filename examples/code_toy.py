@@ -67,7 +67,7 @@ def row(left: str, operator: str, right: str, rng: random.Random) -> dict[str, A
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word, per sign, and for "    return "."""
+    """A tokenizer with one token for each word, for each sign and for "    return "."""
     words = sorted({w for text in (*OPERANDS, *OPERATORS) for w in text.split()})
     tokens = ["<pad>", "<eos>", "<unk>", *" =", *words, RETURN, *OPERATORS.values(), *"2357"]
     model = Tokenizer(WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""A CPU replacement for the trainer of Trinity-RFT 0.6 on verl 0.8: worker and batches.
+"""Replaces the trainer of Trinity-RFT 0.6 on a CPU: builds verl 0.8's worker and its batches.
 
 Trinity's `VERLTrainer` requires a GPU, but the loss, the batches and verl's worker do not.
 """

@@ -264,7 +264,7 @@ def _scale_rate(decay: float, count: int) -> float:
 
 
 def winsorized_mean(losses: Sequence[float], trim: float) -> float:
-    """Mean after the lowest and highest `trim` of the values are set to the next value inside.
+    """Mean with the lowest and highest fraction `trim` of values set to the nearest remaining one.
 
     Source:
         Tukey and McLaughlin, Sankhya 1963. A median does not react when up to half of a batch turns

@@ -94,7 +94,7 @@ class Gate:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """`at_zero` and `slope`, with the defaults of the form filled in."""
+        """`at_zero` and `slope`; one that is None has the default of the gate's `form`."""
         at_zero, slope = FORMS[self.form]
         return (
             at_zero if self.at_zero is None else self.at_zero,
@@ -116,7 +116,7 @@ class Gate:
     def update(
         self, state: GateState | None, measured: Alignment, demos_suspect: bool = False
     ) -> GateState | None:
-        """Return the state after the alignment measured at a refresh.
+        """Return the state updated with the alignment measured at a refresh.
 
         The state does not change if any value is nan. With `demos_suspect`, the demonstrations are
         assumed to be wrong, and the trust at a measure of 0 is 0.

@@ -246,10 +246,11 @@ def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> R
 
 
 def sketch_moments(sketches: Sketches) -> Reading:
-    """`gradient_moments` from a sketch of each unit's contribution to its term's gradient.
+    """Compute `gradient_moments` from one gradient sketch per unit.
 
-    The contributions of a term's n units sum to its gradient, so n times one contribution is an
-    unbiased estimate of it. A term without units gives nan.
+    Each sketch is that of the unit's contribution to the gradient of its term. The contributions of
+    a term's n units sum to its gradient, so n times one contribution is an unbiased estimate of it.
+    A term without units gives nan.
     """
     sides = [len(x) * x if len(x) else x.new_full((1, x.shape[1]), math.nan) for x in sketches]
     units = torch.cat(sides)

@@ -88,7 +88,7 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """Run the single task in `settings`; returns the columns of `flat`, such as its accuracy."""
+    """Run the single task in `config.settings`; returns its columns of eval.jsonl (see `flat`)."""
     accelerator = _make_accelerator(config)
     row: dict[str, Any] = {}
 

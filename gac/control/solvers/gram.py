@@ -28,7 +28,10 @@ class Gram(NamedTuple):
 
     @classmethod
     def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
-        """Build from products [M_s + M_r, M_s + M_r] of equal-sized micro-batches, SFT first."""
+        """Build from the inner products of the gradients of equal-sized micro-batches.
+
+        gram: [M_s + M_r, M_s + M_r], SFT first; its blocks are averaged.
+        """
         ss, sr, rr = _block_means(gram, sft_count)
         return cls(ss, sr, rr)
 

@@ -102,7 +102,7 @@ def nash_mtl(gram: Gram, max_norm: float | None = 1.0) -> Weights | None:
 def aligned_mtl(
     gram: Gram, mode: str = "min", preference: tuple[float, float] = (0.5, 0.5)
 ) -> Weights | None:
-    """Weighted sum of the gradients made orthogonal and of equal norm (arXiv 2305.19000).
+    """Make the gradients orthogonal and equal in norm, and take a weighted sum (arXiv 2305.19000).
 
     w = sqrt(scale) G^(-1/2) preference, where scale is the smallest eigenvalue of G ("min") or
     their mean ("rmse"). With parallel gradients or one zero gradient, only the component along
