@@ -240,7 +240,7 @@ def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run the cells without results; returns the exit code."""
+    """Parse the arguments and run the cells that have no result yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.scenario_study", description=__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="gate")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")

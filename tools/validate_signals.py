@@ -85,7 +85,7 @@ class MeasuredGradients:
         return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
 
     def measure_costs(self, step: Step) -> dict[str, float]:
-        """CPU seconds to compute a step's gradients, plain and as required by each source."""
+        """CPU seconds of a step's gradients: alone, and with what each signal source measures."""
         variants: dict[str, dict[str, Any]] = {
             "plain": {},
             "sketch": {"sketch": SIZES[0]},

@@ -116,7 +116,7 @@ def parse_overrides(value: Any) -> Any:
 
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
-    """Convert `value` to the scalar type `hint`; for other types, only parse overrides."""
+    """Convert `value` to `hint`; if that is no scalar type, only parse the overrides in `value`."""
     convert: dict[Any, Callable[[Any], Any]] = {
         str: _as_str,
         Path: Path,

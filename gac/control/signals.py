@@ -169,7 +169,7 @@ class ShuffledDisagreement(DegradedSignals):
         return {"source": self.source.init(), "past": []}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped source's reading with the disagreement replaced; nan is not stored."""
+        """The wrapped source's reading, with the disagreement of a random recent refresh."""
         reading, inner = self.source.read(evidence, state["source"])
         value = reading.signals.disagreement
         new = [value] if math.isfinite(value) else []

@@ -1,4 +1,4 @@
-"""Detects dead ranks: each rank sends heartbeats to the launcher's store and watches the next."""
+"""Detects dead ranks: each rank sends heartbeats to a store and watches those of the next rank."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class CodeReward(Reward):
         return self._pool.check(program, suite, *self._limits)
 
     def _reference_fails(self, task: TestSpec, suite: JudgeSpec) -> bool:
-        """Whether the row's own answer shows that the row is at fault.
+        """Whether the row's reference answer fails too, which shows that the row is at fault.
 
         A program alone cannot show that: it may have been written to make the tests fail in this
         way.

@@ -46,7 +46,7 @@ def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
 
 
 def row_cells(row: Mapping[str, Any]) -> list[str]:
-    """Table cells of a method: seeds, accuracy, interval, difference, interval."""
+    """Table cells: number of seeds, accuracy with interval, difference with interval."""
     against, known = row["against_baseline"], sum(value is not None for value in row["final"])
     accuracy = [percent(row["mean"]), percent_interval(row["ci95"])]
     difference = [percent(against["difference"], "+"), percent_interval(against["ci95"], "+")]
