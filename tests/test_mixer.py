@@ -267,6 +267,54 @@ def test_a_text_completion_ends_with_one_eos() -> None:
     assert ended == plain
 
 
+CHAT = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>-{% endif %}{% endfor %}"
+)
+LAST_ONLY = "{{ messages[-1].content }}"  # so the prompt is formatted differently
+
+
+def test_a_conversation_ends_at_the_last_eos() -> None:
+    words = make_tokenizer()
+    words.chat_template = CHAT
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (
+            ("user", "1+2="),
+            ("assistant", "3"),
+            ("user", "+1="),
+            ("assistant", "4"),
+        )
+    ]
+    whole = encode({"messages": turns}, "row", words)
+    assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>"
+    assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>"
+    assert encode({"prompt": turns[:-1], "completion": turns[-1:]}, "row", words) == whole
+    both = {"prompt": turns[:1], "completion": turns[1:2], "messages": turns}
+    assert words.decode(encode(both, "row", words)["ids"]) == "1+2=3<eos>"
+
+
+ASKED = {"role": "user", "content": "1+2="}
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (CHAT, {"messages": [ASKED]}, "row 7: the last message has role 'user', expected"),
+        (CHAT, {"messages": [ASKED, {"role": "assistant", "content": ""}]}, "no content; remove"),
+        (CHAT, {"messages": []}, "the completion .* is empty; remove the row"),
+        (CHAT, {"prompt": "1", "completion": ""}, "the completion '' is empty"),
+        (CHAT, {"prompt": "", "completion": "1"}, "the prompt '' has no tokens; use a non-empty"),
+        (LAST_ONLY, {"messages": [ASKED, {"role": "assistant", "content": "3"}]}, "differently"),
+    ],
+)
+def test_demonstrations_without_a_target_are_named(template: str, row: Any, message: str) -> None:
+    words = make_tokenizer()
+    words.chat_template = template
+    with pytest.raises(ValueError, match=f"row 7: .*{message.removeprefix('row 7: ')}"):
+        encode(row, "row 7", words)
+
+
 @pytest.mark.parametrize("name", ["moco", "cagrad", "famo"])
 def test_methods_that_need_gradients_or_losses_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=f"controller={name} needs measurements that only gac"):

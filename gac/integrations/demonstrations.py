@@ -41,7 +41,7 @@ def encode(
     Raises:
         ValueError: the row is empty or malformed.
     """
-    if "messages" in row and "completion" not in row:
+    if "completion" not in row:
         prompt, completion = row["messages"][:-1], row["messages"][-1:]
     else:
         prompt, completion = row["prompt"], row["completion"]
