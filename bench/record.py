@@ -28,7 +28,7 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row of the fields that identify it and of measurements such as ms.
+        """Add a row: its identifying fields, and measurements such as ms.
 
         The identifying fields are those in `key`; device is "cpu" or "cuda".
         """

@@ -264,7 +264,7 @@ def _means(finals: Finals) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """A cell: mean and interval, and the number of seeds unless all have results."""
+    """A table cell: mean and interval; if results are missing, also how many seeds have one."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"

@@ -1,4 +1,4 @@
-"""Reports a reward's event counts as metrics and in the log; closes it at the end of the run."""
+"""Reports a reward's event counts as metrics and in the log; closes the reward after the run."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def copies(tensor: Any) -> int:
 def _weighted(
     column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
 ) -> Tensor | None:
-    """Weighted sum of one parameter's gradients; reuse: write it into the first one's buffer."""
+    """Weighted sum of a parameter's gradients; if `reuse`, in place in the first gradient."""
     terms = [(g, w) for g, w in zip(column, weights, strict=True) if g is not None and w != 0]
     if not terms:
         return None
