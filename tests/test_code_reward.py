@@ -119,8 +119,11 @@ def test_check_is_called_with_the_entry_point(reward):
     assert score(reward, "def other(): pass", **row) == 0.0
 
 
-def test_a_builtin_name_is_the_programs_if_the_reference_defines_it(reward):
-    row = {"tests": ["assert sum(2, 3) == 6"], "answer": "def sum(a, b): return a * b"}
+@pytest.mark.parametrize(
+    "reference", ["def sum(a, b): return a * b", "sum, n = lambda a, b: a * b, 0"]
+)
+def test_a_builtin_name_is_the_programs_if_the_reference_defines_it(reward, reference):
+    row = {"tests": ["assert sum(2, 3) == 6"], "answer": reference}
     assert score(reward, "def sum(a, b): return a * b", **row) == 1.0
     assert score(reward, "def total(a, b): return a * b", **row) == 0.0
 
@@ -310,6 +313,9 @@ def test_rows_that_run_the_programs_text_are_refused(reward):
 def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
     row = {"tests": ["assert isclose(add(0.1, 0.2), 0.3)"], "answer": f"from math import *\n{GOOD}"}
     assert score(reward, GOOD, **row) == 1.0
+    # only the name that the tests use is imported
+    alone = row | {"answer": f"from math import isclose, not_in_math\n{GOOD}"}
+    assert score(reward, GOOD, **alone) == 1.0
     assert score(reward, f"def isclose(*a): return True\n{BAD}", **row) == 0.0
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gac.sandbox import server
+from gac.sandbox import confine, server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, SandboxError
 
 from .sandboxes import command, descendants, passes, patch_server, prints, without_namespaces
@@ -276,3 +277,66 @@ def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
     monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))
     with pytest.raises(SandboxError, match="in-memory file for a program: No space left"):
         passes(pool)
+
+
+# --- confinement by hand
+# ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("abi", "rights", "others"),
+    [(1, 13, 0), (2, 14, 0), (3, 15, 0), (4, 15, 1), (5, 16, 1), (6, 16, 2), (7, 16, 2)],
+)
+def test_landlock_handles_every_access_that_the_kernel_knows(monkeypatch, abi, rights, others):
+    """The rights of each version, by Documentation/userspace-api/landlock.rst."""
+    rulesets = []
+
+    def call(name, number, attributes, size, flags):
+        assert (name, number) == ("syscall", 444)
+        if attributes is None:  # asks for the version
+            assert (size.value, flags) == (0, 1)
+            return abi
+        rulesets.append((attributes, size.value, flags))
+        return 33
+
+    monkeypatch.setattr(confine, "_call", call)
+    assert confine.landlock_rules() == 33
+    attributes = struct.pack("=Q", 2**rights - 1) + struct.pack("=Q", 3) * others
+    assert rulesets == [(attributes, len(attributes), 0)]
+
+
+def test_uids_of_servers_are_unused_and_rarely_the_same():
+    starts = set()
+    for seed in range(0, 1 << 16, 37):
+        best, other = confine.unused_uids(seed)
+        assert best[0] >= 0x70000000 and best[-1] < 0x80000000 and len(best) == 4096
+        assert other[0] >= 61184 and other[-1] <= 65519 and len(other) == 128
+        starts.add(best[0])
+    assert len(starts) == len(range(0, 1 << 16, 37))
+
+
+PRIVILEGES = """
+from gac.sandbox import confine
+def show():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    ids = {*fields["Uid"].split(), *fields["Gid"].split()}
+    print(fields["CapEff"].strip(), fields["CapPrm"].strip(), *ids, fields["Groups"].split())
+confine.drop_root(70001)
+show()
+confine.switch_to_uid(70002)
+show()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_only_the_server_may_switch_users():
+    run = subprocess.run(
+        [sys.executable, "-c", PRIVILEGES], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "setresuid" in run.stderr or "PermissionError" in run.stderr:
+        pytest.skip("this container's root may not switch users")
+    server_, program = (line.split(" ", 2) for line in run.stdout.splitlines())
+    kept = f"{confine.CAN_SWITCH:016x}"
+    assert server_ == [kept, kept, "70001 []"]
+    assert program[:2] == [f"{0:016x}"] * 2
+    assert set(program[2].split(" []")[0].split()) == {"70001", "70002"}  # gid, uid

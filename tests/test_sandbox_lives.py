@@ -89,14 +89,22 @@ def test_failed_fork_is_an_error_not_a_score(monkeypatch):
     pool.close()
 
 
-def test_a_child_that_cannot_be_confined_is_an_error_not_a_score(monkeypatch):
-    patch_server(
-        monkeypatch,
-        "from sandbox import zygote, confine, probe\n"
-        "def refuse(program): raise OSError(12, 'Cannot allocate memory')\n"
-        "def verify_confinement(*a): confine.install_filter = refuse\n"
-        "probe.verify_confinement = verify_confinement",
-    )
+NO_FILTER = "def fail(program): raise OSError(12, 'Cannot allocate memory')\n" + (
+    "def verify_confinement(*a): confine.install_filter = fail\n"
+)
+NO_JUDGE = """
+init = wire.Channel.__init__
+def fail(self, reader, writer):
+    if reader > writer: raise OSError(12, 'Cannot allocate memory')  # the judge's channel
+    init(self, reader, writer)
+def verify_confinement(*a): wire.Channel.__init__ = fail
+"""
+
+
+@pytest.mark.parametrize("patch", [NO_FILTER, NO_JUDGE], ids=["both processes", "the judge"])
+def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, patch):
+    imports = "from sandbox import zygote, confine, probe, wire\n"
+    patch_server(monkeypatch, f"{imports}{patch}\nprobe.verify_confinement = verify_confinement")
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="exited before reading its input"):
         passes(pool)
@@ -310,6 +318,11 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
     assert Pool().workers == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert Pool().workers == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    for count, workers in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert Pool().workers == workers
 
 
 def test_each_pool_has_its_own_server_and_uid():
