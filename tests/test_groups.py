@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from gac.rollouts import sampling
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config, write_tiny
 
@@ -51,6 +52,16 @@ def test_prompts_without_signal_are_replaced(task, tmp_path):
     assert [r["sampled_responses"] for r in again] == [
         16 + 4 * row["resampled_prompts"] for row in again
     ]
+
+
+def test_prompts_are_numbered_as_in_a_single_process(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "world_size", lambda: 3)
+    monkeypatch.setattr(sampling, "rank", lambda: 2)
+    trainer = Trainer(tiny_config(task, tmp_path, eval={}))
+    rollouts = trainer.sampler(trainer.model, trainer.feed.examples(0), 0)
+    assert [row.unit for row in rollouts.rows] == [unit for unit in (2, 5, 8, 11) for _ in range(4)]
+    assert [row.sequence for row in rollouts.rows] == list(range(16))
+    assert all(type(row.unit) is int for row in rollouts.rows)
 
 
 def test_overlong_responses(task, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -60,6 +61,7 @@ def rank_0(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     beat = Heartbeat()
     assert at_exit == [beat.stop]
+    assert beat._store.options["timeout"] <= timedelta(minutes=1)  # rank 0 may be dead
     done = threading.Event
     assert isinstance(beat._done, done)
 

@@ -300,8 +300,8 @@ def test_closed_pipe_raises_ended(pipe):
 
 def test_oversized_frame_is_rejected_without_reading(pipe):
     reader, writer = pipe
-    os.write(writer, b"\xff\xff\xff\xff")
-    with pytest.raises(WireError, match="4294967295 bytes"):
+    os.write(writer, ((64 << 20) + 1).to_bytes(4, "big"))
+    with pytest.raises(WireError, match="67108865 bytes; the limit is 67108864"):
         Channel(reader, writer).receive()
 
 
