@@ -56,7 +56,7 @@ def passes(sass: str) -> Passes:
 
 
 def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[float]:
-    """Instructions per logit of the cheapest cycles through `start`."""
+    """Costs of the loops through block `start`, in instructions per logit."""
     first = blocks[start]
     if first.stores and not stores:
         return

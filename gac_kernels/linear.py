@@ -182,7 +182,7 @@ def forward_backward_chunks(
     count: int,  # rows with a gradient, the first in `order`
     first: Tensor | None = None,
 ) -> None:
-    """Pass the logits of each block to `row_fn`, which writes their gradient; accumulate it."""
+    """Let `row_fn` write the gradient of each block's logits, and add its products to `sums`."""
     head = sums.head
     chunk_rows = head.chunk_rows(count, sums.needs.weight)
     for span in spans(0, count, chunk_rows):

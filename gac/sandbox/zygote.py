@@ -331,7 +331,7 @@ def _seconds_without_core(pid: int) -> float:
 
 
 def _read_json(file: int) -> Any:
-    """Read JSON from a memfd. The trainer detects the read by the shared file offset."""
+    """Read JSON from a memfd. This moves the shared file offset, which the trainer watches."""
     parts = []
     while part := os.read(file, 1 << 20):
         parts.append(part)
