@@ -314,7 +314,7 @@ def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
     row = {"tests": ["assert isclose(add(0.1, 0.2), 0.3)"], "answer": f"from math import *\n{GOOD}"}
     assert score(reward, GOOD, **row) == 1.0
     # only the name that the tests use is imported
-    alone = row | {"answer": f"from math import isclose, not_in_math\n{GOOD}"}
+    alone = row | {"answer": f"from math import not_in_math, isclose\n{GOOD}"}
     assert score(reward, GOOD, **alone) == 1.0
     assert score(reward, f"def isclose(*a): return True\n{BAD}", **row) == 0.0
 

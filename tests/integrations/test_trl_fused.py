@@ -17,8 +17,8 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
 from trl.trainer import utils  # noqa: E402 - after the skip
 
 from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
-from gac.integrations.trl_grpo import Inexpressible  # noqa: E402 - after the skip
-from gac.integrations.trl_head import HOOK, FusedLogProbs  # noqa: E402 - after the skip
+from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
+from gac.integrations.trl_head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
 from tests.integrations import tiny  # noqa: E402 - after the skip
 
 needs_own_head = pytest.mark.skipif(
@@ -203,6 +203,30 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
 def test_images_fall_back():
     with pytest.raises(Inexpressible, match="images"):
         FusedGRPOTrainer._fused_loss(SimpleNamespace(), {"pixel_values": None})
+
+
+def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
+    """TRL's head gets one or the other, depending on the version and the options."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 6, 8, generator=draw, requires_grad=True)  # 2 positions of the prompt
+    weight = torch.randn(11, 8, generator=draw)
+    scored = torch.arange(4) < torch.tensor([[4], [1], [3]])
+    targets = torch.randint(0, 11, (3, 4), generator=draw).masked_fill(~scored, -100)
+    advantages, is_demo = torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3, dtype=torch.bool)
+    keywords = {"advantages": advantages, "is_demo": is_demo, "mu": 0.0}
+    results = []
+    for flat in (hidden.flatten(0, 1), hidden[:, -4:][scored]):
+        out = FusedLoss(targets, scored, keywords)(
+            HeadInputs(flat, weight, None, targets, 1.0, None, 1.0)
+        )
+        compact = len(flat) == scored.sum()
+        kept = [x if compact else x.view(3, 6)[:, -4:][scored] for x in out[:2]]
+        results.append((*kept, *torch.autograd.grad(kept[0].sum(), hidden)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    truth = (hidden[:, -4:] @ weight.T).log_softmax(-1)[scored]
+    expected = truth.gather(1, targets[scored][:, None])[:, 0]
+    torch.testing.assert_close(results[1][0], expected)
 
 
 @needs_own_head
