@@ -59,6 +59,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
+    # waiting OpenMP threads sleep: if other processes use the cores, spinning is many times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)

@@ -113,9 +113,11 @@ def _write_model(folder: Path) -> None:
     """A random Qwen2 with 0.3 million parameters that reads and writes ASCII characters."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from .task import make_tokenizer, model_config
 
+    disable_progress_bar()
     tokenizer = make_tokenizer(string.printable[:95])
     tokenizer.save_pretrained(folder)
     config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row, count
@@ -73,10 +74,13 @@ class Trainer(Run):
             disable=not self.accelerator.is_main_process,
             desc=self.config.name or self.method.name,
         )
+        bar._time = time.monotonic  # the system clock may jump
+        bar.start_t = bar.last_print_t = time.monotonic()
         try:
             with (
                 self.stop,
                 bar,
+                logging_redirect_tqdm(),
                 closing_reward(self.tally.reward),
                 contextlib.closing(self.evaluator),
             ):
