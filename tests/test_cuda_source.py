@@ -177,7 +177,9 @@ def test_narrower_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_statistics_and_their_gradient(kernels: ctypes.CDLL, force_split, blocks: int) -> None:
+def test_statistics_and_their_gradient(
+    kernels: ctypes.CDLL, force_split, blocks: int, poison: None
+) -> None:
     force_split(blocks, 4)
     logits, targets = 3 * torch.randn(2, 4, 6007), torch.randint(6007, (8,))
     targets[2] = -100

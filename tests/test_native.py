@@ -10,11 +10,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_logprobs
+from gac_kernels import (
+    DemoWeight,
+    LossSpec,
+    backends,
+    fused_gac_loss,
+    reference,
+    token_logprobs,
+)
 from gac_kernels.backends import cpu
+from gac_kernels.contract import POLICIES
 from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Tokens
 
-from .native_cases import HALF, SPECS, batch, call, error
+from .native_cases import CPU, HALF, SPECS, batch, call, error
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -284,6 +293,38 @@ def test_entropy_gradient_with_an_impossible_target() -> None:
         grads.append(leaf.grad.double())
     assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)
+
+
+def test_a_masked_target_has_no_gradient_under_a_softcap() -> None:
+    logits = torch.tensor([[[-torch.inf, 0.5, 1.0, -1.0]]])
+    one, out = torch.ones(1), torch.empty_like(logits)
+    cpu.row_grads(logits, torch.tensor([0]), one, one, one, one, 1.0, out, softcap=3.0)
+    assert out[0, 0, 0] == 0 and (out[0, 0, 1:] != 0).all()
+
+
+@pytest.mark.parametrize("dual_clip", (None, 1.5))
+@pytest.mark.parametrize("kl_ratio", (False, True))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ratios_far_from_1(policy: str, kl_ratio: bool, dual_clip: float | None) -> None:
+    """Above exp(MAX_LOG_RATIO), the ratio is clamped, and its gradient is 0."""
+    spec = LossSpec(policy=policy, kl_coef=0.1, kl_ratio=kl_ratio, dual_clip=dual_clip)
+    data = batch(31, rows=8, length=3)
+    logits, shape = data.pop("logits"), data["targets"].shape
+    log_ratios = torch.tensor([60, 41, 39, 3, -3, -39, -41, -60.0])[:, None]
+    data |= {
+        "is_demo": torch.zeros(8).bool(),
+        "advantages": torch.tensor([1, 0, -1.0]).expand(shape),
+    }
+    data["old_logps"] = reference.token_logprobs(logits, data["targets"])[0] - log_ratios
+    tokens = cpu.plan(BatchInputs(**data), spec)
+    out, exact = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.float64)
+    terms = cpu.row_loss(logits, tokens, spec, out)
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+    truth = backends.load("reference", CPU).row_loss(logits.double(), Tokens(*wide), spec, exact)
+    scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    assert error(out / scale, exact / scale) < 1e-4  # rounding of the log-probabilities
+    for name, ours, theirs in zip(terms._fields, terms, truth, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=2e-5, atol=1e-6, msg=name)
 
 
 def test_a_unit_gradient_leaves_the_saved_gradients_as_they_are(monkeypatch):
