@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+import tracemalloc
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -58,6 +60,22 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
 
 
+def test_rows_stay_on_the_disk(tmp_path, tokenizer):
+    """In memory are one chunk of rows while loading, and eight bytes per row afterwards."""
+    size = 2000
+    rows = [{**addition_row(i), "notes": f"{i}" * (size // len(f"{i}"))} for i in range(3000)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    tracemalloc.start()
+    with patch("gac.data.examples.CHUNK", 100):
+        examples = load_prompts(DataConfig(prompts=path), tokenizer)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 0.05 * len(rows) * size and peak < 0.3 * len(rows) * size
+    assert [e.extra for e in examples] == rows
+    assert [e.index for e in examples[-3:]] == [2997, 2998, 2999]
+    assert examples[-1] == examples[2999]
+
+
 def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path, tokenizer):
     rows = [addition_row(i) for i in range(5)]
     plain = write(tmp_path / "a.jsonl", *rows)
@@ -69,7 +87,8 @@ def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path,
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "splits"))
     expected = list(load_prompts(DataConfig(prompts=plain), tokenizer))
     for source in ("a.jsonl.gz", "saved", "splits:train"):
-        assert load_prompts(DataConfig(prompts=str(tmp_path / source)), tokenizer) == expected
+        examples = load_prompts(DataConfig(prompts=str(tmp_path / source)), tokenizer)
+        assert list(examples) == expected
     with pytest.raises(ValueError, match=r"split 'test' is not one of train"):
         list(read_rows(f"{tmp_path / 'splits'}:test"))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from .conversations import check_messages, render, split_conversation
 from .order import MixedOrder, Order
 from .shift import DemoShift, check_shifts
 from .source import FORMATS, DataError, SourceRow, read_rows
+from .stored import Example, Examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+CHUNK = 1000  # rows that are tokenized at once and in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -52,34 +55,6 @@ class Source:
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight={self.weight!r}: use a number > 0")
-
-
-@dataclass(frozen=True)
-class Example:
-    """One tokenized prompt, with the fields that its rewards need."""
-
-    id: str
-    """The row's id, or `file, line 3` if it has none."""
-    prompt: tuple[int, ...]
-    """Token ids of the prompt, after the template."""
-    prompt_text: str
-    """The text of `prompt`."""
-    answer: str | None
-    """The gold answer, for rewards."""
-    demo: tuple[int, ...] | None
-    """Token ids of the expert response, ending with EOS."""
-    extra: Mapping[str, Any]
-    """All fields of the row as read, the raw prompt included, for rewards."""
-    source: str = ""
-    """Name of the row's source, from `data.sources` or `data.source_field`."""
-
-
-class Examples(list[Example]):
-    """A list of `Example`; `dropped` maps each reason for dropping rows to a count."""
-
-    def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
-        super().__init__(items)
-        self.dropped: Mapping[str, int] = dict(dropped)
 
 
 @dataclass(frozen=True)
@@ -193,16 +168,14 @@ def load_prompts(
         ValueError: no source is set, or no row is left.
     """
     if config.sources:
-        parts = [
-            [
-                replace(example, source=source.name or source.path)
-                for example in load_prompts(
-                    replace(config, prompts=source.path, sources=()), tokenizer, training=training
-                )
-            ]
+        named = (
+            replace(example, source=source.name or source.path)
             for source in config.sources
-        ]
-        return Examples([example for part in parts for example in part], {})
+            for example in load_prompts(
+                replace(config, prompts=source.path, sources=()), tokenizer, training=training
+            )
+        )
+        return Examples(named, {})
     if config.prompts is None:
         raise ConfigError(
             f"data.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
@@ -210,10 +183,9 @@ def load_prompts(
     dropped: Counter[str] = Counter()
     rows = _select(config, "prompts", config.prompts, dropped)
     if training:
-        _reject_canaries(rows)
+        rows = _without_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    limited = [_apply_limits(config, example, dropped) for example in examples]
-    return _finish(config.prompts, [example for example in limited if example], dropped)
+    return _store(config.prompts, examples, dropped)
 
 
 def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
@@ -234,31 +206,27 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     """
     source = config.demos or config.prompts
     if source is None and config.sources:
-        return Examples(
-            [
-                replace(demo, source=part.name or part.path)
-                for part in config.sources
-                for demo in load_demos(replace(config, prompts=part.path, sources=()), tokenizer)
-            ],
-            {},
+        demos = (
+            replace(demo, source=part.name or part.path)
+            for part in config.sources
+            for demo in load_demos(replace(config, prompts=part.path, sources=()), tokenizer)
         )
+        return Examples(demos, {})
     if source is None or config.demo_field is None:
-        raise ValueError("demonstrations need demos (or prompts) and demo_field to be set")
+        raise ValueError("demonstrations: set data.demo_field, and data.demos or data.prompts")
     dropped: Counter[str] = Counter()
     rows = _select(config, "demos" if config.demos else "prompts", source, dropped)
     if config.demos is None:
-        rows = [row for row in rows if row.fields.get(config.demo_field) is not None]
-        if not rows:
+        rows = (row for row in rows if row.fields.get(config.demo_field) is not None)
+        first = next(rows, None)
+        if first is None:
             raise ValueError(
                 f"no row of {source} has the demonstration field {config.demo_field!r}: set "
                 "demo_field, or set demos to a source that has it"
             )
-    for row in rows:
-        row.text(config.demo_field, key="demo_field")
-    _reject_canaries(rows)
-    examples = _encode(config, tokenizer, rows, dropped, answers=False)
-    limited = [_apply_limits(config, example, dropped) for example in examples]
-    return _finish(source, [example for example in limited if example and example.demo], dropped)
+        rows = itertools.chain([first], rows)
+    examples = _encode(config, tokenizer, _without_canaries(rows), dropped, answers=False)
+    return _store(source, (example for example in examples if example.demo), dropped)
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
@@ -298,9 +266,11 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     return references
 
 
-def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) -> list[SourceRow]:
+def _select(
+    config: DataConfig, key: str, source: str, dropped: Counter[str]
+) -> Iterator[SourceRow]:
     """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
-    selected: list[SourceRow] = []
+    selected = 0
     try:
         rows = read_rows(source)
     except MissingData as error:
@@ -313,31 +283,48 @@ def _select(config: DataConfig, key: str, source: str, dropped: Counter[str]) ->
             allowed = value if isinstance(value, list | tuple) else [value]
             passes = passes and row.get(name, key="where") in allowed
         if passes:
-            selected.append(split_conversation(row, config.prompt_field, config.demo_field))
+            selected += 1
+            yield split_conversation(row, config.prompt_field, config.demo_field)
         else:
             dropped["excluded by where"] += 1
-        if len(selected) == config.limit:
+        if selected == config.limit:
             break
-    return selected
 
 
-def _reject_canaries(rows: Sequence[SourceRow]) -> None:
+def _without_canaries(rows: Iterator[SourceRow]) -> Iterator[SourceRow]:
+    """Yield `rows`; raise DataError for a row that must not be trained on."""
     for row in rows:
         if "canary" in row.fields:
             row.fail(
                 "canary", "its authors forbid training on this row: use it for evaluation only"
             )
+        yield row
 
 
 def _encode(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[SourceRow],
+    rows: Iterator[SourceRow],
     dropped: Counter[str],
+    *,
+    answers: bool,
+) -> Iterator[Example]:
+    """Tokenize `rows` chunk by chunk, and apply the length limits."""
+    while chunk := list(itertools.islice(rows, CHUNK)):
+        for example in _encode_chunk(config, tokenizer, chunk, answers=answers):
+            if limited := _apply_limits(config, example, dropped):
+                yield limited
+
+
+def _encode_chunk(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[SourceRow],
     *,
     answers: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
+    demo_texts = [_demo_text(config, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
@@ -346,7 +333,6 @@ def _encode(
         for kind in (False, True)
     }
     prompts = [next(encodings[kind]) for kind in chat]
-    demo_texts = [_demo_text(config, row) for row in rows]
     present = [text for text in demo_texts if text is not None]
     if present and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
@@ -403,10 +389,10 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
     return render(tokenizer, row, turns, config.prompt_field)
 
 
-def _demo_text(config: DataConfig, row: SourceRow) -> str | None:
+def _demo_text(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:
     if config.demo_field is None:
         return None
-    text = row.text(config.demo_field, required=False)
+    text = row.text(config.demo_field, required=required, key="demo_field")
     if text is None or config.demo_template is None:
         return text
     return _fill(config.demo_template, row, {**_printable(config, row), "demo": text})
@@ -460,9 +446,10 @@ def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -
     return example
 
 
-def _finish(source: str, examples: list[Example], dropped: Counter[str]) -> Examples:
+def _store(source: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
+    examples = Examples(items, dropped)
     reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
     if not examples:
         raise ValueError(f"{source}: no rows left (dropped: {reasons})")
     logger.info("%s: kept %d rows; dropped: %s", source, len(examples), reasons)
-    return Examples(examples, dropped)
+    return examples

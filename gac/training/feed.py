@@ -72,7 +72,8 @@ class Feed:
             for shift in shifts:
                 data = dataclasses.replace(config.data, prompts=shift.demos, sources=())
                 self.prompt_sets.append(load_prompts(data, tokenizer, training=True))
-                if [e.prompt for e in self.prompt_sets[-1]] != [e.prompt for e in self.prompts]:
+                pairs = itertools.zip_longest(self.prompt_sets[-1], self.prompts)
+                if any(a is None or b is None or a.prompt != b.prompt for a, b in pairs):
                     raise ValueError(
                         f"data.demo_shifts: {shift.demos}: {reason}, so this file must have the "
                         "same prompts as data.prompts, in the same order"
@@ -81,7 +82,10 @@ class Feed:
             self.separate_demos = True
             later = [dataclasses.replace(config.data, demos=shift.demos) for shift in shifts]
             loaded = [load_demos(data, tokenizer) for data in (config.data, *later)]
-            self.demos = [demos[: sampling.limit_demos] for demos in loaded]
+            limit = sampling.limit_demos
+            self.demos: list[Sequence[Example]] = [
+                demos if limit is None else demos[:limit] for demos in loaded
+            ]
             if sampling.epochs is not None:
                 epoch_steps = max(sampling.epochs * len(self.demos[0]) // self.demo_batch, 1)
                 self.steps = min(config.steps, epoch_steps)
@@ -119,8 +123,7 @@ class Feed:
         """
         if not self.collect:
             return []
-        positions = {id(example): i for i, example in enumerate(self.prompts)}
-        by_rank = collectives.gather([e and positions[id(e)] for e in examples])
+        by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
         if len(self.collected) < self.collect:
@@ -181,7 +184,7 @@ class Feed:
             ]
         sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
         for examples in sources:
-            lengths += [len(e.prompt) + len(e.demo or ()) for e in examples]
+            lengths.append(max((len(e.prompt) + len(e.demo or ()) for e in examples), default=0))
         return max(lengths)
 
     def sources(self) -> list[Sequence[Example]]:

@@ -1,0 +1,64 @@
+"""Examples in a temporary file: a data set may be larger than the memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenized prompt, with the fields that its rewards need."""
+
+    id: str
+    """The row's id, or `file, line 3` if it has none."""
+    prompt: tuple[int, ...]
+    """Token ids of the prompt, after the template."""
+    prompt_text: str
+    """The text of `prompt`."""
+    answer: str | None
+    """The gold answer, for rewards."""
+    demo: tuple[int, ...] | None
+    """Token ids of the expert response, ending with EOS."""
+    extra: Mapping[str, Any]
+    """All fields of the row as read, the raw prompt included, for rewards."""
+    source: str = ""
+    """Name of the row's source, from `data.sources` or `data.source_field`."""
+    index: int = -1
+    """Position in its `Examples`."""
+
+
+class Examples(Sequence[Example]):
+    """Examples in a temporary file; in memory, each takes eight bytes.
+
+    `dropped` maps each reason for dropping rows to a count.
+    """
+
+    def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        self._ends = array("q", [0])
+        for index, item in enumerate(items):
+            self._file.write(pickle.dumps(replace(item, index=index)))
+            self._ends.append(self._file.tell())
+        self._file.flush()
+        self.dropped: Mapping[str, int] = dict(dropped)  # `items` may have counted more
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[i] for i in numbers]
+        start, end = self._ends[numbers : numbers + 2]
+        # unlike seek and read, also correct in forked processes, which share the file's position
+        return pickle.loads(os.pread(self._file.fileno(), end - start, start))
