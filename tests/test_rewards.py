@@ -368,3 +368,12 @@ def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
     thread.join(20)
     run(5.0)
     assert finished == [True, True, False] and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_missing_import_of_a_reward_is_not_called_a_missing_reward(tmp_path, monkeypatch):
+    (tmp_path / "needy_reward.py").write_text("import absent_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        build_reward("needy_reward:score")
+    with pytest.raises(ValueError, match="no module 'absent_reward'; give its file"):
+        build_reward("absent_reward:score")

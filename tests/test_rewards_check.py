@@ -78,3 +78,15 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
     assert (result.rows, result.failing) == (1, ())
     assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
     assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err
+
+
+def test_the_failures_of_all_tasks_are_counted(tmp_path):
+    row = {"id": "crash", "prompt": "add", "answer": "import os; os.abort()", "tests": TESTS}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    task = {"data": {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}}
+    result = check({"tasks": {"a": task, "b": task}, "reward": "code"})
+    assert [(failed.task, failed.row) for failed in result.failing] == [
+        ("a", "crash"),
+        ("b", "crash"),
+    ]
+    assert (result.rows, result.counts["crashes"]) == (2, 2)
