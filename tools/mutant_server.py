@@ -38,7 +38,8 @@ OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__"
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
-BROAD = ("tests/test_attacks.py", "tests/test_honest.py")  # run hundreds of programs
+# files that run hundreds of programs, or check many settings
+BROAD = ("tests/test_attacks.py", "tests/test_defaults.py", "tests/test_honest.py")
 # other texts of a test file that uses a module
 NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
@@ -152,15 +153,13 @@ class Server:
             }
             if tests:
                 return tests
-        # code that runs when the file is imported: any test may notice
-        every = {name: t for results in covered.values() for name, t in results["seconds"].items()}
-        return {name: t for name, t in every.items() if name not in self.unreliable}
+        return {}  # code that runs when the file is imported, or in other processes
 
     def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[list[str]]:
         """Tests to run, best first: a group of quick ones, then as many as the limit allows."""
         tests = self.covering(mutant, text, covered)
         stem, covering = Path(mutant.path).stem, set(tests)
-        # tests that run the code in other processes cover nothing here
+        # the others of the module: they may run the code in other processes
         named = [results["seconds"] for results in covered.values() if results["names"]]
         tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
 
@@ -194,7 +193,7 @@ class Server:
         count = sum(map(len, groups))
         seed = self.options.seed
         record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "seed": seed}
-        record["tests"] = count
+        record |= {"again": self.options.again, "tests": count}
         outcome, began = "survived", time.monotonic()
         changed = mutant.text()
         for group in groups if count else []:

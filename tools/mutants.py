@@ -83,7 +83,10 @@ def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     rows, total = [], Counter[str]()
     seeds = sorted({record.get("seed", 0) for record in records})
     for module in MODULES:
-        first = {r["key"]: r for r in reversed(records) if r["module"] == module}
+        first: dict[str, dict[str, Any]] = {}
+        for record in records:  # a result is replaced if the test that failed was unreliable
+            if record["module"] == module and not record.get("again", record["key"] in first):
+                first[record["key"]] = record
         if not first:
             continue
         count = Counter(latest[key]["outcome"] for key in first)
