@@ -127,8 +127,22 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
 
 def test_the_cause_of_a_failed_write_is_one_line():
     failure = CheckpointException("write", {0: (OSError("disk\nfull"), None)})
-    assert checkpoint._cause(failure) == "OSError: disk"
-    assert checkpoint._cause(CheckpointException("write", {})).startswith("CheckpointException: ")
+    assert str(checkpoint._cause(failure)) == "OSError: disk"
+    failure = CheckpointException("write", {})
+    assert str(checkpoint._cause(failure)).startswith("CheckpointException: ")
+
+
+def test_an_interrupt_while_a_checkpoint_is_read(tmp_path, monkeypatch):
+    """torch wraps Ctrl-C in an exception of its own, which would end in a traceback."""
+    model, optimizer = small()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, {})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemReader.read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(path, model, optimizer)
 
 
 def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):

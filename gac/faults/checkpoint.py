@@ -98,7 +98,7 @@ def load(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    dcp.load(state, checkpoint_id=path)
+    _read(state, path)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -117,7 +117,7 @@ def load_weights(
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    _read(state, path, no_dist=True)
     model.load_state_dict(state["model"])
 
 
@@ -136,7 +136,7 @@ def model_tensors(path: Path) -> dict[str, Tensor]:
 def read_tensors(path: Path, meta_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read the given subset of `model_tensors`, unsharded, in this process only."""
     tensors = {name: torch.empty_like(x, device="cpu") for name, x in meta_tensors.items()}
-    dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
+    _read({"model": tensors}, path, no_dist=True)
     return tensors
 
 
@@ -235,10 +235,13 @@ def _on_all_ranks(work: Callable[[], Result], folder: Path) -> Result:
     return run_on_all_ranks(work, explain)
 
 
-def _cause(error: CheckpointException) -> str:
-    """First line of the underlying error."""
-    cause = next(iter(error.failures.values()))[0] if error.failures else error
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+def _cause(error: CheckpointException) -> BaseException:
+    """KeyboardInterrupt if it stopped any rank, else an OSError with the first cause's line."""
+    causes = [cause for cause, _ in error.failures.values()]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        return KeyboardInterrupt()
+    cause = (causes or [error])[0]
+    return OSError(f"{type(cause).__name__}: {cause}".splitlines()[0])
 
 
 def _on_rank_0(work: Callable[[], None]) -> None:
@@ -255,7 +258,14 @@ def _write(state: dict[str, Any], path: Path) -> None:
     try:
         dcp.save(state, checkpoint_id=path)
     except CheckpointException as error:  # not an Exception
-        raise OSError(_cause(error)) from error
+        raise _cause(error) from error
+
+
+def _read(state: dict[str, Any], path: Path, no_dist: bool = False) -> None:
+    try:
+        dcp.load(state, checkpoint_id=path, no_dist=no_dist)
+    except CheckpointException as error:
+        raise _cause(error) from error
 
 
 def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
