@@ -15,6 +15,7 @@ from gac.config import load
 from gac.models import row_attention
 from gac.models.causal_lm import attach_head
 from gac.training import budget
+from gac.training.forward import Forward
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 
@@ -90,6 +91,37 @@ def test_reference_that_cannot_be_packed_is_padded_too():
     assert row_attention.enable(policy) and budget.packs_by_row(policy)
     chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, policy, reference, 100, 8)
     assert (chosen.micro_batch, chosen.micro_tokens) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),  # on-policy: the ratio is 1, so no forward is needed but that of the gradient
+        ({"rollouts": {"reuse": 2}}, ["row_logprobs"]),
+        ({"loss": {"kl_coef": 0.1}}, 2 * ["reference_logprobs"]),
+        # in the first step only: rows with and without a gradient
+        ({"monitor_kl_every": 2}, 2 * ["reference_logprobs"]),
+    ],
+)
+def test_logps_are_computed_only_where_they_are_used(
+    task, tmp_path, monkeypatch, changes, expected
+):
+    """In two GRPO steps, the old and the reference log-probs."""
+    calls = []
+    for name in ("row_logprobs", "reference_logprobs"):
+        original = getattr(Forward, name)
+
+        def recorded(self, *args, name=name, original=original):
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(Forward, name, recorded)
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, **changes.get("rollouts", {})}
+    changes = changes | {"rollouts": rollouts, "method": "grpo", "eval": {}, "steps": 2}
+    trainer = Trainer(tiny_config(task, tmp_path, **changes))
+    trainer.run()
+    assert calls == expected
+    assert (trainer.reference is not None) == ("reference_logprobs" in expected)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
