@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools import mutants
+from tools import mutants, native_mutants
 from tools.mutations import changes
 
 TEXT = """
@@ -40,6 +40,41 @@ def test_each_change_is_valid_and_described() -> None:
         assert " ".join(TEXT[change.start : change.end].split()) == change.before
     (sliced,) = (c for c in found if c.before == "a:")  # columns are in bytes
     assert sliced.lines == (6, 6)
+
+
+NATIVE = """
+#define SIZE 1
+template <int kWidth>  // a < b
+int f(const float* row, int count) {
+  static_assert(kWidth == 4);
+  if (count > 2 && !h(row)) return 3;
+  row[count] = g(count, row) ? -1.5f : *row;
+}
+"""
+
+
+def test_changes_of_native_code() -> None:
+    results = {NATIVE[:a] + new + NATIVE[b:] for a, b, new, _ in native_mutants.changes(NATIVE)}
+    before = NATIVE.splitlines()
+    lines = {x.strip() for text in results for x in text.splitlines() if x not in before}
+    assert lines == {
+        "if (count >= 2 && !h(row)) return 3;",
+        "if (count <= 2 && !h(row)) return 3;",
+        "if (count > 2 || !h(row)) return 3;",
+        "if (count > 2) return 3;",
+        "if (!h(row)) return 3;",
+        "if (!(count > 2 && !h(row))) return 3;",
+        "if (count > 2 && h(row)) return 3;",
+        "if (count > (2 + 1) && !h(row)) return 3;",
+        "if (count > (2 - 1) && !h(row)) return 3;",
+        "if (count > 2 && !h(row)) return (3 + 1);",
+        "if (count > 2 && !h(row)) return (3 - 1);",
+        "{}",
+        "row[count] = g(row, count) ? -1.5f : *row;",
+        "row[count] = g(count, row) ? *row: -1.5f ;",
+        "row[count] = g(count, row) ? 1.5f : *row;",
+        "row[count] = g(count, row) ? -(1.5f + 1) : *row;",
+    }
 
 
 def test_page_counts_the_latest_results_and_the_first() -> None:
