@@ -236,6 +236,18 @@ def test_offset_peaked_and_monotonic_rows() -> None:
         assert error(entropy, truth[1]) <= error(baseline[1], truth[1]) + 2e-7, name
 
 
+@pytest.mark.parametrize("distance", (0.0, -80.0))
+def test_any_temperature_gives_the_nearest_float32(distance: float) -> None:
+    """1 / temperature in base 2 is rounded to float32, and the error is corrected."""
+    logits, target = torch.full((1, 1, 3001), -1e5), torch.tensor([7])
+    logits[0, 0, 5:9] = distance
+    logits[0, 0, 5] = 0
+    for temperature in torch.linspace(0.5, 3, 50).tolist():
+        logps, *_ = cpu.row_stats(logits, target, temperature)
+        truth = (logits.double() / temperature).log_softmax(-1)[0, 0, 7]
+        assert error(logps, truth) <= 2**-24 * 2 ** math.ceil(math.log2(-truth)) * 1.01
+
+
 def test_small_probabilities_keep_relative_accuracy() -> None:
     """Probabilities from 1 to 1e-35.
 

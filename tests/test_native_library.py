@@ -129,6 +129,7 @@ def test_only_the_results_are_written(
     monkeypatch.setattr(Tensor, "new_empty", lambda x, n, dtype=None: allocate(n, dtype or x.dtype))
     data = {k: v[:, :4] if v.dim() > 1 else v for k, v in native_batch(width).items()}
     logits, targets = data.pop("logits"), data.pop("targets")
+    targets[0, :2] = torch.tensor([-1, width])
     inputs = BatchInputs(targets, data.pop("advantages"), data.pop("is_demo"), **data)
     tokens = cpu.plan(inputs, LossSpec())
     cpu.row_stats(logits, tokens.targets, 1.0, more=True)
@@ -172,6 +173,14 @@ def test_invalid_offsets_are_not_followed(ends: list[int], message: str) -> None
     inputs = BatchInputs(torch.zeros(3).long(), torch.zeros(2), is_demo)
     with pytest.raises(RuntimeError, match=message):
         cpu.plan(inputs._replace(cu_seqlens=torch.tensor(ends)), LossSpec())
+
+
+def test_missing_memory_is_reported() -> None:
+    logits, one = torch.zeros(1, 1, 1).expand(1, 1, 2**60), torch.ones(1)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        cpu.row_stats(logits, torch.zeros(1).long(), 1.0, softcap=3.0)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        row_grads(logits, one, one, logits)
 
 
 def test_columns_of_another_layout_are_converted() -> None:
