@@ -179,3 +179,13 @@ def test_lora_trains_adapters_only():
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
     assert names and all("lora" in n for n in names)
+
+
+def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():
+    """Its kernels read the weights of these layers directly."""
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
+    model = _add_lora(model, LoraConfig(rank=2))
+    adapted = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {"in_proj", "x_proj", "dt_proj"}

@@ -133,10 +133,14 @@ def test_constant_coefficients_have_no_z_score() -> None:
     assert (rl_variance, disagreement) == pytest.approx((0.0, 0.0), abs=1e-20)
 
 
-@pytest.mark.parametrize(("dot", "disagreement"), [(3.0, 0.0), (-3.0, 4.0)])
-def test_disagreement_of_parallel_coefficients_is_exact(dot: float, disagreement: float) -> None:
-    """In floating point, 3 / sqrt(3) / sqrt(3) is above 1."""
-    rollouts = torch.tensor([2.0, 0.0, 0.0, 3.0, 3.0, dot, 5.0], dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("squares", "dot", "disagreement"),
+    [((3.0, 3.0), 3.0, 0.0), ((498 / 7, 1162.0), -math.sqrt(498 / 7 * 1162), 4.0)],
+)
+def test_disagreement_of_parallel_coefficients_is_exact(squares, dot, disagreement) -> None:
+    """In floating point, the cosine of these is above 1, or below -1."""
+    assert abs(dot / math.sqrt(squares[0]) / math.sqrt(squares[1])) > 1
+    rollouts = torch.tensor([2.0, 0.0, 0.0, *squares, dot, 5.0], dtype=torch.float64)
     signals = dataclasses.replace(TokenMoments.zeros(), rollouts=rollouts).signals()
     assert (signals.rl_variance, signals.disagreement) == (2.5, disagreement)
 
