@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.sandbox.judge import judge
+from gac.sandbox.remote import SolverClient
 from gac.sandbox.wire import Channel, ChannelClosed, NotPlain, WireError, decode, encode, parse
 
 SCALARS = (
@@ -366,3 +367,10 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
 )
 def test_numbers_in_other_bases_and_arrays_round_trip(value):
     assert round_trip(value) == value and type(round_trip(value)) is type(value)
+
+
+def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
+    number, text = [1, "Number", "int", [], []], [2, "Text", "str", [], []]
+    both = SolverClient(Channel(-1, -1))._class([3, "Both", "str", [number, text], []])
+    assert both.__mro__[0] is both and issubclass(both, str) and not issubclass(both, int)
+    assert type.__repr__(both) == "<class 'program.Both'>"
