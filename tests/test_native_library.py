@@ -129,7 +129,7 @@ def test_only_the_results_are_written(
     monkeypatch.setattr(Tensor, "new_empty", lambda x, n, dtype=None: allocate(n, dtype or x.dtype))
     data = {k: v[:, :4] if v.dim() > 1 else v for k, v in native_batch(width).items()}
     logits, targets = data.pop("logits"), data.pop("targets")
-    targets[0, :2] = torch.tensor([-1, width])
+    targets[0, 0], targets[-1, -1] = -1, width
     inputs = BatchInputs(targets, data.pop("advantages"), data.pop("is_demo"), **data)
     tokens = cpu.plan(inputs, LossSpec())
     cpu.row_stats(logits, tokens.targets, 1.0, more=True)
