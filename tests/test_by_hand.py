@@ -73,12 +73,15 @@ def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
 
     reward.set_step = lambda step: None
 
+    starts = []
+
     def engine(model):
-        return lambda prompts, samples: [(8, 1)] * len(prompts) * samples
+        return lambda prompts, samples: starts.append(prompts) or [(8, 1)] * len(prompts) * samples
 
     config = RolloutConfig(prompts=1, completions=2, max_new_tokens=4)
     sampler = Sampler(config, engine, make_tokenizer(), reward, plan, group_credit)
     assert sampler(None, [example()]).rewards == [1.0]  # of the second stage only
+    assert starts == [[(4, 5, 6)], [(4,)]]  # the response after a complete one is discarded
 
 
 def test_a_share_of_a_short_demonstration_is_rounded_up():

@@ -117,6 +117,10 @@ def test_check_is_called_with_the_entry_point(reward):
     assert score(reward, GOOD, **row) == 1.0
     assert score(reward, BAD, **row) == 0.0
     assert score(reward, "def other(): pass", **row) == 0.0
+    assert score(reward, GOOD, **row, prompt="Write a function that adds.") == 1.0
+    begun = {"prompt": 'def add(a, b):\n    """Add."""\n', **row}  # the program may continue it
+    assert score(reward, "    return a + b", **begun) == 1.0
+    assert score(reward, "    return a - b", **begun) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gac.models.causal_lm import (
     load_tokenizer,
 )
 from gac.models.head import Head
-from gac.models.weights import base_folder
+from gac.models.weights import _check, base_folder
 
 
 def test_packed_heads_keep_their_parts_in_place() -> None:
@@ -138,3 +138,10 @@ def test_dropout_is_removed_unless_requested(tmp_path, keep) -> None:
     AutoConfig.for_model("gpt2", resid_pdrop=0.25, attn_pdrop=0.0).save_pretrained(tmp_path)
     config = _training_config(ModelConfig(path=str(tmp_path), dropout=keep))
     assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("missing", "text"), [("a", "a: copy"), ("cab", "a and 2 more: copy")])
+def test_missing_weights_are_counted(missing, text) -> None:
+    info = {"mismatched_keys": [], "missing_keys": list(missing)}
+    with pytest.raises(ConfigError, match=f"model.path='x': the weights do not contain {text}"):
+        _check("model.path", "x", info)

@@ -174,11 +174,13 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
 def test_models_with_a_convolution_are_packed_only_in_float32():
     """In lower precision, rounding could hide what a convolution leaks."""
     model = make("qwen2")
+    model.train().model.norm.eval()
     assert supports_packing(model) and supports_packing(model.bfloat16())
     modes = [module.training for module in model.modules()]
     model.unused = torch.nn.Conv1d(1, 1, 1)
     assert not supports_packing(model) and supports_packing(model.float())
     assert modes == [module.training for module in model.modules()][:-1]
+    assert model.model.training and not model.model.norm.training
 
 
 def test_packing_does_not_change_a_rows_logps():

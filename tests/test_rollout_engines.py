@@ -49,6 +49,7 @@ def test_parts_group_similar_lengths_within_the_budget():
     assert lengths == [[9, 9], [7, 4], [3, 2]]
     assert _parts(PROMPTS, params, 4, None) == [[1, 5], [3, 4], [0, 2]]
     assert _parts(PROMPTS, params, None, None) == [list(range(6))]
+    assert all(len(part) == 1 for part in _parts(PROMPTS, params, None, 1))  # at least one prompt
 
 
 PAGED = {"engine": "paged", "paged": PAGES}

@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from gac.data.rows import Row
+from gac.methods.base import Mix
 from gac.training import policy
 from gac.training.feed import Feed
-from gac.training.probes.parts import copies
+from gac.training.probes.parts import GradientParts, copies
 from gac.training.record import Record
 from gac.training.trainer import Trainer
 
@@ -35,6 +36,21 @@ def test_rows_are_balanced_only_with_token_budgets() -> None:
     assert Feed.balance(SimpleNamespace(uses_balancing=False), rows) is rows
     balanced = Feed.balance(SimpleNamespace(uses_balancing=True, unit=1), rows)
     assert [row.sequence for row in balanced] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected", "gradient"),
+    [
+        ((1.0, 3.0), Mix(0.25, 4.0), [0.5, 0.5, 1.5, 1.5]),
+        ((0.0, 0.0), Mix(0.7, 0.0), [0.0] * 4),
+        (None, Mix(0.7, 2.0), None),
+    ],
+)
+def test_weights_of_the_two_terms_become_the_mix(weights, expected, gradient) -> None:
+    combined: list = []
+    parts = SimpleNamespace(needs=SimpleNamespace(parts=2), combine=combined.append)
+    assert GradientParts.combine_pair(parts, weights, Mix(0.7, 2.0)) == expected
+    assert combined == ([] if gradient is None else [gradient])
 
 
 def test_no_demonstrations_are_drawn_for_a_method_without_them() -> None:
