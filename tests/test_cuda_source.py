@@ -230,6 +230,18 @@ def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
     torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
 
 
+def test_rounding_does_not_change_the_signs_of_statistics(
+    kernels: ctypes.CDLL, force_split
+) -> None:
+    """If one token has all the mass, its log-probability and the entropy are 0."""
+    force_split(1, 1)
+    logits = torch.full((1, 64, 40), -30.0)
+    logits[0, :, 3] = torch.linspace(30, 60, 64)
+    logps, entropy, _ = cuda.row_stats(logits, torch.full((64,), 3), 0.7)
+    assert (logps <= 0).all() and (logps > -2e-6).all()
+    assert (entropy >= 0).all() and (entropy < 2e-6).all()
+
+
 def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) -> None:
     """From log2(e) x = 65536 on, exponents are computed differently, possibly in only part of a
     row.
