@@ -30,7 +30,7 @@ from tools.mutations import Mutant, all_mutants, draw
 
 # test files that take minutes or check texts
 SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
-launch light_install models_table overhead packages peers readme scaling scenarios sharding site
+launch light_install overhead packages peers readme scaling scenarios sharding site
 typing""".split()
 MARKERS = "not gpu and not release and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
