@@ -86,6 +86,7 @@ INVALID = [
     ("reward=mth", "unknown reward 'mth'; did you mean 'math'?"),
     ("rollouts.stop=[abc]", "stop='abc' is 0 tokens: use a string"),
     ("method=grop", "did you mean 'grpo'?"),
+    ("trackers=[nope]", "trackers='nope': use names from aim, "),
     ("mixed_precision=bf17", "mixed_precision='bf17': use one of no, bf16"),
 ]
 

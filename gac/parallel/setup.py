@@ -75,8 +75,10 @@ def make_accelerator(
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp; to shard the model, set parallel.mode=fsdp")
     available = {tracker.value for tracker in get_available_trackers()}
+    known = sorted({*LoggerType.list()} - {"all"})
     for tracker in trackers:
-        if tracker in LoggerType.list() and tracker not in available:
+        require(tracker in known, "trackers", tracker, f"names from {', '.join(known)}")
+        if tracker not in available:
             raise ConfigError(f"trackers: {tracker!r} is not installed: pip install {tracker}")
     _join(config.timeout)
     accelerator = Accelerator(
