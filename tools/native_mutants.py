@@ -50,28 +50,10 @@ STATEMENT = re.compile(
     re.MULTILINE,
 )
 NUMBER = re.compile(r"(?<![\w.])(?:0x[\da-f.]+(?:p[-+]?\d+)?|\d+\.?\d*(?:e[-+]?\d+)?)[fu]?\b", re.I)
-OPERATORS = {
-    "<": ("<=", ">="),
-    "<=": ("<", ">"),
-    ">": (">=", "<="),
-    ">=": (">", "<"),
-    "==": ("!=",),
-    "!=": ("==",),
-    "+": ("-",),
-    "-": ("+",),
-    "*": ("/",),
-    "/": ("*",),
-    "%": ("/",),
-    "+=": ("-=",),
-    "-=": ("+=",),
-    "*=": ("/=",),
-    "&": ("|",),
-    "|": ("&",),
-    "<<": (">>",),
-    ">>": ("<<",),
-    "&&": ("||",),
-    "||": ("&&",),
-}
+# each operator, then its replacements
+OPERATORS = """< <= >=, <= < >, > >= <=, >= > <, == !=, != ==, + -, - +, * /, / *, % /, += -=, -= +=,
+*= /=, & |, | &, << >>, >> <<, && ||, || &&"""
+REPLACEMENTS = {first: rest for first, *rest in map(str.split, OPERATORS.split(","))}
 WORDS = {"true": "false", "false": "true", "min": "max", "max": "min", "fmaxf": "fminf"}
 TOKEN = re.compile(r"&&|\|\||::|->|[-+*/|&^<>=!]=|\bif constexpr\b|[\w.]+|\S")
 ENDS = {";", ",", "?", ":", "&&", "||", "=", "+=", "|=", "return"}
@@ -82,7 +64,7 @@ def changes(text: str) -> Iterator[tuple[int, int, str, str]]:
     """Yield (start, end, new, description) of each change; description "": the code says it."""
     code = IGNORED.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
     for match in re.finditer(r"(?<!\S)(?=(\S+\s+)([-+*/%&|<>=!]{1,2})(\s+\S+))", code):
-        for other in OPERATORS.get(match[2], ()):
+        for other in REPLACEMENTS.get(match[2], ()):
             yield match.start(1), match.end(3), match.expand(rf"\1{other}\3"), ""
     for match in re.finditer(r"(?<=[\s(\[{!])(?:!|-)(?=[\w(])", code):
         yield *match.span(), "", "nothing"
