@@ -51,8 +51,8 @@ STATEMENT = re.compile(
 )
 NUMBER = re.compile(r"(?<![\w.])(?:0x[\da-f.]+(?:p[-+]?\d+)?|\d+\.?\d*(?:e[-+]?\d+)?)[fu]?\b", re.I)
 # each operator, then its replacements
-OPERATORS = """< <= >=, <= < >, > >= <=, >= > <, == !=, != ==, + -, - +, * /, / *, % /, += -=, -= +=,
-*= /=, & |, | &, << >>, >> <<, && ||, || &&"""
+OPERATORS = """< <= >=, <= < >, > >= <=, >= > <, == !=, != ==, + -, - +, * /, / *, % /, += -=,
+-= +=, *= /=, & |, | &, << >>, >> <<, && ||, || &&"""
 REPLACEMENTS = {first: rest for first, *rest in map(str.split, OPERATORS.split(","))}
 WORDS = {"true": "false", "false": "true", "min": "max", "max": "min", "fmaxf": "fminf"}
 TOKEN = re.compile(r"&&|\|\||::|->|[-+*/|&^<>=!]=|\bif constexpr\b|[\w.]+|\S")
