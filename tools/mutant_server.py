@@ -166,7 +166,8 @@ class Server:
         def cost(name: str) -> float:
             file = name.partition("::")[0]
             near = 4 if stem in file or file in BROAD else 1
-            seconds = tests[name] + (0.01 if name in covering else self.options.cap)
+            likely = name in covering or file in BROAD
+            seconds = tests[name] + (0.01 if likely else self.options.cap)
             return seconds / near / (1 + self.kills[name])
 
         groups: list[list[str]] = []
