@@ -39,7 +39,7 @@ MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
 # files that run hundreds of programs, or check many settings
-BROAD = ("tests/test_attacks.py", "tests/test_defaults.py", "tests/test_honest.py")
+BROAD = tuple(f"tests/test_{name}.py" for name in ("attacks", "compile", "defaults", "honest"))
 # other texts of a test file that uses a module
 NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
