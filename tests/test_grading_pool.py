@@ -229,3 +229,15 @@ def test_a_closed_pool_starts_new_workers():
 def test_memory_limits_do_not_exceed_the_hard_limit():
     assert grading_worker._capped(100, resource.RLIM_INFINITY) == 100
     assert grading_worker._capped(100, 50) == 50 == grading_worker._capped(50, 100)
+
+
+def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):
+    def wait_for_request(parent, readable):
+        polls = iter(readable)
+        poll = SimpleNamespace(select=lambda *a: (next(polls), [], []))
+        monkeypatch.setattr(grading_worker, "select", poll)
+        return grading_worker._wait_for_request(parent)
+
+    assert wait_for_request(os.getppid(), [[], [], [sys.stdin]])
+    assert not wait_for_request(-1, [[]])
+    assert wait_for_request(-1, [[sys.stdin]])  # a request that the parent has already sent
