@@ -171,6 +171,7 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     study_command = ["study", str(path), "--methods"]
     options = ["--seeds", "2", "--baseline", "dr", "--discard", "--set", *fields]
     arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
+    (tmp_path / "out/grpo-0").mkdir(parents=True)  # of a run that was stopped at its start
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ValueError: data.prompts" in printed
@@ -178,7 +179,8 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     assert results["methods"]["broken"]["final"] == [None, None]
     assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
     evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
-    assert results["methods"]["grpo"]["final"][1] == json.loads(evals[-1])["accuracy"]
+    finals = results["methods"]["grpo"]["final"]
+    assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]
     assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
     assert not (tmp_path / "out/grpo-0/checkpoints").exists()
     page_text = (tmp_path / "out/study.html").read_text()
