@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.config import load
+from gac.faults import checkpoint
 from gac.models import row_attention
 from gac.models.causal_lm import attach_head
 from gac.training import budget
@@ -59,6 +61,24 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     assert metrics(out) == metrics(whole)
     explicit = Trainer(dataclasses.replace(config, micro_batch=3))
     assert not explicit.gradients.forward.micro.packed
+
+
+def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):
+    """They saved neither key, which meant one padded forward."""
+    whole = train(tiny_config(task, tmp_path / "whole", eval={}))
+    config = default_config(task, tmp_path / "resumed")
+    out = train(dataclasses.replace(config, steps=2, micro_batch=1000))
+    read = checkpoint.read_progress
+
+    def read_earlier(path):
+        progress = read(path)
+        return progress | {"config": progress["config"] | {"micro_batch": None}}
+
+    monkeypatch.setattr(checkpoint, "read_progress", read_earlier)
+    resumed = Trainer(config)
+    assert resumed.config.micro_batch == sys.maxsize
+    resumed.run()
+    assert metrics(out) == metrics(whole)
 
 
 def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
 
 logger = logging.getLogger(__name__)
+_MICRO = ("micro_batch", "micro_tokens")
 
 
 class Run:
@@ -133,9 +135,9 @@ class Run:
             progress = {**progress, "config": upgrade_config(progress["config"])}
             preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
             if self.config.micro_batch is None and self.config.micro_tokens is None:
-                saved = {
-                    key: progress["config"].get(key) for key in ("micro_batch", "micro_tokens")
-                }
+                saved = {key: progress["config"].get(key) for key in _MICRO}
+                if saved == dict.fromkeys(_MICRO):  # earlier versions: all rows in one forward
+                    saved["micro_batch"] = sys.maxsize
                 self.config = dataclasses.replace(self.config, **saved)
         return path
 
