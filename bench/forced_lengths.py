@@ -84,23 +84,30 @@ class ForceEos(LogitsProcessor):
 
 def force(model: Any, kind: str) -> None:
     """Make `model.generate` follow the schedule; a step may call it once or several times."""
-    original, generated = model.generate, 0
+    original, generated, lengths = model.generate, 0, list[int]()
     rows = PROMPTS * COMPLETIONS
 
     def generate(*args: Any, **keywords: Any) -> Tensor:
-        nonlocal generated
+        nonlocal generated, lengths
         ids, settings = keywords["input_ids"], keywords["generation_config"]
         if settings.return_dict_in_generate:  # a check of the model, not a step
             return original(*args, **keywords)
-        count = len(ids) * (settings.num_return_sequences or 1)
-        step, first = divmod(generated, rows)
-        lengths = schedule(kind, step)[first : first + count]
-        generated += count
-        force_eos = ForceEos(lengths, ids.shape[1], end=1)
+        before = MAX_LENGTH[kind] - settings.max_new_tokens
+        prompt = ids.shape[1] - before
+        if before:  # the rows that have not ended continue
+            lengths = [length for length in lengths if length > before]
+        else:
+            count = len(ids) * (settings.num_return_sequences or 1)
+            step, first = divmod(generated, rows)
+            lengths = schedule(kind, step)[first : first + count]
+            generated += count
+        force_eos = ForceEos(lengths, prompt, end=1)
         out = original(*args, **keywords, logits_processor=LogitsProcessorList([force_eos]))
-        actual = ((out[:, ids.shape[1] :] == 1).int().argmax(1) + 1).tolist()
-        if actual != lengths:
-            raise RuntimeError(f"{kind}: completions have {actual} tokens, expected {lengths}")
+        new = out[:, prompt:]
+        ended = ((new == 1).int().argmax(1) + 1).where((new == 1).any(1), MAX_LENGTH[kind] + 1)
+        expected = [n if n <= new.shape[1] else MAX_LENGTH[kind] + 1 for n in lengths]
+        if ended.tolist() != expected:
+            raise RuntimeError(f"{kind}: responses end at {ended.tolist()}, expected {expected}")
         return out
 
     model.generate = generate

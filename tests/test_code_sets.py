@@ -24,7 +24,7 @@ SETS = {
 
 
 def references(data_dir, name, limit=None):
-    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit)
+    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit, demo_field=None)
     return load_references(config)
 
 

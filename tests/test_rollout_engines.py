@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
-from gac.rollouts import paged
+from gac.rollouts import generation, paged
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig, SamplingParams, _parts, generate
 from gac.training.run_config import TrainConfig
@@ -66,6 +68,35 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, engine_settings):
     assert sample(config, *policy, PROMPTS, 1) == expected
     assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1
     assert policy[0].training
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
+    """The responses stay the same."""
+    settings = {"max_new_tokens": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
+    if samples > 1:
+        settings |= {"temperature": 1e-3, "samples": samples}  # in effect greedy
+    calls: list[tuple[int, int]] = []
+    original = policy[0].generate
+
+    def recorded(**keywords):
+        out = original(**keywords)
+        if "stopping_criteria" in keywords:  # not the check of the padding
+            calls.append((len(out), out.shape[1] - keywords["input_ids"].shape[1]))
+        return out
+
+    monkeypatch.setattr(policy[0], "generate", recorded)
+    results, costs, steps = [], [], []
+    for after in (1000, 3):
+        calls.clear()
+        monkeypatch.setattr(generation, "SHRINK_AFTER", after)
+        torch.manual_seed(0)
+        results.append(generate(*policy, PROMPTS, **settings))
+        costs.append(sum(rows * count for rows, count in calls))
+        steps.append(sum(count for _, count in calls))
+    assert len(calls) > 1 and costs[1] < 0.8 * costs[0] and steps[1] == steps[0]
+    assert all(before >= 2 * after for (before, _), (after, _) in itertools.pairwise(calls))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("engine_settings", [{"batch_tokens": 80}, PAGED])

@@ -6,13 +6,14 @@ Notation: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import token_ids
@@ -26,6 +27,7 @@ from .advantages import ADVANTAGES
 
 logger = logging.getLogger(__name__)
 ROUNDING = 0.05  # largest change by padding, relative to the effect of other tokens
+SHRINK_AFTER = 16  # tokens after which a batch may shrink; the remaining rows are read again
 ENGINES = ("generate", "paged", "vllm")
 WEIGHTS = ("disk", "nccl")
 
@@ -98,9 +100,9 @@ class RolloutConfig:
     """Token budget per generation batch, instead of `batch`: groups prompts of similar length and
     counts each rollout as its padded prompt plus `max_new_tokens`."""
     engine: str = "generate"
-    """generate: static batches, each of which runs until its longest response ends. paged:
-    transformers' continuous batching, which starts a new response whenever one ends. vllm: an
-    external server (needs the extra `vllm`)."""
+    """generate: static batches, each of which runs until its longest response ends; on a CPU, the
+    rows that have ended are left out. paged: transformers' continuous batching, which starts a new
+    response whenever one ends. vllm: an external server (needs the extra `vllm`)."""
     paged: PagedConfig = PagedConfig()
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = VLLMConfig()
@@ -217,16 +219,69 @@ def generate(
             ids = torch.from_numpy(token_ids(padded).reshape(len(texts), -1))
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
-            out = model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                generation_config=settings,
-                synced_gpus=in_lockstep(model),
-            )
-            new = [truncate_at_stop(row, stops) for row in out[:, width:].tolist()]
+            rows = _continue(model, ids.to(device), mask.to(device), settings, stops)
+            new = [truncate_at_stop(row, stops) for row in rows]
             for at, i in enumerate(part):
                 responses[i] = new[at * params.samples : (at + 1) * params.samples]
     return [response for group in responses for response in group]
+
+
+def _continue(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: GenerationConfig,
+    stops: Sequence[int],
+) -> list[list[int]]:
+    """The new tokens of each sample, at least up to its first stop token.
+
+    On a CPU, the time of a step grows with the number of rows. So whenever half of the rows have
+    ended, only the others continue, in a new batch that reads their tokens again.
+    """
+    shrinks = ids.device.type == "cpu" and not in_lockstep(model)
+    new: list[list[int]] = []
+    live: list[int] = []
+    while not new or live:
+        width, ended = ids.shape[1], HalfEnded(stops)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([ended] if shrinks else []),
+            synced_gpus=in_lockstep(model),
+        )
+        tokens = out[:, width:].tolist()
+        if not new:
+            new, live = [[] for _ in tokens], list(range(len(tokens)))
+            mask = mask.repeat_interleave(len(tokens) // len(ids), 0)
+        for i, row in zip(live, tokens, strict=True):
+            new[i] += row
+        remaining = settings.max_new_tokens - len(tokens[0])
+        if not (ended.stopped and remaining):
+            break
+        kept = (~ended.rows).nonzero()[:, 0]
+        live = [live[i] for i in kept.tolist()]
+        ids, mask = out[kept], mask[kept]
+        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        settings = copy.copy(settings)
+        settings.max_new_tokens, settings.num_return_sequences = remaining, 1
+    return new
+
+
+class HalfEnded(StoppingCriteria):
+    """Stops a batch when at least half of its rows have ended, but not all of them."""
+
+    def __init__(self, stops: Sequence[int]) -> None:
+        self.stops, self.steps, self.stopped = torch.tensor(stops), 0, False
+        self.rows = torch.tensor(False)  # [B]: whether the row has ended
+
+    def __call__(self, input_ids: Any, scores: Any, **keywords: Any) -> Any:
+        """[B]: whether to stop the row."""
+        self.rows = self.rows | torch.isin(input_ids[:, -1], self.stops)
+        self.steps += 1
+        live, count = int((~self.rows).sum()), len(self.rows)
+        self.stopped = self.steps >= SHRINK_AFTER and 0 < live <= count // 2
+        return torch.full_like(self.rows, self.stopped)
 
 
 def _parts(
