@@ -59,8 +59,10 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
-    # waiting OpenMP threads sleep: if other processes use the cores, spinning is many times slower
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # OpenMP threads spin only briefly before they sleep: without spinning, small models train
+        # half as fast on idle cores; with more, many times slower on cores that others use as well
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
     try:
         with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)
