@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import gac.models.causal_lm
+import gac.models.head
 from gac.config import load
 from gac.demo.run import method_config
 from gac.demo.task import write_task
@@ -87,7 +87,7 @@ def measure(config: TrainConfig, warmup: int = 3) -> dict[str, float]:
     watch.watch(trainer.accelerator.unwrap_model(trainer.model), "generate", "generation")
     for model in filter(None, (trainer.model, trainer.reference)):
         watch.watch(model, "forward", "forward")
-    watch.watch(gac.models.causal_lm, "fused_linear_gac_loss", "loss")
+    watch.watch(gac.models.head, "fused_linear_gac_loss", "loss")
     watch.watch(trainer.accelerator, "backward", "backward")
     for owner, name in (
         (trainer.optimizer, "step"),

@@ -170,7 +170,7 @@ def page(name: str, results: Mapping[str, Any]) -> str:
     done = sum(sum(row.values()) for row in counts.values())
     total = len(study.seeds) * sum(map(len, counts.values()))
     sections = {
-        "Success of the gate": _verdicts(study, finals),
+        "Success": _verdicts(study, finals),
         "Final accuracy": _means(finals),
         "Distance to the best constant in hindsight": _hindsight(finals),
         "Average over scenarios against the best single constant": _single(study, finals),
