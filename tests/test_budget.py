@@ -38,7 +38,7 @@ def test_default_packs_rows(task, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         packed = Trainer(default_config(task, tmp_path / "packed", method="gac"))
     assert packed.gradients.forward.micro.packed and packed.config.micro_tokens == 2048
-    assert caplog.text.count("micro_tokens=2048, with packed rows (more would not be") == 1
+    assert caplog.text.count("micro_tokens=2048, with packed rows (the maximum)") == 1
     padded = Trainer(tiny_config(task, tmp_path / "padded", eval={}, method="gac"))
     (row, actual), (other, expected) = next_step(packed), next_step(padded)
     for x, y in zip(actual, expected, strict=True):

@@ -141,9 +141,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _variants(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, list[dict[str, Any]]]:
+def _variants(problems: Sequence[dict[str, Any]], seed: int) -> dict[str, list[dict[str, Any]]]:
     """The rows with changed solutions; rows without a solution stay as they are."""
-    solved = {i: row for i, row in enumerate(rows) if "solution" in row}
+    solved = {i: row for i, row in enumerate(problems) if "solution" in row}
     scrambled = dict(zip(solved, wrong(list(solved.values()), seed), strict=True))
     changes = {
         "wrong": scrambled,
@@ -153,7 +153,7 @@ def _variants(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, list[dict[
         },
     }
     return {
-        name: [changed.get(i, row) for i, row in enumerate(rows)]
+        name: [changed.get(i, row) for i, row in enumerate(problems)]
         for name, changed in changes.items()
     }
 

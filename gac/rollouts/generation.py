@@ -241,7 +241,7 @@ def _continue(
     shrinks = ids.device.type == "cpu" and not in_lockstep(model)
     new: list[list[int]] = []
     live: list[int] = []
-    while not new or live:
+    while True:
         width, ended = ids.shape[1], HalfEnded(stops)
         out = model.generate(
             input_ids=ids,
@@ -258,14 +258,13 @@ def _continue(
             new[i] += row
         remaining = settings.max_new_tokens - len(tokens[0])
         if not (ended.stopped and remaining):
-            break
+            return new
         kept = (~ended.rows).nonzero()[:, 0]
         live = [live[i] for i in kept.tolist()]
         ids, mask = out[kept], mask[kept]
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
         settings = copy.copy(settings)
         settings.max_new_tokens, settings.num_return_sequences = remaining, 1
-    return new
 
 
 class HalfEnded(StoppingCriteria):

@@ -22,8 +22,8 @@ from .packing_check import supports_packing
 from .probes.parts import local
 
 logger = logging.getLogger(__name__)
-# Tokens per forward: more would need more memory without being faster. Fixed, so that a run's
-# results do not depend on the machine unless its memory is smaller.
+# Tokens per forward. On a CPU, more would need more memory without being faster; the number for
+# GPUs has not been measured. Fixed, so that results depend on the machine only if memory is scarce.
 MOST = {"cpu": 2048, "cuda": 16384}
 SHARE = 0.5  # of the free memory; the rest is for sampling, the loss and temporary tensors
 SAMPLE = 64  # tokens per row in the measurement of the memory per token
@@ -57,7 +57,7 @@ def choose_micro_batches(
     most = MOST.get(accelerator.device.type, MOST["cuda"])
     # a power of two, so that runs with similar memory have the same results
     tokens = min(most, 2 ** int(math.log2(max(fitting, 1))))
-    reason = "more would not be faster" if tokens == most else f"{free / 1e9:.2g} GB are free"
+    reason = "the maximum" if tokens == most else f"{free / 1e9:.2g} GB are free"
     if packed:
         tokens = max(tokens, longest * unit)
         logger.info("micro_tokens=%d, with packed rows (%s)", tokens, reason)
