@@ -8,7 +8,9 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import tracemalloc
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
 from gac.data.source import _read_hub
+from gac.data.stored import Example, Examples
+from gac.errors import RunError
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -387,3 +391,13 @@ def test_rows_in_the_layout_of_math_with_the_answer_inside_the_solution(tmp_path
     config = DataConfig(prompts=path, prompt_field="problem", answer_field="solution")
     [example] = load_prompts(config, tokenizer)
     assert example.answer == row["solution"] and example.demo is not None
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs Linux's device that is full")
+def test_a_full_temporary_folder_is_named(monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: FULL.open("w+b", buffering=0))
+    with pytest.raises(RunError, match=f"no space left in {tempfile.gettempdir()} .* set TMPDIR"):
+        Examples([Example("1", (1,), "a", None, None, {})], {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import tempfile
@@ -9,6 +10,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
+
+from gac.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,18 @@ class Examples(Sequence[Example]):
     def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._ends = array("q", [0])
-        for index, item in enumerate(items):
-            self._file.write(pickle.dumps(replace(item, index=index)))
-            self._ends.append(self._file.tell())
-        self._file.flush()
+        try:
+            for index, item in enumerate(items):
+                self._file.write(pickle.dumps(replace(item, index=index)))
+                self._ends.append(self._file.tell())
+            self._file.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise RunError(
+                f"no space left in {tempfile.gettempdir()} for the tokenized rows: free some space "
+                "there, or set TMPDIR to another folder"
+            ) from error
         self.dropped: Mapping[str, int] = dict(dropped)  # `items` may have counted more
 
     def __len__(self) -> int:
