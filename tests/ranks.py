@@ -27,6 +27,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from gac.parallel import setup
 from gac.study import runs
 
 DEADLINE = 240.0  # timeout in seconds for a process in a test
@@ -151,6 +152,8 @@ def _child(
     except BaseException as error:  # KeyboardInterrupt and SystemExit are also reported to the test
         result = Failed(error)
     pipe.send_bytes(pickle.dumps(result))
+    if not isinstance(result, Failed):
+        setup.wait_for_others()
     if dist.is_initialized():
         dist.destroy_process_group()
     os._exit(0)

@@ -6,12 +6,15 @@ import atexit
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
+from gac.parallel import setup
 from gac.training.trainer import Trainer
 
 from . import ranks
@@ -41,6 +44,49 @@ def test_timeout_names_the_call_and_leaves_no_process():
     ):
         rank.result(timeout=0.1)
     assert rank.process.exitcode == -signal.SIGKILL
+
+
+def last_work_seen():
+    """Whether rank 1 had done its last work when this rank went on after waiting for it."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("rank 0 has finished", "")
+    else:
+        store.wait(["rank 0 has finished"], timedelta(seconds=ranks.DEADLINE))
+        sum(range(10**6))
+        store.set("rank 1 has finished", "")
+    setup.wait_for_others()
+    return store.check(["rank 1 has finished"])
+
+
+def test_ranks_that_have_finished_wait_for_the_others():
+    assert ranks.run(last_work_seen, ranks=2) == [True, True]
+
+
+def wait_for_a_rank_that_never_arrives():
+    setup.LONGEST_WAIT = 0.01
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        setup.leave()
+    return dist.is_initialized()
+
+
+def test_nobody_waits_for_ever_or_after_an_error():
+    assert ranks.run(wait_for_a_rank_that_never_arrives, ranks=2) == [False, True]
+    assert ranks.errors(leave_after_an_error, ranks=2) == ["0", "1"]
+
+
+def leave_after_an_error():
+    """Only rank 0 leaves; it would wait for rank 1 for longer than the test's deadline."""
+    setup.LONGEST_WAIT = 10 * ranks.DEADLINE
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        raise ValueError(rank)
+    finally:
+        if rank == 0:
+            setup.leave()
 
 
 def gloo_threads():

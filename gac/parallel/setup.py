@@ -37,6 +37,7 @@ from .collectives import largest
 from .sharded_loading import ShardedLoading
 
 MODES = ("ddp", "fsdp")
+LONGEST_WAIT = 60.0  # seconds that a rank that has finished waits for the others before it exits
 _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
 _meshes: list[DeviceMesh] = []
 
@@ -201,6 +202,28 @@ def shard(
 
 
 def leave() -> None:
+    """Destroy the process group, if there is one; unless an error is raised, after a wait."""
+    if sys.exception() is None:
+        wait_for_others()
+    _destroy()
+
+
+def wait_for_others() -> None:
+    """Return when every rank has called this, or after LONGEST_WAIT.
+
+    With gloo, a rank that exits can reset a connection from which another rank still reads the
+    result of the last collective. The store, unlike a collective, is not affected.
+    """
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # the others are late, or the store is gone
+        if store.add("gac/finished", 1) == dist.get_world_size():
+            store.set("gac/all_finished", "")
+        store.wait(["gac/all_finished"], timedelta(seconds=LONGEST_WAIT))
+
+
+def _destroy() -> None:
     """Destroy the process group, if there is one, and stop its threads.
 
     A destroyed group stays alive, with its threads, as long as anything references it. Such a
@@ -219,7 +242,7 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Run `leave` at exit, after clearing an uncaught exception's traceback.
+    """Destroy the group at exit, after clearing an uncaught exception's traceback.
 
     The traceback still references the trainer.
     """
@@ -227,7 +250,7 @@ def _leave_at_exit() -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    leave()
+    _destroy()
     gc.collect()  # free what only those frames referenced, in case the group was already destroyed
 
 
