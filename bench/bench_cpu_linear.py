@@ -60,7 +60,7 @@ def test_cpu_linear(benchmark, record: Record) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_cpu_memory(record: Record) -> None:
-    """Peak memory beyond the inputs and their gradients, each measured in its own process."""
+    """Measure peak memory beyond the inputs and their gradients, each case in a new process."""
     peaks = {}
     for name, tokens in (("ours", N), ("ours", 4 * N), ("eager", N)):
         command = [sys.executable, "-m", "bench.peak_memory", name, str(tokens)]

@@ -36,8 +36,9 @@ def make_batch() -> tuple[Tensor, ...]:
 def eager_loss(
     logits: Tensor, targets: Tensor, advantages: Tensor, is_demo: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, logps and entropy as a trainer would write them: clipped policy term, CHORD's phi
-    weight.
+    """Compute loss, logps and entropy in eager PyTorch, as trainers do.
+
+    The loss is the clipped policy term on rollouts and CHORD's phi-weighted term on demonstrations.
     """
     log_probs = logits.log_softmax(-1)
     logps = log_probs.gather(-1, targets[..., None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Benchmark of the CPU time that the head sketch adds to the linear loss; runs alternate."""
+"""CPU time that the head sketch adds to the linear loss, measured in alternating runs."""
 
 from __future__ import annotations
 

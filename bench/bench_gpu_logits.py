@@ -109,7 +109,7 @@ def losses(device: torch.device) -> tuple[dict[str, Callable[[Batch], Tensor]], 
 
 
 def find_error(loss: Callable[[Batch], Tensor], batch: Batch) -> str | None:
-    """How the loss or gradient differs from float64, or None if it is accurate."""
+    """How the loss or the gradient differs from float64, or None if both are accurate."""
     exact = batch._replace(hidden=batch.hidden.detach().double().requires_grad_())
     expected = reference.fused_gac_loss(
         exact.hidden, exact.targets, exact.advantages, exact.is_demo, mu=exact.mu, spec=SPEC

@@ -116,8 +116,9 @@ def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 
 
 def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Measure how a synchronous or an asynchronous checkpoint delays the next steps, in seconds,
-    and how much memory it takes.
+    """Measure the cost of synchronous and asynchronous checkpoints.
+
+    The cost is the delay of the next steps, in seconds, and the peak memory growth, in MiB.
     """
     model = start(ModelConfig(path=job["base"]), accelerator, "sharded")
     check_head(model)

@@ -79,7 +79,7 @@ def make_model(case: Case) -> nn.Module:
 
 
 def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn.Module, Callable]:
-    """The model, and a function that computes one loss with the trainer's current head."""
+    """The model, and a function that runs a forward and backward pass with a given provider."""
     import trl
     from datasets import Dataset
 

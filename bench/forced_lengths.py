@@ -83,7 +83,7 @@ class ForceEos(LogitsProcessor):
 
 
 def force(model: Any, kind: str) -> None:
-    """Make `model.generate` follow the schedule; a step may call it once or several times."""
+    """Make `model.generate` follow the schedule, whether a step calls it once or several times."""
     original, generated, lengths = model.generate, 0, list[int]()
     rows = PROMPTS * COMPLETIONS
 

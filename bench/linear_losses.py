@@ -33,7 +33,7 @@ class Provider(NamedTuple):
 
 
 def mixed_loss(logps: Tensor, batch: Batch) -> Tensor:
-    """(1 - mu) clipped policy term + mu phi-weighted likelihood, each a token mean."""
+    """(1 - mu) * clipped policy term + mu * phi-weighted likelihood; both are token means."""
     demo = batch.is_demo[:, None].expand_as(logps)
     ratio = (logps - logps.detach()).exp()
     a = batch.advantages[:, None]

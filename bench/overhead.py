@@ -124,7 +124,7 @@ def without_statistics() -> Iterator[None]:
 
 
 class Parts:
-    """Times the parts of the method that are separate calls."""
+    """Measures the time of those parts of the method that are separate calls."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -189,7 +189,7 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
 
 
 def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
-    """Run the same step at a given mu, without the method; only its losses are recorded."""
+    """Run the same step at a given mu, without the method and its measurements."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
     step = dataclasses.replace(step, needs=StepNeeds())
     with without_statistics():
@@ -233,8 +233,9 @@ def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleT
 
 
 def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> dict[str, Any]:
-    """Percentage of a full step, with a 95 % bootstrap interval over cycles, and milliseconds per
-    step.
+    """Time of `part` per step: as a percentage of a step without the method, and in milliseconds.
+
+    The percentage has a 95 % bootstrap interval over cycles.
     """
     rng = random.Random(0)
 

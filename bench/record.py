@@ -35,8 +35,9 @@ class Record:
         self.rows.append(row)
 
     def save(self) -> list[Path]:
-        """Save the rows, replacing older ones with the same device, work, shape, tokens, case and
-        provider.
+        """Save the rows to one file per device and return the paths of these files.
+
+        A row replaces an older row with the same device, work, shape, tokens, case and provider.
         """
         paths = []
         for device in sorted({row["device"] for row in self.rows}):

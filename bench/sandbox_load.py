@@ -1,4 +1,4 @@
-"""Runs many multi-threaded programs on many workers and counts the correct ones that fail.
+"""Runs many multi-threaded programs on many workers and counts the correct programs that fail.
 
     python -m bench.sandbox_load --programs 10000 --workers 64
 

@@ -1,4 +1,4 @@
-"""Compares vLLM's log-probs of its own samples with ours: `python -m bench.vllm_logprobs`.
+"""Compares vLLM's log-probs with ours, on vLLM's samples: `python -m bench.vllm_logprobs`.
 
 The model is a small untrained one. vLLM samples from it in bfloat16; our fused loss head computes
 the log-probs of the same tokens from transformers' hidden states.

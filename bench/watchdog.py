@@ -85,7 +85,7 @@ def device_is_lost() -> bool:
 
 
 def run(arguments: list[str], limit: float, seconds: float) -> Outcome:
-    """Run pytest with these arguments; restart it after each test that ended its process."""
+    """Run pytest with these arguments; restart pytest after each test that hung or crashed."""
     stop = time.monotonic() + seconds
     events: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,10 @@ HELD_OUT = 82  # number of held-out sentences, of 432
 
 
 def row(left: str, operator: str, right: str, rng: random.Random) -> dict[str, Any]:
-    """One data row: a sentence, its program and tests, and a demonstration (half are wrong)."""
+    """One data row: a sentence, its program and tests, and a demonstration.
+
+    About half of the demonstrations are wrong.
+    """
     other = rng.choice([o for o in OPERATORS if o != operator])
     demo_operator = other if rng.random() < 0.5 else operator
     expression = OPERANDS[left] + OPERATORS[operator] + OPERANDS[right]

@@ -386,7 +386,10 @@ def loss_from_logprobs(
 def check_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
 ) -> GemmOptions:
-    """Check the LM head's inputs; the GEMMs use autocast's dtype in autocast, else hidden's."""
+    """Check the LM head's inputs and return the options of its GEMMs.
+
+    Their dtype is autocast's if autocast applies, otherwise that of `hidden`.
+    """
     checks.rows("hidden", hidden, targets)
     autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
     checks.head(weight, bias, hidden, autocast)

@@ -52,7 +52,7 @@ def find_nvcc() -> str | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Architectures of the supported GPUs in this machine; without a GPU, all supported ones."""
+    """Architectures of the supported GPUs present; without a GPU, all supported architectures."""
     if not torch.cuda.is_available() or torch.version.hip:
         return tuple(ARCHITECTURES.values())
     present = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))

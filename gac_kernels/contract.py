@@ -327,7 +327,10 @@ class TokenMoments:
 
 
 def _trimmed_variance(values: list[float], trim: float) -> float:
-    """Population variance without the fraction `trim` at each end; nan if empty or any is nan."""
+    """Population variance without the fraction `trim` at each end.
+
+    nan if `values` is empty or contains nan.
+    """
     if not values or any(map(math.isnan, values)):
         return math.nan
     dropped = math.floor(trim * len(values))

@@ -30,7 +30,7 @@ class BatchInputs(NamedTuple):
         return self.targets.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether `x` is [S], one value per sequence; also True for an `x` per token if S == N."""
+        """Whether `x` is [S], one value per sequence; if S == N, also True for values per token."""
         return x.shape == (self.sequences,)
 
     def to_targets_device(self) -> BatchInputs:

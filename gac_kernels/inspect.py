@@ -216,7 +216,7 @@ def batch_configurations() -> Iterator[Configuration]:
 
 
 def compile_triton(configuration: Configuration, arch: str) -> Report:
-    """Compile one launch as Triton would on a GPU of this `arch`, all pointers 16-byte aligned.
+    """Compile one launch as Triton would for 16-byte aligned pointers on a GPU of this `arch`.
 
     arch: compute capability times 10, such as "90", or the name of an AMD GPU, such as "gfx942".
     """

@@ -27,7 +27,7 @@ _PTXAS = re.compile(
 
 
 class Compiled(NamedTuple):
-    """One kernel on one architecture; bytes are per thread, shared memory per block."""
+    """One kernel on one architecture: spills and stack in bytes per thread, `shared` per block."""
 
     kernel: str
     dtypes: tuple[torch.dtype, ...]

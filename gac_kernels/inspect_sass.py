@@ -41,7 +41,7 @@ class Passes(NamedTuple):
 
 
 def passes(sass: str) -> Passes:
-    """Count the instructions of a row kernel's two passes: sums (only reads) and gradient (stores).
+    """Count the instructions of a row kernel's passes: one computes sums, one stores the gradient.
 
     If a loop exists with and without an entropy bonus, the cheaper version is counted.
     """

@@ -182,7 +182,7 @@ def forward_backward_chunks(
     count: int,  # rows with a gradient, the first in `order`
     first: Tensor | None = None,
 ) -> None:
-    """Let `row_fn` write the gradient of each block's logits, and add its products to `sums`."""
+    """Let `row_fn` write each block's logit gradient; add the gradients of the inputs to `sums`."""
     head = sums.head
     chunk_rows = head.chunk_rows(count, sums.needs.weight)
     for span in spans(0, count, chunk_rows):

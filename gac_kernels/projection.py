@@ -85,7 +85,7 @@ class Projection:
         return self.gemm_dtype != self.accum_dtype
 
     def writes_rounded(self, weight_size: int) -> bool:
-        """Whether a single GEMM can write the gradient of a weight of this size, already rounded.
+        """Whether a single GEMM can write the rounded gradient of a weight of this size.
 
         float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
         """
@@ -162,7 +162,7 @@ class Projection:
 
 
 def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
-    """Split [start, stop) into slices of at most `rows`, longest first, of nearly equal size.
+    """Split [start, stop) into nearly equal slices of at most `rows`, longest first.
 
     Sizes are multiples of a GEMM tile and differ by at most one tile, because a partly filled tile
     costs as much as a full one; the last slice takes the remainder.
@@ -175,7 +175,7 @@ def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
 
 
 def _whole_tiles(rows: int) -> int:
-    """Round down to whole GEMM tiles; fewer rows than a tile stay as they are, at least 1."""
+    """Round down to whole GEMM tiles; keep a number below one tile, but return at least 1."""
     return max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
 
 

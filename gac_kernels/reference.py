@@ -346,7 +346,7 @@ def loss_from_logprobs(
 def loss_output(
     tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
 ) -> LossOutput:
-    """Reduce the terms [N] to a LossOutput with differentiable `loss`; `shape`: of the targets."""
+    """Reduce terms [N] to a LossOutput with differentiable `loss`; targets have this `shape`."""
     summary = reduce(tokens, terms, moments)
     return LossOutput(
         loss=summary.loss,

@@ -134,7 +134,7 @@ def _compare(mode: str, losses: dict[str, float], expected: dict[str, float]) ->
 
 
 def _train(folder: Path, mode: str, keys: dict[str, Any]) -> dict[str, float]:
-    """Train two steps; returns losses and gradient norm of the first one."""
+    """Train two steps; returns the losses and the gradient norm of the first step."""
     settings = {
         "out": str(folder / mode),
         "model": {"path": str(folder / "model"), "random_init": True},

@@ -74,7 +74,7 @@ class Server:
         preload(PRELOADED)
 
     def fork(self, work: Callable[[], int], deadline: float) -> tuple[int | None, float]:
-        """Exit status of `work` in a child process; None if it passed the deadline."""
+        """Exit status of `work` in a child process (None after a timeout), and its seconds."""
         began = time.monotonic()
         child = os.fork()
         if not child:
@@ -107,7 +107,7 @@ class Server:
         return os.waitstatus_to_exitcode(status) if ready else None, time.monotonic() - began
 
     def coverage(self, module: str) -> Coverage:
-        """Coverage of the test files that name a module, each cached until the file changes."""
+        """Coverage of the test files that name a module; cached until the test file changes."""
         covered: Coverage = {}
         named = f"gac.{module}", NAMED.get(module, f"gac.{module}")
         for path in sorted(Path("tests").rglob("test_*.py")):
@@ -216,7 +216,7 @@ class Server:
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def sample(self, module: str) -> None:
-        """Run a module's sampled mutants without a result or, with --again, those that survived."""
+        """Run a module's sampled mutants that have no result; with --again, all that survived."""
         latest = {record["key"]: record for record in read_results(self.root)}
         drawn = draw(module, self.options.seed)
         if self.options.again:

@@ -70,7 +70,10 @@ def _with(node: Any, **fields: Any) -> Any:
 
 
 def _expressions(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield (replacement, description) of an expression; description "": the code says it."""
+    """Yield (replacement, description) of an expression.
+
+    An empty description means that the code of the replacement is shown instead.
+    """
     match node:
         case ast.Compare(ops=[operator]):
             for other in COMPARISONS[type(operator)]:

@@ -61,7 +61,10 @@ CALLED = re.compile(r"(?!(?:for|smaller|min|fmaxf)$)[\w.]+|>")  # the others are
 
 
 def changes(text: str) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (start, end, new, description) of each change; description "": the code says it."""
+    """Yield (start, end, new, description) of each change.
+
+    An empty description means that the new code is shown instead.
+    """
     code = IGNORED.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
     for match in re.finditer(r"(?<!\S)(?=(\S+\s+)([-+*/%&|<>=!]{1,2})(\s+\S+))", code):
         for other in REPLACEMENTS.get(match[2], ()):
@@ -147,7 +150,7 @@ class NativeServer(Server):
     """Compiles each mutant and forks a process that runs the tests."""
 
     def sample(self, module: str) -> None:
-        """Run a folder's sampled mutants without a result or, with --again, those that survived."""
+        """Run a folder's sampled mutants that have no result; with --again, all that survived."""
         latest = {record["key"]: record for record in read_results(self.root)}
         alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
         alive -= read_triage(self.root).keys()
@@ -215,7 +218,7 @@ class NativeServer(Server):
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def test(self, module: str) -> tuple[int | None, int, str]:
-        """Run the tests of a folder; return the exit status, their number and the failed one."""
+        """Run a folder's tests; return the exit status, the number of tests and the failed one."""
         total = 0
         for group in TESTS[module]:
             self.failed.unlink(missing_ok=True)
@@ -228,7 +231,7 @@ class NativeServer(Server):
 
 
 def run_tests(group: str, failed: Path) -> int:
-    """Run test files until a test fails; write to `failed` the number of tests and which failed."""
+    """Run test files until a test fails; write the number of tests and the failure to `failed`."""
     plugin = Plugin()
     files = [f"tests/test_{name}.py" for name in group.split()]
     limit = ["--timeout=60", "--timeout-method=thread"]

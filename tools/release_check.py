@@ -80,7 +80,7 @@ def run_tests(*arguments: str) -> str:
 
 
 def packages() -> str:
-    """Check that the sdist and a wheel built from it install into new environments, and train."""
+    """Check that the sdist and its wheel install into new environments, and that training works."""
     return run_tests("-m", "release or slow", "tests/test_packages.py")
 
 

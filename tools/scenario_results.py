@@ -164,7 +164,7 @@ def _complete_seeds(finals: Finals, scenarios: Sequence[str], arms: Sequence[str
 
 
 def page(name: str, results: Mapping[str, Any]) -> str:
-    """The part of the study's page below its marker."""
+    """The part of the study's page below the marker."""
     study, finals = STUDIES[name], results["finals"]
     counts = {c: {a: sum(v is not None for v in finals[c][a]) for a in finals[c]} for c in finals}
     done = sum(sum(row.values()) for row in counts.values())
@@ -264,7 +264,7 @@ def _means(finals: Finals) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """A table cell: mean and interval; if results are missing, also how many seeds have one."""
+    """A table cell: mean and interval; if results are missing, also the number of results."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"
@@ -377,7 +377,7 @@ def summary_section(study: Study, finals: Finals) -> str:
 
 
 def _equal_time(study: Study, results: Mapping[str, Any]) -> str:
-    """Seconds per step of each arm; for slower arms, the accuracy in a constant's total time."""
+    """Seconds per step of each arm; for arms slower than constants, the accuracy at equal time."""
     seconds, course = results.get("seconds", {}), results.get("course", {})
     constants = [arm for arm in FIXED if arm in seconds]
     rows = []

@@ -132,7 +132,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 
 def series(rows: Sequence[dict[str, Any]], source: str, quantity: str, smooth: bool) -> np.ndarray:
-    """One value per measurement, nan if unknown; smooth: use running averages."""
+    """One value per measurement, or a running average if `smooth`; nan if unknown."""
     names = ("inner", "sft_square", "rl_square") if quantity == "cosine" else (quantity,)
     columns = [_column(rows, source, name, smooth) for name in names]
     if quantity != "cosine":

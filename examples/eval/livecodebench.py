@@ -52,7 +52,7 @@ def unpack(text: str) -> str:
         pickled = inflater.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
     except zlib.error as error:
         raise ValueError(
-            f"test cases are not zlib-compressed, unlike published ones ({error})"
+            f"test cases are not zlib-compressed, but the published ones are ({error})"
         ) from error
     if not inflater.eof:
         raise ValueError(f"test cases are truncated, or larger than {MAX_BYTES >> 20} MiB")

@@ -89,7 +89,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 
 def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
-    """Keys of `cls`, with the values of `instance` as defaults, or those of `cls` if it is None."""
+    """Keys of `cls`; defaults are those of `cls`, or the values of `instance` if it is given."""
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = field_docs(cls)
     plain: list[Key] = []

@@ -36,7 +36,7 @@ class Override(str):
 
 
 def choice_of(hint: Any) -> Choice | None:
-    """The Choice in an annotation, which may be optional; None if there is no Choice."""
+    """The Choice in an annotation `A` or `A | None`; None if there is no Choice."""
     if get_origin(hint) is Annotated:
         return next((a for a in get_args(hint)[1:] if isinstance(a, Choice)), None)
     if get_origin(hint) in (Union, types.UnionType):
@@ -116,7 +116,7 @@ def parse_overrides(value: Any) -> Any:
 
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
-    """Convert `value` to `hint`; if that is no scalar type, only parse the overrides in `value`."""
+    """Convert `value` to `hint`; if `hint` is no scalar type, only parse overrides in `value`."""
     convert: dict[Any, Callable[[Any], Any]] = {
         str: _as_str,
         Path: Path,
@@ -181,7 +181,7 @@ def convert_literal(options: tuple, value: Any, where: str) -> Any:
 
 
 def convert_enum(hint: type[enum.Enum], value: Any, where: str) -> enum.Enum:
-    """The member of `hint` with the name or value `value`. Raises ConfigError if there is none."""
+    """The member of `hint` whose name or value is `value`. Raises ConfigError if there is none."""
     if isinstance(value, hint):
         return value
     for member in hint:

@@ -264,7 +264,7 @@ def _scale_rate(decay: float, count: int) -> float:
 
 
 def winsorized_mean(losses: Sequence[float], trim: float) -> float:
-    """Mean with the lowest and highest fraction `trim` of values set to the nearest remaining one.
+    """Mean with the lowest and highest fraction `trim` of values clipped to the range of the rest.
 
     Source:
         Tukey and McLaughlin, Sankhya 1963. A median does not react when up to half of a batch turns

@@ -27,6 +27,6 @@ def finite(name: str, value: SupportsFloat) -> float:
 
 
 def numbers(name: str, values: Sequence[SupportsFloat], count: int) -> list[float]:
-    """Convert `values` to floats; raise ValueError unless there are `count` and all are finite."""
+    """Convert `values` to floats; raise ValueError unless they are `count` finite numbers."""
     require(len(values) == count, name, values, f"{count} numbers, or None")
     return [finite(name, value) for value in values]

@@ -107,7 +107,7 @@ def mu_star_biased_paper(
     bias_dot_gradient: float,
     bias_gap_sq: float,
 ) -> float:
-    """Equation 5 as printed, clipped to [0, 1]; the other arguments are those of `mu_star`.
+    """Equation 5 as printed, clipped to [0, 1]; the first five arguments are those of `mu_star`.
 
     Args:
         bias_dot_gradient: `<b_r - b_s, g-bar>`; the paper does not define g-bar. In its appendix:

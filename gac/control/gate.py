@@ -94,7 +94,7 @@ class Gate:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """`at_zero` and `slope`; one that is None has the default of the gate's `form`."""
+        """`at_zero` and `slope`, with None replaced by the default of the gate's `form`."""
         at_zero, slope = FORMS[self.form]
         return (
             at_zero if self.at_zero is None else self.at_zero,

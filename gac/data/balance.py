@@ -46,7 +46,7 @@ def assign_rows(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list
 
 
 def rebalance(rows: Sequence[Row], together: int = 1) -> list[Row]:
-    """Exchange rows between ranks and return this rank's, renumbered. Call it on every rank."""
+    """Exchange rows between ranks; return this rank's rows, renumbered. Call it on every rank."""
     # token ids are unpacked only by the rank that trains on them
     compact = [row._replace(ids=_packed(row.ids)) for row in rows]
     all_rows = [row for part in collectives.gather(compact) for row in part]

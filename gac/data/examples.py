@@ -213,7 +213,10 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
         )
         return Examples(demos, {})
     if source is None or config.demo_field is None:
-        raise ValueError("demonstrations: set data.demo_field, and data.demos or data.prompts")
+        raise ValueError(
+            "no demonstrations are configured: set data.demo_field, and either data.demos or "
+            "data.prompts"
+        )
     dropped: Counter[str] = Counter()
     rows = _select(config, "demos" if config.demos else "prompts", source, dropped)
     if config.demos is None:

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def demo_tokens(self) -> int:
-        """Tokens with a loss that belong to a demonstration."""
+        """Number of demonstration tokens that have a loss."""
         if self.is_demo:
             return self.response_tokens
         return max(self.switch - self.start, 0)
@@ -186,7 +186,7 @@ def count(rows: Sequence[Row]) -> Counts:
 
 
 def loss_divisors(counts: Counts, spec: LossSpec, pooled: bool = False) -> TermPair:
-    """The divisors of the two terms, from global counts. pooled: both use the count of all rows."""
+    """The divisors of the two terms, from global counts; with `pooled`, both cover all rows."""
     rows = TermPair(counts.demos, counts.rollouts)
     tokens = TermPair(counts.demo_tokens, counts.rollout_tokens)
     if pooled:

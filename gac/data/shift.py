@@ -58,7 +58,7 @@ class ShiftingOrder:
         return [(index, row) for row in self.orders[index].take(k)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State in plain JSON types: the order of the first set, and those of the later sets."""
+        """State in plain JSON types: the first set's order, and a list for the later sets."""
         first, *later = (order.state_dict() for order in self.orders)
         return {**first, "later": later} if later else first
 

@@ -40,7 +40,7 @@ class SourceRow:
         raise DataError(f"{self.location}, field {field!r}: {problem}")
 
     def get(self, field: str, *, required: bool = True, key: str | None = None) -> Any:
-        """The field's value; None when it is absent or null and not `required`.
+        """The field's value; if not `required`, None for an absent or null field.
 
         key: the configuration key that selected the field, for the error message.
         """

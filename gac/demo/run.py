@@ -71,7 +71,7 @@ def make_base(
     accepted: tuple[float, float] | None = None,
     data: str = "base",
 ) -> Path:
-    """Train the base model on the task's file `data`, unless it exists, and return its folder.
+    """Train a base model on the task's file `data`, unless already trained; return its folder.
 
     A base model that solves no subtractions, or many, makes the comparison uninformative, so seeds
     are tried until its subtraction accuracy is in the interval `accepted` (None: `BASE_ACCURACY`).

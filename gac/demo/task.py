@@ -32,13 +32,13 @@ def problem(rng: random.Random, op: str) -> tuple[int, int, str]:
 
 
 def prompt(a: int, b: int, op: str) -> str:
-    """The operation, then the digits of both numbers interleaved from the units up."""
+    """The operation, the digits of both numbers interleaved (units first), and "="."""
     columns = zip(reversed(f"{a:0{DIGITS}d}"), reversed(f"{b:0{DIGITS}d}"), strict=True)
     return op + "".join(x + y for x, y in columns) + "="
 
 
 def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """The correct response: result digit and mark of each column.
+    """The correct response: for each column, the result digit and the carry or borrow mark.
 
     forget: with `rng`, the probability of forgetting each carry.
     """

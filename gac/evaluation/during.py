@@ -67,6 +67,6 @@ def _check_column_names(jobs: Mapping[str, Job]) -> None:
         if name and name in jobs:
             raise ConfigError(
                 f"tasks.{name}: split {split!r} of the first task (split_field="
-                f"{first.task.split_field!r}) already uses the column accuracy/{split}; use "
-                f"another name than {name!r}"
+                f"{first.task.split_field!r}) already uses the column accuracy/{split}; rename "
+                f"tasks.{name}"
             )

@@ -75,7 +75,8 @@ class EvalConfig:
                 )
         if self.settings.every or self.settings.tasks:
             raise ValueError(
-                "settings.every and settings.tasks apply only to training: use tasks instead"
+                "settings.every and settings.tasks apply only to training: remove them; `tasks` "
+                "defines the tasks of an evaluation"
             )
 
 

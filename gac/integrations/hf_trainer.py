@@ -54,7 +54,7 @@ class StepMixin(Trainer):
             self._step_demos = None
 
     def observe_rollouts(self, mask: Tensor, advantages: Tensor, ref: Tensor | None) -> None:
-        """Report the rollouts whose loss was just computed to the mixer; see `rollout_moments`."""
+        """Give the mixer the statistics of the last scored rollouts; see `rollout_moments`."""
         assert self._rollout_scores is not None
         (logps, entropy), self._rollout_scores = self._rollout_scores, None
         self.mixer.observe(rollout_moments(logps, mask, advantages, entropy=entropy, ref_logps=ref))

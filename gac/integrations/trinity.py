@@ -202,7 +202,7 @@ class GACPolicyLoss(PolicyLossFn):
             if self.mixer is not None and self.rows_done:
                 raise RuntimeError(
                     f"step {self.step} is incomplete: this rank processed {self.rows_done} rows, "
-                    "which is not its equal share of the step's rows"
+                    "not the number of rows in the step divided by the number of ranks"
                 )
             if self.mixer is None:
                 # Trinity's buffer orders the demonstrations; the mixer's order is not used

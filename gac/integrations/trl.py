@@ -150,7 +150,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
     ) -> None:
         if out is None:
             raise ValueError(
-                f"controller={self.mixer.method.name} reads the sketch of the fused loss, which "
+                f"controller={self.mixer.method.name} requires the fused loss, but the fused loss "
                 "does not support an option of this trainer (see the warning above): change the "
                 "option, or use controller=Guarded()"
             )

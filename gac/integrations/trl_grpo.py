@@ -40,7 +40,7 @@ class FusedLoss:
     out: LossOutput | None = None
 
     def __call__(self, inputs: HeadInputs) -> HeadOutputs:
-        """Compute the loss; its gradient flows through each of the returned log-probs."""
+        """Compute the loss; each returned log-prob has the gradient of the loss."""
         hidden, scored = inputs.hidden, self.scored
         rows, length = scored.shape
         compact = len(hidden) == int(scored.sum())  # TRL passes only tokens with a label
@@ -240,7 +240,7 @@ class FusedGRPOMixin:
         return len(mask) * length * steps
 
     def _entropy_bonus(self: Any, mask: Tensor, norm: float) -> float:
-        """The coefficient that turns TRL's mean entropy into a sum divided by `norm`."""
+        """Entropy coefficient for a sum divided by `norm`; TRL's applies to the mean entropy."""
         if self.loss_type in BY_SEQUENCE:
             raise Inexpressible(f"entropy_coef with loss_type={self.loss_type}")
         active = not self.use_adaptive_entropy or (

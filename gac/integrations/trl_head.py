@@ -60,7 +60,7 @@ _override: ContextVar[Override | None] = ContextVar("gac_trl_head", default=None
 
 @contextlib.contextmanager
 def head_override(function: Override) -> Iterator[None]:
-    """Within the context, compute the head's outputs with `function` instead."""
+    """Within the context, `function` computes the head's outputs."""
     token = _override.set(function)
     try:
         yield
@@ -147,7 +147,7 @@ def apply_fused_head() -> Patch:
 
 @functools.cache
 def _checked_init(trainer_class: Any) -> Callable[..., None]:
-    """`trainer_class.__init__`, which also refuses options that our head does not support."""
+    """Wrap `trainer_class.__init__` to refuse options that our head does not support."""
     own = trainer_class.__init__
 
     @functools.wraps(own)

@@ -66,7 +66,7 @@ def apply_fused_head() -> Patch:
         reduction: str = "none",
         dist_process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Replacement for verl's Triton kernel, whose outputs are flat."""
+        """Replacement for verl's Triton kernel; returns flat outputs, as that kernel does."""
         sharded = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
         if sharded or reduction.lower() != "none":
             return own(hidden, weight, labels, temperature, reduction, dist_process_group)

@@ -14,7 +14,7 @@ from .preset import preset
 
 @dataclass(frozen=True)
 class CHORD(TokenWeighted):
-    """mu follows a schedule; `weight` weights demonstration tokens. The defaults are CHORD-mu."""
+    """mu follows a schedule; `weight` is the demonstrations' token weight. Defaults: CHORD-mu."""
 
     name: ClassVar[str] = "chord-mu"
     family: ClassVar[str] = "schedule"

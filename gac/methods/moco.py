@@ -15,7 +15,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """Takes one projected step on the weights per update; they apply to averaged gradients."""
+    """One projected step on the weights per update; the weights multiply averaged gradients."""
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"

@@ -12,10 +12,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class PCGrad(GramSolver):
-    """The sum of the gradients; if they conflict, each is first projected.
-
-    The projection is onto the normal plane of the other gradient.
-    """
+    """Sum of the gradients; if they conflict, each first loses its component along the other."""
 
     name: ClassVar[str] = "pcgrad"
     source: ClassVar[str] = "arXiv 2001.06782"

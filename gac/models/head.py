@@ -39,7 +39,7 @@ DIVIDED_BEFORE_HEAD = ("minicpm3",)  # their `logits_scaling` divides the hidden
 
 @dataclass
 class Head:
-    """Inputs of a loss from the last layer: hidden states and the head's weight, or logits."""
+    """What a loss takes from the model: last hidden states and the head's weight, or logits."""
 
     hidden: Tensor | None  # [B, T, H]
     weight: Tensor | None = None  # [V, H]
@@ -57,7 +57,7 @@ class Head:
         return fused_linear_gac_loss(self.hidden, self.weight, targets, *batch, **keywords)
 
     def packed(self) -> Head:
-        """The same head over [B T, ...] tokens, for the packed layout of the loss."""
+        """This head with dimensions B and T flattened into one, for the loss's packed layout."""
         flat = [None if x is None else x.flatten(0, 1) for x in (self.hidden, self.logits)]
         return Head(flat[0], self.weight, self.bias, flat[1], self.scaling)
 
@@ -131,9 +131,9 @@ def attach_head(model: PreTrainedModel) -> bool:
 
 
 def patch_forward(model: PreTrainedModel) -> None:
-    """Add `request` to the model's forward. Call it before adding adapters or sharding.
+    """Add the keyword `request` to the model's forward.
 
-    Call `check_head` afterwards.
+    Do this before adding adapters or sharding the model; call `check_head` afterwards.
     """
     original, module = model.forward, model.get_output_embeddings()
     scaling = head_scaling(model.config)
@@ -218,8 +218,8 @@ def check_head(model: nn.Module) -> bool:
     patched.__dict__["plain_head"] = plain
     if not plain:
         logger.warning(
-            "the head of %s is not a plain linear layer: the loss falls back to its logits, which "
-            "need memory for [tokens, vocabulary]",
+            "the head of %s is not a plain linear layer: the loss is computed from the full "
+            "[tokens, vocabulary] logits, which requires more memory",
             type(patched).__name__.removeprefix("FSDP"),
         )
     return plain

@@ -30,7 +30,7 @@ def world_size() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """Gather every rank's `value`, which is pickled, in rank order; also a barrier."""
+    """Gather every rank's `value` (pickled) in rank order; also a barrier."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()

@@ -96,7 +96,9 @@ def make_accelerator(
             f"WORLD_SIZE={expected}, but {ranks} processes joined: launch with torchrun"
         )
     if ranks % config.replicas:
-        raise ConfigError(f"parallel.replicas={config.replicas}: use a divisor of {ranks} ranks")
+        raise ConfigError(
+            f"parallel.replicas={config.replicas}: use a divisor of {ranks}, the number of ranks"
+        )
     return accelerator
 
 
@@ -202,7 +204,7 @@ def shard(
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one; unless an error is raised, after a wait."""
+    """Wait for the other ranks, except after an error; then destroy the process group, if any."""
     if sys.exception() is None:
         wait_for_others()
     _destroy()
@@ -305,7 +307,7 @@ def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 
 def in_lockstep(model: nn.Module) -> bool:
-    """Whether model calls gather weights; if so, all ranks must make the same number of calls."""
+    """Whether calling `model` gathers weights; if so, all ranks must call it equally often."""
     return any(unit not in _gathered_units for unit in units(model))
 
 

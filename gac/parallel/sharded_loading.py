@@ -22,7 +22,7 @@ DISABLE_ASYNC_LOAD = (
 
 
 class ShardedLoading:
-    """This rank's shard of one model's weights: its rows along dimension 0, as FSDP2 splits them.
+    """This rank's rows (dimension 0) of every weight of a model, divided as in FSDP2.
 
     mesh: its dimension "shard" is the group over which the model is sharded. device: where the rows
         are kept.

@@ -97,7 +97,7 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
 def interval_figure(
     labels: Sequence[str], height: float, axis: str, draw: Callable[[Any], None]
 ) -> str:
-    """A base64 PNG with a horizontal line for each label, on which `draw(axes)` plots percentages.
+    """A base64 PNG with one row per label; `draw(axes)` plots percentages in the rows.
 
     height: of the figure, in inches.
     """

@@ -120,7 +120,7 @@ def shared_setting(runs: Sequence[Run], name: str) -> float | None:
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
-    """Yield the object of each non-empty line; None if it is not an object with a finite step."""
+    """Yield each non-empty line as a dict; None if the line is not an object with a finite step."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""Samples of text for the report: prompts with the responses to them and their rewards."""
+"""Text samples for the report: prompts, responses and rewards."""
 
 from __future__ import annotations
 

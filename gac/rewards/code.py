@@ -187,7 +187,7 @@ class CodeReward(Reward):
             raise ValueError(
                 f"the row needs exactly one of the fields {self._tests_field!r} and "
                 f"{self._cases_field!r}, but has {state}; set tests_field or cases_field to the "
-                f"one that holds its tests (it has {', '.join(sorted(example.extra)) or 'none'})"
+                f"field with the tests (all fields: {', '.join(sorted(example.extra)) or 'none'})"
             )
         if cases is not None:
             return TestSpec(None, _cases(self._cases_field, cases), "")
@@ -273,7 +273,7 @@ class RowProblem(ValueError):
 
 
 def program_of(completion: str) -> str:
-    """The last fenced code block marked as Python, else the last one, else all of `completion`.
+    """The last code block marked as Python, else the last code block, else all of `completion`.
 
     A block may be indented, as in a list, and its end may be missing. A fence that is indented
     further than the block's own belongs to its text.

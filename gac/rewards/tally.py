@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class Tally:
-    """Counts a reward's events over all ranks, since the last call."""
+    """Counts a reward's events over all ranks."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._reported = event_counts(reward)
 
     def new_counts(self) -> dict[str, int]:
-        """Return `reward_dropped` and `reward_<name>` for each count.
+        """New events over all ranks since the last call: `reward_dropped`, `reward_<name>`, ...
 
         Collective: every rank must call it. Events during an evaluation are reported with the next
         step.

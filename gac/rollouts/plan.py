@@ -66,5 +66,5 @@ class Sampling:
     """End the run after this many passes over the demonstrations; None: no such limit."""
 
     def unit(self, completions: int) -> int:
-        """Number of rollouts that must share a micro-batch, for `completions` per prompt."""
+        """Number of rollouts that must share a micro-batch; `completions`: rollouts per prompt."""
         return completions if self.groups else 1 + self.pairs

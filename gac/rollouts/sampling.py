@@ -177,7 +177,7 @@ class Sampler:
         credit: Crediting,
         more: Callable[[int], Sequence[Example]] | None = None,
     ) -> None:
-        """`more(n)` returns this rank's next prompts for `rollouts.resample`; all ranks call it."""
+        """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`."""
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
         self.stats = SamplingStats()
@@ -189,8 +189,8 @@ class Sampler:
         if config.top_p < 1 and rank() == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
-                "the probabilities of the full one, so its gradient is biased and the ratio to the "
-                "policy is off; use top_p=1 unless you know that you need it",
+                "the probabilities of the full distribution, so the gradient and the importance "
+                "ratio are biased; use top_p=1 unless you need truncated sampling",
                 config.top_p,
             )
 
@@ -309,7 +309,7 @@ class Sampler:
             groups[q].append(Sample(prefixes[q], response, score, train_prefix, truncated[i]))
 
     def _penalty(self, response: tuple[int, ...]) -> float:
-        """Soft overlong punishment: rises from 0 over the last `overlong_tokens` of the limit."""
+        """Soft overlong punishment: grows from 0 in the last `overlong_tokens` before the limit."""
         tokens = self.config.overlong_tokens
         if tokens is None:
             return 0.0
@@ -376,7 +376,7 @@ def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) 
 
 
 def _pair(example: Example, group: list[Sample]) -> list[Row]:
-    """Rows of the best and the worst response (the first of each), if their rewards differ."""
+    """Rows of the best and the worst response, if their rewards differ; ties go to the first."""
     scored = [s for s in group if not math.isnan(s.reward)]
     best, worst = (pick(scored, key=lambda s: s.reward, default=None) for pick in (max, min))
     if best is None or worst is None or best.reward == worst.reward:

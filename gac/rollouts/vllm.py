@@ -74,8 +74,8 @@ class Server:
     ) -> None:
         if config.weights == "nccl" and not is_vllm_available():
             raise ConfigError(
-                "rollouts.vllm.weights=nccl: requires the vllm package in the trainer's "
-                "environment: install it, or use disk"
+                "rollouts.vllm.weights=nccl requires the vllm package in the trainer's "
+                "environment: install it, or set rollouts.vllm.weights=disk"
             )
         self.config, self.tokenizer = config, tokenizer
         run = Path(folder or tempfile.gettempdir()).absolute()
@@ -158,8 +158,9 @@ class Server:
         if not gap < LOGPROB_TOLERANCE:
             raise RunError(
                 f"rollouts.vllm.url={self.config.url!r}: after the update the server's log-probs "
-                f"differ from the trainer's by {gap:.2g} nats per token: it must serve the trained "
-                "model unquantized and load its weights; fix this and rerun the command to resume"
+                f"differ from the trainer's by {gap:.2g} nats per token: the server must run the "
+                "trained model without quantization and load each weight update; fix this and "
+                "rerun the command to resume"
             )
 
     def _check_vocabulary(self, tokens: Sequence[int]) -> None:
@@ -352,7 +353,7 @@ def _plain(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    """A short message for `error`, without the nested objects of requests."""
+    """A one-line description of `error`, cut after 300 characters."""
     if isinstance(error, requests.ConnectionError | requests.Timeout):
         return "the server does not respond"
     text = " ".join(str(error).split())

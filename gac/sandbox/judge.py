@@ -157,7 +157,7 @@ class _Judge:
         return verdict | ({"suspect": suspect} if suspect else {})
 
     def _name_classes(self, found: dict[str, Any]) -> None:
-        """Mark the program's classes in `found` that, by their name, the tests use as classes."""
+        """Mark the classes in `found` whose names show that the tests use them as classes."""
         for name, value in found.items():
             if isinstance(value, RemoteClass) and (
                 name.lstrip("_")[:1].isupper() or name in self._classes

@@ -80,7 +80,7 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
 
 
 def settle() -> None:
-    """Arrange this process's memory so that its children write to few of its pages.
+    """Arrange memory so that children of this process write to few of the shared pages.
 
     The garbage collector has been off until now, because collections during the imports find
     nearly nothing and are a tenth of the start-up time.

@@ -253,7 +253,7 @@ class Pool:
 
 
 class _MemoryBudget:
-    """Bounds the sum of the memory limits of all running programs; at least one may run."""
+    """Bounds the sum of the memory limits of running programs; a single program may always run."""
 
     def __init__(self, total: int) -> None:
         self._total, self._reserved = total, 0
@@ -285,7 +285,7 @@ def _memory_bytes() -> int:
 
 
 def _was_read(file: int) -> bool:
-    """Whether the confined process has read this file; it shares our file offset."""
+    """Whether the confined process has read from `file`; both processes share its offset."""
     return os.lseek(file, 0, os.SEEK_CUR) > 0
 
 

@@ -111,7 +111,7 @@ def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
 
 
 def _module(name: str) -> types.ModuleType:
-    """Create and register a module for the program; dataclasses and pickle look it up by name."""
+    """Create a module for the program and register it for lookups by dataclasses and pickle."""
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     sys.modules[name] = module

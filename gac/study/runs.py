@@ -93,7 +93,7 @@ def start_server(modules: list[str]) -> None:
 
 
 def result(config: TrainConfig) -> dict[str, Any] | None:
-    """Result of a finished run: `final`, its last (or best) evaluation, and `seconds` of training.
+    """Result of a finished run: `final` (its last or best evaluation) and `seconds` (of training).
 
     None if the run is not finished. Raises ConfigError if it was run with other settings.
     """

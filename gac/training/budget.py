@@ -64,8 +64,8 @@ def choose_micro_batches(
         return dataclasses.replace(config, micro_tokens=tokens)
     rows = max(tokens // longest, unit)
     logger.info(
-        "micro_batch=%d, with padded rows (%s): this model's packed rows would affect each other, "
-        "or its attention is not computed row by row",
+        "micro_batch=%d, with padded rows (%s): this model does not keep packed rows separate, or "
+        "does not compute their attention row by row",
         rows,
         reason,
     )
@@ -73,7 +73,7 @@ def choose_micro_batches(
 
 
 def packs_by_row(model: nn.Module) -> bool:
-    """Whether packed rows agree with separate ones, and their attention is computed row by row."""
+    """Whether the model supports packed rows and computes their attention row by row."""
     if supports_packing(model):
         reshard(model)
         return row_attention.is_by_row(model)
@@ -91,7 +91,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def activation_bytes(model: nn.Module, length: int) -> float:
-    """Bytes per token that a forward pass keeps for the backward, from rows of `length` tokens."""
+    """Bytes per token that the forward pass of rows of `length` tokens keeps for the backward."""
     device = next(model.parameters()).device
 
     def kept(rows: int) -> int:

@@ -22,7 +22,7 @@ from gac.training.run_config import TrainConfig
 
 
 class Feed:
-    """The data of a run on one of `ranks` processes; its state is the position in each order.
+    """The data of a run on one of `ranks` processes, with the position in each of `orders`.
 
     steps: number of optimizer steps of the run, after the method's limit on epochs.
     """
@@ -166,7 +166,7 @@ class Feed:
         return longest
 
     def longest_start(self) -> int:
-        """Maximum number of tokens before a response: the prompt and, if used, its prefix."""
+        """Maximum number of tokens before a response: the prompt and any demonstration prefix."""
         if "prompt_order" not in self.orders:
             return 0
         return max(
@@ -198,7 +198,7 @@ class Feed:
         return {**state, "collected": self.collected} if self.collect else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`; orders that it does not name start from the beginning."""
+        """Resume from `state`; entries of `orders` that are not in it start from the beginning."""
         for name, order in self.orders.items():
             if name in state:
                 order.load_state_dict(state[name])

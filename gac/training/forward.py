@@ -105,5 +105,5 @@ class Forward:
             return model(**batch.model_inputs, request=self._logprobs(batch))
 
     def _logprobs(self, batch: Batch) -> Callable[[Head], Tensor]:
-        """Request that returns the targets' log-probs from the head."""
+        """Function that computes the targets' log-probs from the head."""
         return lambda head: head.logprobs(batch.targets, self.temperature)[0]

@@ -177,7 +177,7 @@ class Gradients:
     def _request(
         self, step: Step, batch: Batch, rows: list[Row], demo: bool, mu: float, spec: LossSpec
     ) -> Callable[[Head], LossOutput]:
-        """Request that returns the loss of the micro-batch `rows`, times its weight."""
+        """Function that computes the weighted loss of the micro-batch `rows` from the head."""
         # gradients are averaged over ranks, so each rank divides by the global count / world size
         divisors = loss_divisors(step.counts, spec, self.loss.pooled)
         weight = rows[0].weight if rows else 1.0

@@ -59,7 +59,7 @@ def check_positions(config: ModelConfig, longest: int) -> None:
     )
     if getattr(text, "rope_parameters", None) is None:
         raise ConfigError(message)
-    logger.warning("%s, unless the model handles longer inputs than that", message)
+    logger.warning("%s, unless the model supports more than %d positions", message, positions)
 
 
 def _text_config(config: ModelConfig) -> Any:

@@ -18,7 +18,7 @@ from .step import Measured, Step, Update
 def observe(
     step: Step, measured: Measured, update: Update, losses_after: TermPair | None = None
 ) -> tuple[dict[str, Any], Observation]:
-    """The metrics row of a step, and the observation for the method's choice of the next weights.
+    """The metrics row of a step, and the observation from which the method sets the next `Mix`.
 
     losses_after: the losses of the step after the update, if the method needs them. In the row,
         None means "not measured".

@@ -98,7 +98,7 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
     if not model.plain_head:
         raise ConfigError(
             f"signals: sketch requires a plain linear head, which {type(model).__name__} does not "
-            "have (the loss falls back to its logits); set method.signals: gradients"
+            "have; set method.signals: gradients"
         )
 
 

@@ -109,7 +109,7 @@ class Measured:
 
     @property
     def non_finite(self) -> bool:
-        """Whether an inner product is not finite; the solver cannot use such a matrix."""
+        """Whether `gram` has an entry that is not finite, which the solver cannot handle."""
         return self.gram is not None and not bool(self.gram.isfinite().all())
 
 

@@ -31,7 +31,7 @@ def mgda(gram: Gram) -> Weights | None:
 
 
 def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
-    """Project conflicting gradients onto the normal planes of each other (arXiv 2001.06782).
+    """Project each of two conflicting gradients onto the other's normal plane (arXiv 2001.06782).
 
     threshold: the cosine below which gradients conflict, in [-1, 1]; 0 is the published method.
     Returns (1, 1) for a zero gradient or without conflict.

@@ -1,4 +1,4 @@
-"""Weights from the two losses only: in the order (SFT, RL), each averaged over all ranks.
+"""Weights computed from the losses (SFT, RL) only; pass losses averaged over all ranks.
 
 A GRPO surrogate is near 0 on-policy and changes sign: pass 1 - mean reward, or the surrogate minus
 a lower bound. States are named tuples of numbers and restore from JSON by `State(*x)`.

@@ -14,7 +14,7 @@ from gac_kernels import LossOutput
 
 
 class UnitSketches:
-    """Collects the loss's sketches [k, k] of each row; a unit's rows may be on several ranks."""
+    """Collects one gradient sketch [k, k] per row; a unit's rows may be on several ranks."""
 
     def __init__(self, size: int) -> None:
         self.width = size**2

@@ -63,7 +63,7 @@ def rollout_term(
     POLICY: tl.constexpr,
     HAS_DUAL: tl.constexpr,
 ):
-    """A rollout token's policy loss, its derivative in logp, and 1 if it was clipped.
+    """The policy loss of a rollout token, its derivative in logp, and 1 if the token was clipped.
 
     Also the ratio, and whether it is clamped at exp(MAX_LOG_RATIO).
     """

@@ -23,7 +23,10 @@ def row_at(pointer, n, T, stride_b, stride_t):
 
 @triton.jit
 def tanh(x):
-    """tanh, which the interpreter lacks: a polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    """tanh, which the interpreter lacks.
+
+    It is computed as 1 - 2 / (e^(2x) + 1), or as a polynomial near 0, where that form cancels.
+    """
     x = tl.where(x > 9.1, 9.1, tl.where(x < -9.1, -9.1, x))  # +-1 in float32; keeps nan
     magnitude = tl.abs(x)
     far = 1.0 - 2.0 / (tl.exp2(magnitude * 2.885390081777926815) + 1.0)  # 2 log2(e)
@@ -46,8 +49,9 @@ def cap(x, softcap):
 
 @triton.jit
 def absorb(top, mass, moment, x, exp2_scale):
-    """Update each lane's top = max z, sum 2^d and sum d 2^d, d = z - top, with a tile x [L, R].
+    """Update each lane's `top`, `mass` and `moment` with a tile x [L, R] of logits.
 
+    top = max z, mass = sum 2^d and moment = sum d 2^d, where z = x exp2_scale and d = z - top.
     A nan or +inf in x makes `mass` nan permanently; -inf adds nothing, even before the first finite
     logit.
     """
