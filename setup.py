@@ -101,7 +101,7 @@ class BuildPython(build_py):
 
 
 class Wheel(bdist_wheel):
-    """Builds one wheel per platform for every Python 3: the library is not an extension module."""
+    """Builds a wheel for any Python 3, as the library is not an extension module."""
 
     def get_tag(self) -> tuple[str, str, str]:
         build = Path(self.get_finalized_command("build").build_lib)

@@ -267,7 +267,7 @@ def test_row_splits(case: str, record: Record) -> None:
 
 
 def splits(run: Step, vocab: int, dtype: torch.dtype) -> dict[str, Step]:
-    """One call of `run` per split that can hold a row of `vocab` logits; keys name the splits."""
+    """Functions that call `run` with a fixed split, by name; only those that fit `vocab` logits."""
 
     def with_split(split: cuda.Split) -> None:
         with mock.patch.object(cuda, "split", lambda *_, **__: split):

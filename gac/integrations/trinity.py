@@ -201,8 +201,8 @@ class GACPolicyLoss(PolicyLossFn):
         if step != self.step:
             if self.mixer is not None and self.rows_done:
                 raise RuntimeError(
-                    f"step {self.step} is incomplete: this rank processed {self.rows_done} rows, "
-                    "not the number of rows in the step divided by the number of ranks"
+                    f"step {self.step} is incomplete: this rank processed {self.rows_done} rows; "
+                    "every rank must process (rows in the step) / (number of ranks)"
                 )
             if self.mixer is None:
                 # Trinity's buffer orders the demonstrations; the mixer's order is not used

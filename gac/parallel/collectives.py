@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a run: all gathers, sums, means and maxima are here.
+"""Collectives over the ranks of a run: gather, sum, mean and maximum.
 
 Numbers use the CPU backend if the process group has one, to avoid waiting for the GPU.
 Call every function on every rank. Without a process group, each returns the local value.

@@ -114,7 +114,7 @@ class Borrower:
         self._numbers: dict[int, int] = {}
 
     def number(self, value: Any) -> int | None:
-        """The number of `value` if it is a proxy or an exception raised by the tests, else None."""
+        """The number of a proxy, or of an exception of the tests; None for other values."""
         return self._numbers.get(id(value))
 
     def keep(self, number: int, proxy: Any) -> None:

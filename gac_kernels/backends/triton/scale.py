@@ -39,7 +39,7 @@ def scale_kernel(
 
 
 def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
-    """The launch of `scale_kernel` for a [B, T, V] tensor or any contiguous one."""
+    """The launch of `scale_kernel` for a contiguous tensor or a strided [B, T, V] one."""
     rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
     geometry = launch.geometry(rows)
     if rows is not tensor:
