@@ -27,7 +27,7 @@ SMALL = 2 * LENGTH  # tokens of a batch that is compared with float64
 
 
 def scaled(tokens: int) -> int:
-    """Return `tokens`, or two or four tokens in a dry run."""
+    """Return `tokens`; in a dry run, 2 if `tokens` is below 8192, otherwise 4."""
     return tiny(tokens, SMALL if tokens < 8192 else 2 * SMALL)
 
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 def linear_batch(
     tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
 ) -> Batch:
-    """A batch whose logits have standard deviation 2, plus 0 to 20 at the target.
+    """A batch whose logits have standard deviation 2; each target's logit is raised by 0 to 20.
 
     The target's probability thus ranges from a guess to near certainty. Nearly uniform logits would
     be unfair to kernels that skip small probabilities.

@@ -36,7 +36,7 @@ SPLIT_CASES = {  # dtypes of logits and gradient, rows: as in a trainer, and as 
 
 
 def make_batch(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """A batch whose `hidden` is the logits [B, T, V], a leaf; its weight is not used."""
+    """A batch with the logits [B, T, V], a leaf tensor, as `hidden`, and an empty `weight`."""
     logits = peaked_logits(tokens, vocab, dtype, device)
     g = torch.Generator(device).manual_seed(2)
     targets = torch.randint(vocab, logits.shape[:2], device=device, generator=g)

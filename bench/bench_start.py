@@ -235,7 +235,7 @@ def save(document: dict[str, Any]) -> None:
 
 
 def row(ranks: int, mode: str, stored: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of results: the maximum of the ranks' peaks, also as a fraction of the model size."""
+    """Row of results: the largest peak memory of any rank, also as a fraction of the model size."""
     total = results[0]["model_mib"]
     start, exported = max(r["start"]["mib"] for r in results), results[0]["export"]
     return {

@@ -73,7 +73,7 @@ def memory() -> dict[str, float]:
 
 
 def wait_for_turn() -> None:
-    """Report the resources used so far and wait for the turn; called at the start of a step."""
+    """Report the resources used so far, then wait for permission to start the next step."""
     print(json.dumps({"cpu": time.process_time(), **memory()}), file=_OUT, flush=True)
     if not sys.stdin.readline():
         os._exit(0)  # exit mid-run: there is nothing to save

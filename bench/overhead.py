@@ -189,7 +189,7 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
 
 
 def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
-    """Run the same step at a given mu, without the method and its measurements."""
+    """Run a step on `rows` at a given mu, without the method and its measurements."""
     step = trainer._assemble(rows, gac.methods.Mix(mu))
     step = dataclasses.replace(step, needs=StepNeeds())
     with without_statistics():

@@ -17,8 +17,9 @@ GRACE = 10  # seconds to wait for a killed process: one that hangs in a driver m
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphaned descendants, so that `run_limited` can end those that left
-    its process group. Called once by a program's main function.
+    """Become the parent of all orphaned descendants, so that `run_limited` can end them.
+
+    They may have left the command's process group. Called once by a program's main function.
     """
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

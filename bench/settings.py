@@ -1,4 +1,4 @@
-"""The results folder of the benchmarks, and whether this is a dry run; standard library only.
+"""The benchmarks' results folder and dry-run flag; imports only the standard library.
 
 A dry run (`python -m bench.first_run --part N --dry-run`) executes the GPU benchmarks on a CPU,
 with interpreted Triton kernels and tiny sizes, to find their errors before a GPU is available. Its

@@ -42,7 +42,7 @@ class Stopwatch:
         self.since = 0.0
 
     def _attribute(self) -> None:
-        """Attribute the time since the last call to the running part."""
+        """Count the time since the last call as time of the running part."""
         now = clock()
         if self.running:
             self.seconds[self.running[-1]] += now - self.since

@@ -105,7 +105,7 @@ def cpu_table(document: dict[str, Any] | None) -> str:
 
 
 def gpu_linear(rows: list[Row]) -> str:
-    """Table with one line per shape and number of tokens; failed runs are "not measured"."""
+    """Table with one line per shape and number of tokens; missing results read "not measured"."""
     body = []
     for shape in HEADS:
         for tokens in GPU_TOKENS:

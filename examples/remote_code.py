@@ -1,4 +1,4 @@
-"""A code reward that runs programs on a remote service, where our own sandbox is not enough.
+"""A code reward that runs programs on a remote service instead of in our own sandbox.
 
     reward: {name: "remote_code:remote_code", url: "http://sandbox.internal:8080", batch: true}
 

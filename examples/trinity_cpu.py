@@ -1,4 +1,4 @@
-"""Replaces the trainer of Trinity-RFT 0.6 on a CPU: builds verl 0.8's worker and its batches.
+"""Replaces Trinity-RFT 0.6's trainer on a CPU: builds verl 0.8's worker and the worker's batches.
 
 Trinity's `VERLTrainer` requires a GPU, but the loss, the batches and verl's worker do not.
 """
@@ -68,7 +68,7 @@ def init_single_process() -> None:
 
 
 def make_worker(model: str, algorithm: Any, lr: float) -> TrainingWorker:
-    """verl's training worker with Trinity's loss from its `AlgorithmConfig`."""
+    """verl's training worker with the loss that Trinity builds from `algorithm`."""
     float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     config = TrainingWorkerConfig(
         model_type="language_model",

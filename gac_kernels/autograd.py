@@ -141,7 +141,7 @@ class FusedLinearLoss(Function):
 
 
 class LinearLogprobs(Function):
-    """Log-probs from hidden [N, H], weight [V, H], bias [V]: the outputs of `TokenLogprobs`."""
+    """Log-probs from hidden [N, H], weight [V, H], bias [V]; same outputs as `TokenLogprobs`."""
 
     @staticmethod
     def forward(

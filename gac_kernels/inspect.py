@@ -144,7 +144,7 @@ def triton_configurations() -> Iterator[Configuration]:
 
 
 def _softcap_configurations() -> Iterator[Configuration]:
-    """The row kernels with a softcap; the statistics kernel with and without MORE_OUTPUTS."""
+    """Yield the row kernels with a softcap (statistics kernel: with and without MORE_OUTPUTS)."""
     from .backends.triton.grads import grads_launch
     from .backends.triton.stats import stats_launch
 

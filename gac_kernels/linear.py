@@ -88,7 +88,7 @@ class Accumulator:
             self.bias += grad.sum(0, dtype=self.head.accum_dtype)
 
     def _weight(self, single_chunk: bool) -> Tensor:
-        """Allocate the weight's gradient [V, H], in float32 or better unless one GEMM writes it."""
+        """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""
         head = self.head
         rounded = single_chunk and head.writes_rounded(head.weight.numel())
         dtype = head.weight_dtype if rounded else head.accum_dtype

@@ -94,7 +94,7 @@ def _check_values(
 def _loss(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
-    """Compute the loss's outputs and, divided by `inv_scale`, the gradients of its operands."""
+    """Compute the loss's outputs, and the gradients of its operands divided by `inv_scale`."""
     inputs = _to_numbers(BatchInputs(*others[:_INPUTS]))
     *encoded, temperature, softcap, backend, needs, dtype, chunk_bytes, sketch_args = others[
         _INPUTS:

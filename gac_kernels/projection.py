@@ -31,7 +31,7 @@ NO_SPLIT_K = 1 << 24
 
 
 class GemmOptions(NamedTuple):
-    """Options of the GEMMs of hidden and the weight."""
+    """Operand dtype of the GEMMs, and the two numbers that determine the chunk sizes."""
 
     dtype: torch.dtype  # that the operands are rounded to, as under autocast
     chunk_bytes: int | None = None  # memory for logits and their gradients; None: CHUNK_BYTES
@@ -93,7 +93,7 @@ class Projection:
         return self.rounds and same and weight_size >= NO_SPLIT_K
 
     def chunk_rows(self, count: int, weight_gradient: bool) -> int:
-        """Rows per chunk of `count` rows.
+        """Number of rows in each chunk when `count` rows are split into chunks.
 
         Several chunks need a float32 buffer to sum the gradient of the weight. A single chunk does
         not, and may use that memory for more rows.
@@ -141,11 +141,11 @@ class Projection:
         return out if self.bias is None else out.add_(self.bias)
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """Gradient [M, H] of the rows from `gradient` [M, V] of their logits, in float32 or better.
+        """Compute the gradient [M, H] of the hidden rows from the logits' `gradient` [M, V].
 
-        With bfloat16 output, a GEMM may also round partial sums (split-K) and lose precision over
-        the long sum. With rounding, the result reuses the logits buffer if it is large enough; the
-        logits are no longer needed.
+        The result is in float32 or better: with bfloat16 output, a GEMM may also round partial sums
+        (split-K) and lose precision over the long sum. With rounding, the result reuses the logits
+        buffer if it is large enough; the logits are no longer needed.
         """
         shape = len(gradient), self.weight.shape[1]
         storage = self._logits.storage if self.rounds else None

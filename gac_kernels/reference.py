@@ -271,11 +271,12 @@ def token_derivatives(
 def linearize(
     tokens: Tokens, spec: LossSpec, logps: Tensor | None = None
 ) -> tuple[Tokens, LossSpec]:
-    """Rewrite tokens and options so that the policy term has gradient -A; keeps the total gradient.
+    """Rewrite tokens and options so that the policy term has gradient -A (A: new advantages).
 
-    If a loss couples the tokens of a sequence, their coefficients are computed here for the whole
-    batch, so that row kernels can process each token on its own. Without `logps` [N], the
-    coefficients must not depend on them (see `coupling`), and the KL is left to the row kernels.
+    The total gradient stays the same. If a loss couples the tokens of a sequence, their
+    coefficients are computed here for the whole batch, so that row kernels can process each token
+    on its own. Without `logps` [N], the coefficients must not depend on them (see `coupling`), and
+    the KL is left to the row kernels.
     """
     known = logps is not None
     policy_spec = spec if known else replace(spec, kl_coef=0.0)
@@ -346,7 +347,7 @@ def loss_from_logprobs(
 def loss_output(
     tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
 ) -> LossOutput:
-    """Reduce terms [N] to a LossOutput with differentiable `loss`; targets have this `shape`."""
+    """Reduce terms [N] to a LossOutput with a differentiable `loss`; shape: that of the targets."""
     summary = reduce(tokens, terms, moments)
     return LossOutput(
         loss=summary.loss,

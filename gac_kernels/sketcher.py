@@ -10,7 +10,7 @@ from .sketch import HeadSketch, RowSketch, SketchFactors
 
 
 class Sketcher:
-    """The sketch `factors` of `tokens` tokens, filled block by block."""
+    """Computes the sketch factors of `tokens` tokens, block by block, into `factors`."""
 
     def __init__(self, sketch: HeadSketch, head: Projection, tokens: int) -> None:
         vocabulary, width = head.weight.shape

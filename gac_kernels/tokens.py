@@ -88,7 +88,7 @@ class TokenTerms(NamedTuple):
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Flatten a checked batch and compute the weight of each token, but not its factor."""
+    """Flatten a checked batch and compute each token's weight; `with_factors` adds the factors."""
     inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, shape = targets.device, targets.shape

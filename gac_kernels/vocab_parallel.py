@@ -165,7 +165,7 @@ class ShardedRows:
         return stats
 
     def _local(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The target's local column [M, 1], 0 if on another rank, and whether this rank has it."""
+        """Local column of each target [M, 1], 0 if it is not local; and whether it is local [M]."""
         local = targets - self.start
         is_local = (local >= 0) & (local < width) & (targets != IGNORE)
         return torch.where(is_local, local, 0)[:, None], is_local

@@ -135,7 +135,7 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
         ),
         (
             {"controller": METHODS["gac-gated"]()},
-            "controller=gac-gated needs the inner product .* use gac, .* train with gac itself",
+            "controller=gac-gated needs the inner product .* use gac, .* or run `gac train`",
         ),
         (
             {"controller": METHODS["gac-gated-sketch"]()},

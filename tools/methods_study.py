@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """Merge the new rows with the rows of `path` that they do not replace, in method order.
+    """Merge `new` with the rows in `path` whose methods are not in `new`; sort by method.
 
     Raises:
         ValueError: the file's rows were measured with different settings.

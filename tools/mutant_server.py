@@ -55,12 +55,12 @@ def read_results(root: Path) -> list[dict[str, Any]]:
 
 
 def read_triage(root: Path) -> dict[str, str]:
-    """The equivalent mutants, each with the reason."""
+    """Mutants that behave like the original code, each with the reason why."""
     return json.loads((root / TRIAGE).read_text()) if (root / TRIAGE).exists() else {}
 
 
 class Server:
-    """Forks a process per test file (to measure coverage) or mutant."""
+    """Forks a process for each test file, to measure coverage, and for each mutant."""
 
     def __init__(self, root: Path, options: argparse.Namespace) -> None:
         self.root, self.options, self.isolated = root, options, options.isolated
@@ -74,7 +74,7 @@ class Server:
         preload(PRELOADED)
 
     def fork(self, work: Callable[[], int], deadline: float) -> tuple[int | None, float]:
-        """Exit status of `work` in a child process (None after a timeout), and its seconds."""
+        """Run `work` in a child process; return its exit status (None: timeout) and its seconds."""
         began = time.monotonic()
         child = os.fork()
         if not child:
@@ -107,7 +107,7 @@ class Server:
         return os.waitstatus_to_exitcode(status) if ready else None, time.monotonic() - began
 
     def coverage(self, module: str) -> Coverage:
-        """Coverage of the test files that name a module; cached until the test file changes."""
+        """Coverage of the test files that name a module; cached for each file until it changes."""
         covered: Coverage = {}
         named = f"gac.{module}", NAMED.get(module, f"gac.{module}")
         for path in sorted(Path("tests").rglob("test_*.py")):
@@ -216,7 +216,7 @@ class Server:
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def sample(self, module: str) -> None:
-        """Run a module's sampled mutants that have no result; with --again, all that survived."""
+        """Run a module's sampled mutants without a result; with --again, all surviving mutants."""
         latest = {record["key"]: record for record in read_results(self.root)}
         drawn = draw(module, self.options.seed)
         if self.options.again:

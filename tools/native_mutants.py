@@ -97,7 +97,10 @@ def changes(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _last(tokens: list[re.Match[str]], i: int, step: int, ends: set[str]) -> int:
-    """Index of the far end of the expression after token i, or before it if `step` is -1."""
+    """Index of the last token of the expression that follows token i.
+
+    With `step` -1: index of the first token of the expression that precedes token i.
+    """
     opening, closing = ("([{", ")]}")[::step]
     depth = 0
     for j in itertools.count(i + step, step):
@@ -150,7 +153,7 @@ class NativeServer(Server):
     """Compiles each mutant and forks a process that runs the tests."""
 
     def sample(self, module: str) -> None:
-        """Run a folder's sampled mutants that have no result; with --again, all that survived."""
+        """Run sampled mutants without a result or, with --again, all untriaged survivors."""
         latest = {record["key"]: record for record in read_results(self.root)}
         alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
         alive -= read_triage(self.root).keys()

@@ -48,7 +48,7 @@ def tool(name: str) -> str:
 
 
 def metadata(wheel: Path) -> str:
-    """Check that the wheel has the name, the bounds and the tag that the documentation states."""
+    """Check name, version, requirements, extras, files and tag of the wheel; return its name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -105,7 +105,7 @@ def workflows() -> str:
 
 
 def hub() -> str:
-    """Check that the layout of the kernels hub is written, and that its built folder loads."""
+    """Check that the package is written in the kernels hub's layout, and that its build loads."""
     return run_tests("tests/test_hub.py")
 
 

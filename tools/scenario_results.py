@@ -307,7 +307,7 @@ def _single(study: Study, finals: Finals) -> str:
 
 
 def _pairwise(study: Study, finals: Finals) -> str:
-    """Paired differences of averages between the primary arm and each other arm.
+    """Paired differences of averages between the primary arm and every other arm.
 
     The second column leaves out the scenario in which the primary arm leads most, so that no single
     scenario decides the result.
@@ -377,7 +377,7 @@ def summary_section(study: Study, finals: Finals) -> str:
 
 
 def _equal_time(study: Study, results: Mapping[str, Any]) -> str:
-    """Seconds per step of each arm; for arms slower than constants, the accuracy at equal time."""
+    """Each arm's time per step relative to the constants; if longer, its accuracy at equal time."""
     seconds, course = results.get("seconds", {}), results.get("course", {})
     constants = [arm for arm in FIXED if arm in seconds]
     rows = []

@@ -32,7 +32,7 @@ CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def _arm(name: str, **changes: Any) -> dict[str, Any]:
-    """Config of method `name` for a run as long as the demo, with token weight 1 and `changes`."""
+    """Settings of method `name`: durations for `STEPS` steps, token weight 1, then `changes`."""
     return {"name": name, **demo_fields(name, STEPS), "weight": "one", **changes}
 
 
@@ -222,7 +222,7 @@ def scenarios(out: Path) -> dict[str, TrainConfig]:
 
 
 def known_finals(study: Study, docs: Path = DOCS) -> dict[str, dict[str, list[float | None]]]:
-    """Scenario -> arm -> final accuracy by seed; None if it is not in the study's file.
+    """Scenario -> arm -> final accuracy by seed; None where the study's file has no result.
 
     Raises ConfigError if the file belongs to a different grid.
     """

@@ -94,7 +94,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def families() -> dict[str, str]:
-    """Model type -> class, of every causal language model that transformers knows."""
+    """Model type -> class name, for every causal language model in transformers."""
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -104,7 +104,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig, family: str) -> dict[str, Any]:
-    """Keyword arguments of a small configuration of the same class."""
+    """Keyword arguments for a small configuration of the same class as `config`."""
     values = config.to_dict()
     special = SPECIAL.get(family, {})
     small: dict[str, Any] = {}

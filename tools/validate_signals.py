@@ -85,7 +85,7 @@ class MeasuredGradients:
         return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
 
     def measure_costs(self, step: Step) -> dict[str, float]:
-        """CPU seconds of a step's gradients: alone, and with what each signal source measures."""
+        """CPU seconds of a gradient pass: plain, with head sketches and with separate gradients."""
         variants: dict[str, dict[str, Any]] = {
             "plain": {},
             "sketch": {"sketch": SIZES[0]},
@@ -186,7 +186,7 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any] | 
     rng = np.random.default_rng(0)
 
     def resampled(pick: Callable[[int], np.ndarray], shuffle: bool) -> list[float]:
-        """Mean correlation of each resample; `pick` returns the indices of a run's rows.
+        """Mean correlation of each resample; `pick(n)` draws row indices for a run of n rows.
 
         The runs are resampled as well, unless `shuffle`: then all are used, and x is permuted but
         y is not.
@@ -223,7 +223,7 @@ def _interval(values: Sequence[float]) -> list[float]:
 
 
 def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Correlations by "scenario, view", source and quantity."""
+    """Nested dict of correlations, with the keys "SCENARIO, VIEW", then source, then quantity."""
     results: dict[str, Any] = {}
     for scenario in SCENARIOS:
         measured = [run["rows"] for name, run in runs.items() if name.startswith(f"{scenario}-")]

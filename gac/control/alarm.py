@@ -1,4 +1,4 @@
-"""Detects demonstrations that have changed, from a lasting rise of their loss.
+"""Detects changed demonstrations by a lasting rise of their loss.
 
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
 steps, before averages of noisy gradients show the change. The loss shows it immediately. The test
@@ -237,7 +237,7 @@ class Alarm:
         return None
 
     def _while_on(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
-        """Check whether the loss has returned to the reference, which is frozen meanwhile."""
+        """Check whether the loss is back at the reference, which is fixed during an alarm."""
         half = (state.shifted - state.level) / 2
         step = (state.level + half - loss) / half if half > 0 else 1.0
         cusum = max(0.0, state.cusum + min(max(step, -1.0), 1.0))
@@ -256,7 +256,7 @@ class Alarm:
 
 
 def _scale_rate(decay: float, count: int) -> float:
-    """EMA weight with which the newest forecast error updates the typical error.
+    """EMA weight of the newest forecast error in the typical error.
 
     It is half the weight in the level, so the typical error averages over twice as many steps.
     """

@@ -142,7 +142,7 @@ def _variance(name: str, value: float) -> float:
 
 
 def _scaled(*terms: float) -> list[float]:
-    """Scale all terms by one power of two, which is exact, so that no sum overflows."""
+    """Scale all terms by the same power of two, without rounding, so that no sum overflows."""
     exponent = math.frexp(max(map(abs, terms)))[1]
     return [math.ldexp(term, -exponent) for term in terms]
 

@@ -102,7 +102,7 @@ class Gate:
         )
 
     def trust(self, state: GateState | None, demos_suspect: bool = False) -> float:
-        """The factor on the proposed mu, in [0, 1]; for `demos_suspect` see `update`."""
+        """Factor in [0, 1] that multiplies the proposed mu; for `demos_suspect` see `update`."""
         if state is None:
             return 0.0 if demos_suspect else self.coefficients[0]
         return state.trust

@@ -143,7 +143,7 @@ class MixSchedule:
 
     @classmethod
     def wcf(cls) -> MixSchedule:
-        """WCF, which the paper does not define; our interpretation: warm-up, cosine, floor."""
+        """WCF, interpreted as warm-up, cosine and floor, because the paper does not define it."""
         return cls.chord_yaml()
 
     @classmethod

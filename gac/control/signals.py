@@ -94,7 +94,7 @@ class SketchSignals:
 
     @property
     def needs(self) -> SourceNeeds:
-        """Require sketches of this size."""
+        """Require sketches of size `size`."""
         return SourceNeeds(sketch=self.size)
 
     def init(self) -> State:
@@ -151,7 +151,7 @@ class ConstantVariance(DegradedSignals):
 
 @dataclass(frozen=True)
 class ShuffledDisagreement(DegradedSignals):
-    """Wraps a source and draws the disagreement from its history: the paper's degradation (b).
+    """Replaces the disagreement of a source with a random recent one: the paper's degradation (b).
 
     The values keep their distribution over the last `window` refreshes but lose their order.
     """
@@ -169,7 +169,7 @@ class ShuffledDisagreement(DegradedSignals):
         return {"source": self.source.init(), "past": []}
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped source's reading, with the disagreement of a random recent refresh."""
+        """The wrapped source's reading; a random recent refresh provides its disagreement."""
         reading, inner = self.source.read(evidence, state["source"])
         value = reading.signals.disagreement
         new = [value] if math.isfinite(value) else []

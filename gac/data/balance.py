@@ -55,5 +55,5 @@ def rebalance(rows: Sequence[Row], together: int = 1) -> list[Row]:
 
 
 def _packed(ids: tuple[int, ...]) -> Any:
-    """Pack `ids` into an array, which has the same length and is pickled as bytes."""
+    """Convert `ids` to an array of the same length that is pickled as bytes."""
     return array("i", ids)

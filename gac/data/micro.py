@@ -71,7 +71,7 @@ class MicroBatches:
             count += 1  # terminates: one unit per part always fits
 
     def _fill(self, units: Sequence[Unit]) -> list[list[Unit]]:
-        """Group units of similar length, as many as fit into `tokens` with their padding."""
+        """Group units of similar length; a group has at most `tokens` tokens, with padding."""
         assert self.tokens is not None
         parts: list[list[Unit]] = []
         cost = remaining = 0  # tokens per unit of the current part; tokens left in its budget

@@ -83,7 +83,7 @@ class Batch(NamedTuple):
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward; restarting positions separate packed rows."""
+        """Arguments of the model's forward; if packed, the positions restart at 0 in each row."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return {

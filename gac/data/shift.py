@@ -41,7 +41,7 @@ def set_at(step: int, starts: Sequence[int]) -> int:
 
 
 class ShiftingOrder:
-    """Selects the demonstration set of a step and its rows, with one `Order` per set.
+    """Selects a step's demonstration set and draws rows from it; each set has its own `Order`.
 
     Args:
         starts: the first step of each set, increasing; the first is 0.
@@ -58,7 +58,7 @@ class ShiftingOrder:
         return [(index, row) for row in self.orders[index].take(k)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State in plain JSON types: the first set's order, and a list for the later sets."""
+        """State in plain JSON types: the first set's order; `later` lists the others' orders."""
         first, *later = (order.state_dict() for order in self.orders)
         return {**first, "later": later} if later else first
 

@@ -1,4 +1,4 @@
-"""Examples in a temporary file: a data set may be larger than the memory."""
+"""Keeps examples in a temporary file, so that a data set may be larger than the memory."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _variants(problems: Sequence[dict[str, Any]], seed: int) -> dict[str, list[dict[str, Any]]]:
-    """The rows with changed solutions; rows without a solution stay as they are."""
+    """Variant name -> all rows, with some or all of the solutions changed."""
     solved = {i: row for i, row in enumerate(problems) if "solution" in row}
     scrambled = dict(zip(solved, wrong(list(solved.values()), seed), strict=True))
     changes = {

@@ -127,7 +127,7 @@ def _run_suite(
     against: Path | None,
     other: dict[str, list[Answer]] | None,
 ) -> dict[str, Any]:
-    """Run the unfinished tasks and compare their answers with the earlier answers in `other`."""
+    """Run the unfinished tasks, then compare the answers of all tasks with those in `other`."""
     writable_folder("out", out)
     accelerator = _make_accelerator(config)
     results, answers = _resume(config, out)

@@ -236,7 +236,7 @@ def _on_all_ranks(work: Callable[[], Result], folder: Path) -> Result:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """KeyboardInterrupt if one stopped any rank, else an OSError that names the first cause."""
+    """KeyboardInterrupt if any rank was interrupted, else an OSError that names the first cause."""
     causes = [cause for cause, _ in error.failures.values()]
     if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
         return KeyboardInterrupt()

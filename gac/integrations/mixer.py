@@ -284,8 +284,8 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
     if missing:
         raise ValueError(
             f"controller={name} needs {missing}, but only log-probabilities are available "
-            "inside other trainers: use gac, chord, constant, guarded or kl-ctrl, or train with "
-            "gac itself"
+            "inside other trainers: use gac, chord, constant, guarded or kl-ctrl, or run "
+            "`gac train`"
         )
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 

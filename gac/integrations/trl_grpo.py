@@ -40,7 +40,7 @@ class FusedLoss:
     out: LossOutput | None = None
 
     def __call__(self, inputs: HeadInputs) -> HeadOutputs:
-        """Compute the loss; each returned log-prob has the gradient of the loss."""
+        """Compute the loss; return log-probs, each with the gradient of the loss, and entropies."""
         hidden, scored = inputs.hidden, self.scored
         rows, length = scored.shape
         compact = len(hidden) == int(scored.sum())  # TRL passes only tokens with a label
@@ -240,7 +240,7 @@ class FusedGRPOMixin:
         return len(mask) * length * steps
 
     def _entropy_bonus(self: Any, mask: Tensor, norm: float) -> float:
-        """Entropy coefficient for a sum divided by `norm`; TRL's applies to the mean entropy."""
+        """Convert TRL's coefficient of the mean entropy to that of the sum divided by `norm`."""
         if self.loss_type in BY_SEQUENCE:
             raise Inexpressible(f"entropy_coef with loss_type={self.loss_type}")
         active = not self.use_adaptive_entropy or (

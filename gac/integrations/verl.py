@@ -1,4 +1,4 @@
-"""Adaptive mixing in verl 0.9, enabled by configuration only::
+"""Adaptive mixing in verl 0.9, enabled by these configuration options::
 
     actor_rollout_ref.actor.policy_loss._target_=gac.integrations.verl.GACPolicyLoss
     +actor_rollout_ref.actor.policy_loss.demo_path=demos.parquet

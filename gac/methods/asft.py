@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ASFT(Method):
-    """Weights demonstration tokens by p; adds a full-vocabulary KL to the initial policy."""
+    """Weights demonstration tokens by p; penalizes the full-vocabulary KL to the initial policy."""
 
     name: ClassVar[str] = "asft"
     family: ClassVar[str] = "single signal"

@@ -256,7 +256,7 @@ def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
 
 
 def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mix]:
-    """Call `method.mix` and log its message, once, on rank 0."""
+    """Return the result of `method.mix`; rank 0 logs the method's message, if there is one."""
     after, mix = method.mix(state, last)
     message = method.log_message(state, after)
     if message is not None and rank() == 0:

@@ -43,7 +43,7 @@ class Preference(Method):
         return state, Mix(0.0)
 
     def token_loss(self, tokens: TokenView) -> Tensor:
-        """[N] loss of each token, which is the loss of its pair."""
+        """[N] loss of each token: the loss of the pair that contains the token."""
         batch = tokens.batch
         if batch.ref is None:
             raise ValueError("ref_logps=None: pairs need the reference's log-probs")

@@ -13,7 +13,7 @@ from .loss_weights import LossWeights, from_plain, positive_losses, to_plain
 
 @dataclass(frozen=True)
 class DWA(LossWeights):
-    """Softmax weights from the ratio of each loss to its value one window of steps earlier."""
+    """Softmax weights from the ratio of each loss's last two window means, newer over older."""
 
     name: ClassVar[str] = "dwa"
     source: ClassVar[str] = "arXiv 1803.10704"

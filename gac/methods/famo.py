@@ -1,4 +1,4 @@
-"""FAMO: equal rates of descent, from the losses of one batch before and after the update."""
+"""FAMO: losses fall at equal relative rates, measured on one batch before and after the update."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class GradNormControl(GramSolver):
     def __post_init__(self) -> None:
         require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
         if self.unit_rl:
-            raise ValueError("unit_rl=True: use false; this rule compares the two norms")
+            raise ValueError("unit_rl=True: use false; this rule compares the gradient norms")
 
     def init(self) -> State:
         return {**super().init(), "mu": 0.5}

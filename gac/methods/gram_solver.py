@@ -32,7 +32,7 @@ class GramSolver(TokenWeighted):
         return StepNeeds(parts=1)
 
     def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
-        """Return the new state and the weights as published (None if a value is not finite)."""
+        """Return the new state, and the weights of the method's paper (None if not finite)."""
         return state, self.closed_form(gram)
 
     def closed_form(self, gram: Gram) -> Weights | None:

@@ -1,4 +1,4 @@
-"""MoCo: a projected step on the weights, from tracked gradients."""
+"""MoCo: one projected step on the loss weights per update, computed from averaged gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """One projected step on the weights per update; the weights multiply averaged gradients."""
+    """One projected step per update on the loss weights, which multiply averaged gradients."""
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"

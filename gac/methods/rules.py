@@ -1,4 +1,4 @@
-"""Base class of the rule controllers: mu from one measured quantity and a calibrated constant.
+"""Base class of rules, which compute mu from one measured quantity and a calibrated constant.
 
 The paper does not give the constants. Here the first steps use a fixed mu, and the constant is
 chosen so that the rule gives this mu at the mean measurement.

@@ -1,4 +1,4 @@
-"""SDMGrad: MGDA on two independent halves of the batch, pulled towards a preference."""
+"""SDMGrad: MGDA on two independent batch halves, with weights pulled towards a preference."""
 
 from __future__ import annotations
 

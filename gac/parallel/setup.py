@@ -204,7 +204,7 @@ def shard(
 
 
 def leave() -> None:
-    """Wait for the other ranks, except after an error; then destroy the process group, if any."""
+    """Destroy the process group, if any; wait for the other ranks first if there was no error."""
     if sys.exception() is None:
         wait_for_others()
     _destroy()

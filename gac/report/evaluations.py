@@ -26,13 +26,13 @@ class Evaluation:
 
     @property
     def model(self) -> str:
-        """The model path in its tasks' settings."""
+        """The model paths in the settings of the tasks, separated by commas."""
         tasks = self.results["tasks"].values()
         return ", ".join(dict.fromkeys(str(row["setting"]["model"]["path"]) for row in tasks))
 
     @property
     def baselines(self) -> str:
-        """The results that its tasks were compared with."""
+        """Comma-separated paths of the results with which the tasks were compared."""
         tasks = self.results["tasks"].values()
         paths = (row["against"]["results"] for row in tasks if "against" in row)
         return ", ".join(dict.fromkeys(paths))

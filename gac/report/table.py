@@ -62,7 +62,7 @@ class Table:
 
 
 def context_of(runs: Sequence[Run]) -> Context:
-    """The page's controller interval and KL target; the target is None unless the runs agree."""
+    """The page's controller interval and KL target; the target is None if the runs differ in it."""
     window = shared_setting(runs, "update_every")
     target = shared_setting(runs, "kl_target")
     return Context(int(window) if window else DEFAULT_WINDOW, target)

@@ -220,7 +220,7 @@ class CodeReward(Reward):
         return value or ""
 
     def _grade(self, pair: tuple[str, TestSpec]) -> tuple[RowOutcome, str]:
-        """Return a program's reward and the name of the counter to increment, or ""."""
+        """Return a program's reward and the name of the counter to increment ("" for none)."""
         text, task = pair
         if task.suite is None:
             return self._run_cases(Program(text), task.cases)

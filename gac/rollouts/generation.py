@@ -275,7 +275,7 @@ class HalfEnded(StoppingCriteria):
         self.rows = torch.tensor(False)  # [B]: whether the row has ended
 
     def __call__(self, input_ids: Any, scores: Any, **keywords: Any) -> Any:
-        """[B]: whether to stop the row."""
+        """[B]: whether to stop each row; the same value for all rows."""
         self.rows = self.rows | torch.isin(input_ids[:, -1], self.stops)
         self.steps += 1
         live, count = int((~self.rows).sum()), len(self.rows)
@@ -380,7 +380,7 @@ def generation_config(
 
 @contextlib.contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Context for sampling: eval mode, PyTorch's attention, no generation defaults of the model.
+    """Context for sampling: eval mode, PyTorch's attention, a default GenerationConfig.
 
     Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
     """

@@ -96,7 +96,7 @@ class Sample(NamedTuple):
 
 
 def _scored(group: Sequence[Sample]) -> list[float]:
-    """Rewards of the sampled responses of a group, without dropped ones."""
+    """Rewards of the samples of a group that have a response and were not dropped."""
     return [s.reward for s in group if s.response and not math.isnan(s.reward)]
 
 
@@ -125,7 +125,7 @@ class SignalWatch:
         self.without, self.warned = 0, False
 
     def update(self, stats: SamplingStats) -> None:
-        """Count one sampling."""
+        """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`."""
         silent = stats.groups > 0 and stats.flat_groups == stats.groups
         self.without = self.without + 1 if silent else 0
         if self.without >= self.PATIENCE and not self.warned and rank() == 0:
@@ -236,7 +236,7 @@ class Sampler:
     def _groups(
         self, policy: Policy, examples: list[Example]
     ) -> tuple[list[Example], list[list[Sample]]]:
-        """Sample all groups, then sample new prompts in place of those without signal."""
+        """Sample all groups, then replace groups without signal by groups of new prompts."""
         groups = self._sample_all(policy, examples)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
         counts = sum(len(_scored(group)) > 1 for group in groups), len(flat)
@@ -364,7 +364,7 @@ class Sampler:
 
 
 def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) -> tuple[int, ...]:
-    """The demonstration prefix that a stage gives, depending on the rewards so far."""
+    """Demonstration tokens to append to the prompt; () if earlier rewards reach `stage.below`."""
     rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
     if not stage.has_prefix or not example.demo or mean >= stage.below:

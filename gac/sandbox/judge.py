@@ -157,7 +157,7 @@ class _Judge:
         return verdict | ({"suspect": suspect} if suspect else {})
 
     def _name_classes(self, found: dict[str, Any]) -> None:
-        """Mark the classes in `found` whose names show that the tests use them as classes."""
+        """Mark each class in `found` whose name is capitalized or is that of a reference class."""
         for name, value in found.items():
             if isinstance(value, RemoteClass) and (
                 name.lstrip("_")[:1].isupper() or name in self._classes
@@ -334,7 +334,7 @@ def _imports(tree: ast.Module, names: set[str]) -> list[types.CodeType]:
 
 
 def _parse(text: str) -> ast.Module:
-    """Parse a program; an empty one if it is not valid Python."""
+    """Parse a program; return an empty module if it is not valid Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -71,7 +71,7 @@ class Lender:
         return self._values[number]
 
     def keep(self, value: Any) -> int:
-        """The number of `value`, which stays alive so that its id is not reused."""
+        """Keep `value` alive, so that its id is not reused, and return its number."""
         number = self._numbers.setdefault(id(value), len(self._values))
         if number == len(self._values):
             self._values.append(value)

@@ -35,7 +35,7 @@ def is_instance(value: object, kinds: Any) -> bool:
 
 
 def conversion(kind: type) -> Callable[..., Any]:
-    """Replacement for the builtin `kind`, e.g. `int`; the solver converts the program's objects."""
+    """Replacement for the builtin `kind`, e.g. `int`, that converts proxies in the solver."""
 
     def convert(*arguments: Any, **keywords: Any) -> Any:
         value = arguments[0] if len(arguments) == 1 and not keywords else None

@@ -119,7 +119,7 @@ def prepare_for_programs() -> None:
 
 
 def limit_stacks(memory_bytes: int) -> None:
-    """Clamp the stacks of threads to a quarter of the memory.
+    """Limit the stack of each thread to a quarter of the memory.
 
     Programs ask for far more stack than they use, and the memory limit counts address space.
     """

@@ -193,7 +193,7 @@ def _contents(value: Any) -> Any:
 
 
 def live(value: Any) -> Any:
-    """`value`, marked if it is a list, dict or set."""
+    """`value`, wrapped in `Live` if it is a list, dict or set."""
     return Live(value) if type(value) in (list, dict, set) else value
 
 

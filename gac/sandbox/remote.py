@@ -151,7 +151,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 def is_named(kind: type) -> bool:
-    """Whether the tests name this class or one of its bases, and may thus rely on its operators."""
+    """Whether the tests name this class or a base, and may thus rely on the class's operators."""
     return any(vars(base).get("_named_") for base in kind.__mro__)
 
 

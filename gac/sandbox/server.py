@@ -51,7 +51,7 @@ LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
 
 
 class SandboxError(RuntimeError):
-    """Programs cannot be run; the message says what is missing. Never caused by a program."""
+    """Programs cannot be run; the message says why. A program never causes this error."""
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ class _Objects:
 
 
 def _snapshot(value: Any) -> tuple[Any, Json]:
-    """A value, and its content if it can change in place and is small and plain."""
+    """`value`, and its encoded content if `value` is a small list, dict or set of plain data."""
     return value, _content(value) if type(value) in (list, dict, set) else None
 
 

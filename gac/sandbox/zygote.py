@@ -181,7 +181,7 @@ class Zygote:
         return os.getuid()
 
     def _max_tasks(self) -> int:
-        """RLIMIT_NPROC of a child, which counts all threads of its uid."""
+        """RLIMIT_NPROC for a child: the maximum number of threads of its uid."""
         if self.uids is not None:
             return confine.THREADS
         return self.counted[1] + SPARE_TASKS + (len(self.uid_of) + 1) * confine.THREADS
@@ -346,7 +346,7 @@ def _reply(file: int, message: dict[str, Any]) -> None:
 
 
 def _address_space() -> int:
-    """Address space of this process in bytes, which its children inherit."""
+    """Size in bytes of this process's address space, which its children inherit."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -354,10 +354,10 @@ def _address_space() -> int:
 
 
 def _warm_up() -> None:
-    """Run a program and its tests here a few times.
+    """Run a program and its tests a few times in this process.
 
-    Python specializes bytecode in place while it runs. Once this is done here, children write to
-    fewer of the shared pages.
+    Python specializes bytecode in place while it runs. If that has already happened in this
+    process, its children write to fewer of the shared pages.
     """
     spec = {"tests": ["assert f(2) == 4"], "setup": "", "entry_point": "", "reference": ""}
     stdout = sys.stdout

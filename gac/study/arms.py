@@ -60,7 +60,7 @@ def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def arm_config(
     data: Mapping[str, Any], arm: Arm, seed: int, overrides: Sequence[str] = ()
 ) -> TrainConfig:
-    """Configuration of the run of one arm and seed, which has its own folder in the study's `out`.
+    """Configuration of an arm's run with one seed; each run has its own subfolder of `out`.
 
     data: a TrainConfig as plain types. overrides: `key=value` for every run, applied after the
         arm's own.

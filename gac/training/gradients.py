@@ -55,7 +55,7 @@ class Totals:
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
 
     def sources(self) -> tuple[str, ...]:
-        """The source of each entry of `moments().demo_nll`; every rank calls it."""
+        """The source of each entry of `moments().demo_nll`. All ranks must call this method."""
         own: list[str] = []
         for rows, part in zip(self.rows, self.parts, strict=True):
             count = part.demo_nll.numel()  # one or two sequences per row; one without rows
@@ -165,7 +165,7 @@ class Gradients:
         return [(n, p) for n, p in unwrapped.named_parameters() if p.requires_grad]
 
     def _has_gradient(self, row: Row, mu: float) -> bool:
-        """Whether the gradient of `row` may be nonzero, for a weight `mu` of the demonstrations."""
+        """Whether the gradient of `row` may be nonzero if demonstrations have the weight `mu`."""
         spec = self.loss.spec
         if row.is_demo or row.mixed:
             weight, even_at_zero_advantage = mu, spec.demo_weight is not DemoWeight.SHAPED
@@ -177,7 +177,7 @@ class Gradients:
     def _request(
         self, step: Step, batch: Batch, rows: list[Row], demo: bool, mu: float, spec: LossSpec
     ) -> Callable[[Head], LossOutput]:
-        """Function that computes the weighted loss of the micro-batch `rows` from the head."""
+        """Return a function of the head that computes the weighted loss of micro-batch `rows`."""
         # gradients are averaged over ranks, so each rank divides by the global count / world size
         divisors = loss_divisors(step.counts, spec, self.loss.pooled)
         weight = rows[0].weight if rows else 1.0

@@ -127,7 +127,7 @@ def _supports_packing(model: nn.Module) -> bool:
 def _build_model(
     prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
 ) -> nn.Module:
-    """Load the initial model on all ranks, sharded if the run is, and `prepare` it."""
+    """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
     loading = setup.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading))
     may_pack = config.micro_tokens is not None or config.micro_batch is None

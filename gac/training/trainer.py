@@ -290,7 +290,7 @@ class Trainer(Run):
         return row, observation
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
-        """Log a skipped step; up to `guards.keep` of them are saved for `gac replay`."""
+        """Log a skipped step; save it for `gac replay` if fewer than `guards.keep` are saved."""
         advice = "not saved"
         if self.guard.kept < self.config.guards.keep:
             first = self.first_skipped if self.guard.consecutive > 1 else None

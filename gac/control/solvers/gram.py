@@ -72,7 +72,10 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
 
 
 def cross_gram(gram: Tensor, sft_count: int) -> Cross:
-    """SDMGrad's matrix of inner products between the two halves of each term's micro-batches.
+    """SDMGrad's 2 x 2 matrix of inner products of the two terms' gradients.
+
+    Entry (i, j) is the inner product of term i's gradient over the first half of its micro-batches
+    with term j's gradient over the second half of its micro-batches.
 
     gram: [M_s + M_r, M_s + M_r] inner products, SFT first, equal sizes, at least two of each.
     """

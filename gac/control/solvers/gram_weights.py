@@ -47,9 +47,10 @@ def pcgrad(gram: Gram, threshold: float = 0.0) -> Weights | None:
 
 
 def cagrad(gram: Gram, radius: float = 0.5, rescale: int = 0) -> Weights | None:
-    """The best worst-case descent within `radius` |g_0| of the mean g_0 (arXiv 2110.14048).
+    """CAGrad (arXiv 2110.14048): the best worst-case descent near the mean gradient g_0.
 
-    radius: the paper's c, >= 0. rescale: 0 none, 1 divides by 1 + radius^2, 2 by 1 + radius.
+    radius: the paper's c, >= 0; before rescaling, the update is within radius |g_0| of g_0.
+    rescale: 0 none, 1 divides by 1 + radius^2, 2 by 1 + radius.
 
     Minimizes g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r. If g_w vanishes (one
     gradient is zero, or opposite gradients cancel within the radius), no direction descends on

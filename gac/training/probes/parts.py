@@ -1,4 +1,4 @@
-"""Separate gradients of the parts of each loss term: their inner products and weighted sums.
+"""Stores one gradient per part of each loss term; computes inner products and weighted sums.
 
 A two-objective solver needs only three scalars, so sharded gradients cost one small all-reduce.
 Each gradient takes an additional buffer of the size of the (sharded) parameters.
@@ -45,7 +45,7 @@ class GradientParts:
         accumulate: Accumulate,
         tracked: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients, demonstrations first, and their inner products.
+        """Compute the gradients and their inner products, in the order demonstrations, rollouts.
 
         Args:
             rows: the rows of the step. live: those that may have a gradient.
@@ -163,7 +163,7 @@ def copies(tensor: Any) -> int:
 def _weighted(
     column: Sequence[Tensor | None], weights: Sequence[float], reuse: bool
 ) -> Tensor | None:
-    """Weighted sum of a parameter's gradients; if `reuse`, in place in the first gradient."""
+    """Weighted sum of a parameter's gradients; with `reuse`, it overwrites the first of them."""
     terms = [(g, w) for g, w in zip(column, weights, strict=True) if g is not None and w != 0]
     if not terms:
         return None

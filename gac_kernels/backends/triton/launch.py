@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 def launch_warps(warps: int, size: int) -> int:
-    """The number of warps of `size` threads that replace `warps` warps of 32 threads."""
+    """Number of `size`-thread warps with as many threads as `warps` warps of 32; at least 1."""
     return max(32 * warps // size, 1)
 
 
