@@ -36,6 +36,7 @@ from tools.tiny_models import families, tiny_config
 PAGE = Path("docs/models.md")
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
+    "default": {"micro_batch": "null"},
     "packed": {"micro_tokens": 64},
     "micro-batches": {"micro_batch": 2},
     "LoRA": {"model.lora.rank": 2},
@@ -50,10 +51,12 @@ INTRODUCTION = """\
 <!-- written by python -m tools.models_table; do not edit -->
 
 A tiny random model of every causal language model in transformers {version}, trained for two steps
-on rollouts and demonstrations with its rows padded, packed, in micro-batches of two rows, with LoRA
-adapters, and sharded by FSDP2 (one process). *yes*: it trains, and the losses and gradient norms of
-the first step agree with those of the padded rows to a relative {tolerance:g} (LoRA has its own
-gradients). *padded*: packed rows are not supported, so rows of similar length are padded instead.
+on rollouts and demonstrations: with its rows padded, as the default divides them, packed, in
+micro-batches of two rows, with LoRA adapters, and sharded by FSDP2 (one process).
+
+*yes*: it trains, and the losses and gradient norms of the first step agree with those of the padded
+rows to a relative {tolerance:g} (LoRA has its own gradients). *padded*: packed rows are not
+supported, so rows of similar length are padded instead. *no*: see the note below the table.
 Models that are refused get one line at the start that gives the reason.
 
 {trained} of {total} families train.

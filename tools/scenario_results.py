@@ -377,7 +377,7 @@ def summary_section(study: Study, finals: Finals) -> str:
 
 
 def _equal_time(study: Study, results: Mapping[str, Any]) -> str:
-    """Each arm's time per step relative to the constants; if longer, its accuracy at equal time."""
+    """Time per step relative to constant mu; accuracy at equal time of the arms that are slower."""
     seconds, course = results.get("seconds", {}), results.get("course", {})
     constants = [arm for arm in FIXED if arm in seconds]
     rows = []

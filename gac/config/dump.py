@@ -32,7 +32,7 @@ def save_text(path: Path, text: str) -> None:
 
 
 def to_plain(value: Any, hint: Any) -> Any:
-    """Convert `value` to plain YAML types; its type hint shows where a `name` must be added."""
+    """Convert `value` to plain YAML types; add `name` if `hint` declares a choice."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         choice = choice_of(hint)
         if choice is None:

@@ -146,7 +146,7 @@ def read(path: str) -> Any:
 
 
 def row_of(encoded: Mapping[str, Any]) -> Row:
-    """Convert the result of `encode` to a Row; DemoWeight.SHAPED uses its advantage, 1."""
+    """Convert the result of `encode` to a Row with advantage 1, which DemoWeight.SHAPED needs."""
     return Row(tuple(encoded["ids"]), encoded["start"], is_demo=True, advantage=1.0)
 
 

@@ -15,7 +15,7 @@ from .loss_weights import positive_losses
 
 @dataclass(frozen=True)
 class GradNorm(GramSolver):
-    """Learned weights that move the weighted gradient norms to targets given by training rates.
+    """Learned weights that give each weighted gradient a target norm, larger if its loss fell less.
 
     With `asymmetry` 0 the norms are made equal. Otherwise the term whose loss fell less gets a
     larger weight; for RL the loss is 1 - mean reward.

@@ -15,7 +15,7 @@ from .gram_solver import GramSolver
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """One projected step per update on the loss weights, which multiply averaged gradients."""
+    """Each update moves the loss weights by one projected step; they weight average gradients."""
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"

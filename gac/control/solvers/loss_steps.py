@@ -71,7 +71,9 @@ def dwa_weights(state: DWAState, temperature: float = 2.0) -> Weights:
 
 
 def dwa_step(state: DWAState, losses: Losses, window: int = 25) -> DWAState | None:
-    """Update the state with the losses (>= 0) of a step; `window` steps replace the paper's epoch.
+    """Update the state with the losses (>= 0) of a step.
+
+    They are averaged over `window` steps; the paper averages over an epoch.
 
     Returns None if a loss is not finite. Raises ValueError on a negative loss, whose ratio is
     meaningless.
@@ -149,7 +151,7 @@ def _gaps(losses: Losses, minimum: Losses) -> Losses | None:
     if not all(map(math.isfinite, (*losses, *minimum))):
         return None
     s, r = (loss - low for loss, low in zip(losses, minimum, strict=True))
-    require(min(s, r) >= 0, "losses", losses, f"losses >= minimum={minimum!r}")
+    require(min(s, r) >= 0, "losses", losses, f"losses that are at least minimum={minimum!r}")
     return s + EPSILON, r + EPSILON
 
 

@@ -27,7 +27,7 @@ class SampledKL:
         self.sums = torch.zeros(2, dtype=torch.float64)  # sum of the estimates, number of tokens
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
-        """Add the rows of a micro-batch that the constructor selected."""
+        """Add those rows of a micro-batch that were selected in the constructor."""
         # without rows, the batch still has one dummy row
         for start, row in zip(batch.starts, rows, strict=False):
             if not row.is_demo and row.sequence in self.reference:
