@@ -253,7 +253,7 @@ def copy_out(folder: Path, out: Path, since: float) -> None:
 
 
 def dry_run(arguments: Sequence[str]) -> None:
-    """Replace this process by a dry run, with environment variables that its steps inherit."""
+    """Restart this program with a dry run's environment variables, which all steps inherit."""
     out = os.environ.get("OUT") or tempfile.mkdtemp(prefix="gac-dry-run-")
     variables = {
         "OUT": out,

@@ -66,7 +66,7 @@ def _check_column_names(jobs: Mapping[str, Job]) -> None:
         name = (split or "").partition("/")[0]
         if name and name in jobs:
             raise ConfigError(
-                f"tasks.{name}: split {split!r} of the first task (split_field="
-                f"{first.task.split_field!r}) already uses the column accuracy/{split}; rename "
-                f"tasks.{name}"
+                f"tasks.{name}: the name conflicts with split {split!r} of the first task "
+                f"(split_field={first.task.split_field!r}), whose column is accuracy/{split}; "
+                f"rename tasks.{name}"
             )

@@ -88,8 +88,8 @@ def _conversation(
     all_ids = token_ids([*prompt, *completion], add_prompt=False)
     if all_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
-            f"{location}: the chat template formats the prompt differently inside the whole "
-            "conversation; use a plain-text prompt and completion"
+            f"{location}: the chat template formats the prompt differently alone and with "
+            "the completion; use a plain-text prompt and completion"
         )
     target_ids = all_ids[len(prompt_ids) :]
     if tokenizer.eos_token_id in target_ids:

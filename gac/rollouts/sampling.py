@@ -364,7 +364,7 @@ class Sampler:
 
 
 def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) -> tuple[int, ...]:
-    """Demonstration tokens to append to the prompt; () if earlier rewards reach `stage.below`."""
+    """Demonstration tokens to append to the prompt; () if the mean reward is >= `stage.below`."""
     rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
     if not stage.has_prefix or not example.demo or mean >= stage.below:

@@ -89,7 +89,8 @@ class Lender:
         value = self[number]
         # a subclass of str could lie about what it is
         if type(operation) is not str or operation not in (_operations(value) or ()):
-            raise TypeError(f"the tests' {type(value).__name__} has no {operation!r:.40}")
+            kind = type(value).__name__
+            raise TypeError(f"this {kind} object of the tests has no operation {operation!r:.40}")
         if operation in _ATTRIBUTES:
             name, *rest = arguments
             if type(name) is not str or name.startswith("_"):
