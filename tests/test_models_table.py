@@ -14,10 +14,11 @@ from tools.tiny_models import families, tiny_config
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_a_family_is_trained(monkeypatch):
-    modes = {mode: models_table.MODES[mode] for mode in ("padded", "packed")}
+@pytest.mark.parametrize(("family", "mode"), [("llama4_text", "packed"), ("deepseek_v4", "LoRA")])
+def test_a_family_is_trained(family, mode, monkeypatch):
+    modes = {name: models_table.MODES[name] for name in ("padded", mode)}
     monkeypatch.setattr(models_table, "MODES", modes)
-    assert models_table.try_family("llama4_text", debug=True) == dict.fromkeys(modes, "yes")
+    assert models_table.try_family(family, debug=True) == dict.fromkeys(modes, "yes")
 
 
 def test_a_family_that_is_refused():

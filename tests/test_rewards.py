@@ -14,7 +14,7 @@ import pytest
 
 from gac.data import Example, read_rows
 from gac.rewards import Reward, RewardError, RowReward, build_reward
-from gac.rewards.base import time_limit
+from gac.rewards.base import time_limits
 from gac.rewards.text import chosen_letter
 
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
@@ -359,7 +359,7 @@ def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
     finished = []
 
     def run(seconds):
-        with time_limit(seconds):
+        with time_limits(seconds) as limit, limit:
             finished.append(signal.getsignal(signal.SIGALRM) is before)
 
     run(None)

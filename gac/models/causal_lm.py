@@ -220,8 +220,12 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
     targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
-    # a router may be a linear layer that does not return a tensor
-    special = [name for name, m in model.named_modules() if "Router" in type(m).__name__]
+    # linear layers whose output is not x W^T: routers, and one matrix per group of features
+    special = [
+        name
+        for name, module in model.named_modules()
+        if any(word in type(module).__name__ for word in ("Router", "GroupedLinear"))
+    ]
     if model.config.model_type in MAMBA:
         special += ["out_proj", "conv1d"]
     try:

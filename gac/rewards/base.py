@@ -11,6 +11,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
@@ -53,7 +54,7 @@ class Reward(ABC):
     dropped = 0
     """Rows dropped so far."""
     deadline: float | None = 600.0
-    """Seconds after which a call of a user's function fails; None: no deadline."""
+    """Seconds after which a call of `score` or of a user's function fails; None: no deadline."""
 
     @abstractmethod
     def outcomes(
@@ -124,22 +125,36 @@ def location(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Context manager that raises TimeoutError after `seconds`; no-op outside the main thread."""
+def time_limits(seconds: float | None) -> Iterator[AbstractContextManager[None]]:
+    """Yields a context manager that raises TimeoutError after `seconds`, each time it is entered.
+
+    It does nothing outside the main thread, or if `seconds` is None.
+    """
     if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
+        yield contextlib.nullcontext()
         return
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"no result after {seconds:g} s (key `deadline` of the reward)")
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        yield _Timer(seconds)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+class _Timer(AbstractContextManager[None]):
+    """Sends SIGALRM after `seconds` in the context."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class RowReward(Reward):
@@ -152,11 +167,15 @@ class RowReward(Reward):
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[RowOutcome]:
-        return [self._attempt(*row) for row in zip(completions, examples, strict=True)]
+        with time_limits(self.deadline) as limit:
+            return [self._attempt(*row, limit) for row in zip(completions, examples, strict=True)]
 
-    def _attempt(self, completion: str, example: Example) -> RowOutcome:
+    def _attempt(
+        self, completion: str, example: Example, limit: AbstractContextManager[None]
+    ) -> RowOutcome:
         try:
-            return as_outcome(self.score(completion, example))
+            with limit:
+                return as_outcome(self.score(completion, example))
         except Exception as error:  # user code may raise anything
             return error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, location, time_limit
+from .base import Reward, RowOutcome, RowReward, as_outcome, location, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -65,8 +65,7 @@ class CallableReward(RowReward):
         self._function, self._options = function, options
 
     def score(self, completion: str, example: Example) -> float:
-        with time_limit(self.deadline):
-            return self._function(completion, example, **self._options)
+        return self._function(completion, example, **self._options)
 
 
 class BatchCallableReward(CallableReward):
@@ -81,7 +80,7 @@ class BatchCallableReward(CallableReward):
         if not completions:
             return []
         try:
-            with time_limit(self.deadline):
+            with time_limits(self.deadline) as limit, limit:
                 values = list(self._function(list(completions), list(examples), **self._options))
         except TimeoutError as error:
             return [error] * len(completions)
