@@ -18,6 +18,7 @@ from gac.models import row_attention
 from gac.models.causal_lm import attach_head
 from gac.training import budget
 from gac.training.forward import Forward
+from gac.training.run import Run
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 
@@ -59,8 +60,11 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     assert resumed.config.micro_tokens == 64  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
     resumed.run()
     assert metrics(out) == metrics(whole)
-    explicit = Trainer(dataclasses.replace(config, micro_batch=3))
-    assert not explicit.gradients.forward.micro.packed
+    for explicit in ({"micro_batch": 3}, {"micro_tokens": 96}):
+        run = SimpleNamespace(config=dataclasses.replace(config, **explicit), out=out)
+        run.checkpoints = out / "checkpoints"
+        assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
+        assert run.config == dataclasses.replace(config, **explicit)
 
 
 def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):

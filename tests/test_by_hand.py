@@ -28,7 +28,7 @@ from gac.report.table import Context
 from gac.rollouts.advantages import group_advantages, group_credit
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.plan import Sampling, Stage
-from gac.rollouts.sampling import Sampler, _prefix
+from gac.rollouts.sampling import Sample, Sampler, _prefix
 from gac.study import runs
 from gac.study.page import headline as study_headline
 from gac.training.optim import OptimConfig, learning_rate, make_optimizer
@@ -87,6 +87,12 @@ def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
 def test_a_share_of_a_short_demonstration_is_rounded_up():
     assert _prefix(example(), [], Stage(1, prefix=0.2), 0) == (5,)  # 0.6 tokens
     assert _prefix(example(), [], Stage(1, prefix=0.5), 0) == (5, 6)  # 1.5 tokens
+
+
+def test_a_prefix_is_given_while_the_mean_reward_is_below_its_threshold():
+    group = [Sample((), (1,), reward, False) for reward in (0.2, 0.6, math.nan)]
+    for below, prefix in ((0.4, ()), (0.41, (5, 6, 7))):
+        assert _prefix(example(), group, Stage(1, prefix=1.0, below=below), 0) == prefix
 
 
 @pytest.mark.parametrize("kind", ["std", "centered", "batch"])

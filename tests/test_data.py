@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
+from gac.data.examples import Source
 from gac.data.source import _read_hub
 from gac.data.stored import Example, Examples
 from gac.errors import RunError
@@ -107,6 +109,11 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
         rows = list(_read_hub(source))
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
         assert rows[1].location == f"{source}, line 2"
+    calls: list = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, split: calls.append((*a, split)) or [])
+    for source in ("a/b", "a/b:test", "a/b:c:test"):
+        assert list(_read_hub(source)) == []
+    assert calls == [("a/b", "train"), ("a/b", "test"), ("a/b", "c", "test")]
 
 
 def test_template_shows_the_prompt_choices_with_letters_and_other_fields(tmp_path, tokenizer):
@@ -117,6 +124,15 @@ def test_template_shows_the_prompt_choices_with_letters_and_other_fields(tmp_pat
     [example] = load_prompts(config, tokenizer)
     assert example.prompt_text == "Q: 0+1 in cm\n(A) one\n(B) two\nt1\nt2\n\\boxed{}"
     assert tokenizer.decode(example.demo) == " is 1!</s>"
+
+
+def test_choices_have_one_letter_each(tmp_path, tokenizer):
+    rows = [{**addition_row(), "choices": ["x"] * n} for n in (26, 27)]
+    config = DataConfig(prompts=write(tmp_path / "a.jsonl", *rows), template="{prompt}{choices}")
+    with pytest.raises(DataError, match="line 2, .*'choices': has 27 choices, but only 26"):
+        load_prompts(config, tokenizer)
+    (example,) = load_prompts(replace(config, limit=1), tokenizer)
+    assert example.prompt_text.endswith("(Z) x")
 
 
 def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, tokenizer):
@@ -170,7 +186,9 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
 
 def test_a_row_of_the_demo_file_without_demonstration_is_an_error(tmp_path, tokenizer):
     path = write(tmp_path / "d.jsonl", addition_row(1), {"prompt": "9+9"})
-    with pytest.raises(DataError, match=r"d\.jsonl, line 2, field 'solution': is missing"):
+    with pytest.raises(
+        DataError, match=r"d\.jsonl, line 2, .*'solution': is missing.*: set demo_f"
+    ):
         load_demos(DataConfig(demos=path), tokenizer)
 
 
@@ -271,6 +289,10 @@ BAD_SETTINGS = {
     "a limit of zero": ({"limit": 0}, "limit must be at least 1 or null, got 0"),
     "no {prompt}": ({"template": "Q:"}, r"template must contain \{prompt\}, got 'Q:'"),
     "a lone brace": ({"template": "{prompt} {"}, r"template: .* write \{\{ for a literal brace"),
+    "one name for two": (
+        {"sources": (Source("a"), Source("b", name="a"))},
+        r"sources: the names \['a', 'a'\] are not distinct",
+    ),
     "no group": ({"answer_pattern": "####"}, "answer_pattern .*exactly one group.*'####'"),
 }
 
@@ -297,6 +319,9 @@ def test_environment_variables_in_a_source_are_expanded(tmp_path, tokenizer, mon
     write(tmp_path / "a.jsonl", addition_row())
     monkeypatch.setenv("ROWS", str(tmp_path))
     assert len(load_prompts(DataConfig(prompts="$ROWS/a.jsonl"), tokenizer)) == 1
+    monkeypatch.delenv("ROWS")
+    with pytest.raises(FileNotFoundError, match=r"prompts='\$ROWS/a.jsonl': \$ROWS is not set"):
+        load_prompts(DataConfig(prompts="$ROWS/a.jsonl"), tokenizer)
 
 
 # --- order

@@ -6,10 +6,13 @@ import logging
 import time
 
 import pytest
+from transformers import AutoConfig
 
 from gac.config import ConfigError
 from gac.data import Example
+from gac.models.causal_lm import ModelConfig
 from gac.rewards import RewardError, build_reward
+from gac.training.input_checks import check_positions
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
 
@@ -44,8 +47,6 @@ def test_a_tracker_that_is_not_installed(task, tmp_path):
 
 def model_with(task, tmp_path, **changes):
     """The tiny model with changed keys of its configuration."""
-    from transformers import AutoConfig
-
     from gac.demo.task import make_tokenizer
 
     config = AutoConfig.from_pretrained(task / "init")
@@ -67,6 +68,19 @@ def test_rows_beyond_the_positions(task, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
     assert "8 positions, but a prompt with its response may have" in caplog.text
+
+
+def test_rows_beyond_learned_positions(tmp_path):
+    AutoConfig.for_model("gpt2", n_positions=8).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    check_positions(config, 8)
+    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower rollouts.max_new"):
+        check_positions(config, 9)
+
+
+def test_evaluations_need_data_or_tasks(task, tmp_path):
+    tasks = {"a": {"data": {"prompts": str(task / "eval.jsonl")}}}
+    assert tiny_config(task, tmp_path, eval={"every": 2, "tasks": tasks}).eval.every == 2
 
 
 REWARD = """\

@@ -10,7 +10,9 @@ import pytest
 
 from gac.config import ConfigError, save
 from gac.errors import CheckpointError, RunError
-from gac.training import export
+from gac.rewards import build_rewards
+from gac.rewards.noise import RewardNoise
+from gac.training import export, fingerprint
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer
@@ -105,3 +107,34 @@ def test_a_torn_line_costs_only_itself(tmp_path):
         file.write('{"step": 4')
     book.truncate(2)
     assert book.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_fingerprint_covers_the_names_the_sizes_and_both_ends_of_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "ENDS", 4)
+
+    def content(name, data):
+        (tmp_path / name).write_bytes(data)
+        parts = list(fingerprint._model(tmp_path))
+        (tmp_path / name).unlink()
+        return b"|".join(parts)
+
+    first = content("a.safetensors", b"0123----6789")
+    others = [
+        content("b.safetensors", b"0123----6789"),
+        content("a.safetensors", b"0124----6789"),
+        content("a.safetensors", b"0123----6780"),
+        content("a.safetensors", b"0123-----6789"),
+        content("a.bin", b"0123----6789"),
+        content("config.json", b"0123----6789"),
+        content("README.md", b"0123----6789"),
+    ]
+    assert len({first, *others}) == 8 and others[-1] == b""
+
+
+def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
+    files = [tmp_path / "rw_1.py", tmp_path / "rw_2.py"]
+    for number, file in enumerate(files):
+        file.write_text(REWARD.format(f"> {number}"))
+    terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
+    for reward in build_rewards({"sum": terms}, RewardNoise(rate=0.5), 0, 0):
+        assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import random
 from unittest.mock import Mock
 
@@ -19,7 +20,7 @@ from gac.data.micro import MicroBatches
 from gac.data.rows import Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
-from gac.models.causal_lm import attach_head
+from gac.models.causal_lm import Head, attach_head
 from gac.training.forward import Forward
 from gac.training.gradients import Gradients
 from gac.training.packing_check import supports_packing
@@ -181,6 +182,45 @@ def test_models_with_a_convolution_are_packed_only_in_float32():
     assert not supports_packing(model) and supports_packing(model.float())
     assert modes == [module.training for module in model.modules()][:-1]
     assert model.model.training and not model.model.norm.training
+
+
+class Leaky(torch.nn.Module):
+    """Its logits are sums over all earlier tokens, also those of other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 8)
+
+    def forward(self, input_ids, request, **_):
+        return request(Head(None, logits=0.05 * self.embedding(input_ids).cumsum(1)))
+
+
+def test_small_leaks_between_rows_are_noticed_in_any_precision():
+    assert not supports_packing(Leaky()) and not supports_packing(Leaky().bfloat16())
+
+
+@pytest.mark.parametrize("micro", [MicroBatches(), MicroBatches(tokens=30, packed=True)])
+def test_log_probs_of_another_engine_reach_the_loss(micro):
+    """Equal log-probs change nothing; too different ones mask every rollout."""
+    model, rows = make("qwen2"), random_rows()
+    assert any(row.start == 0 and not row.is_demo for row in rows)
+    expected, old, grads = run_step(model, rows, micro, Loss(LossSpec()))
+    loss, losses = Loss(LossSpec(correction="sequence_mask", correction_max=3.0)), []
+    for gap in (0.0, 5.0):
+        known = [
+            row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
+            for row, x in zip(rows, old, strict=True)
+        ]
+        result = run_step(model, known, micro, loss)
+        losses.append(result[0].losses)
+        if gap == 0:
+            assert_close((expected, old, grads), result)
+    assert losses[1].rollout == 0 and losses[1].demo == losses[0].demo
+
+
+def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
+    """Log-probs of all response tokens, unknown for a row's first token."""
+    return (math.nan,) * (row.response_tokens - len(values)) + tuple(values.tolist())
 
 
 def test_packing_does_not_change_a_rows_logps():

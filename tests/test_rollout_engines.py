@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from gac.demo.task import make_tokenizer
 from gac.errors import RunError
 from gac.rollouts import generation, paged
 from gac.rollouts.engines import make_engine
-from gac.rollouts.generation import RolloutConfig, SamplingParams, _parts, generate
+from gac.rollouts.generation import (
+    PagedConfig,
+    RolloutConfig,
+    SamplingParams,
+    _parts,
+    generate,
+)
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tools.tiny_models import tiny_config as tiny_model_config
@@ -75,7 +82,7 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     """The responses stay the same."""
     settings = {"max_new_tokens": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
     if samples > 1:
-        settings |= {"temperature": 1e-3, "samples": samples}  # in effect greedy
+        settings |= {"temperature": 1.0, "top_p": 1e-6, "samples": samples}  # in effect greedy
     calls: list[tuple[int, int]] = []
     original = policy[0].generate
 
@@ -141,12 +148,36 @@ def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
 
 
 def test_missing_responses_end_the_run(policy, monkeypatch):
-    model, tokenizer = policy
-    monkeypatch.setattr(model, "generate_batch", lambda *a, **k: {}, raising=False)
-    with pytest.raises(RunError, match="0 of 2 responses.*max_batch_tokens.*rerun"):
-        paged.generate_paged(
-            model, tokenizer, PROMPTS[:2], SamplingParams(4, 1.0), rollouts().paged
-        )
+    """By default, the cache holds all: 3 x (1 + 2 + 1) pages for 7, 13 and 6 tokens."""
+    configs = []
+
+    def nothing(*_, continuous_batching_config, **__):
+        configs.append(continuous_batching_config)
+        return {}
+
+    monkeypatch.setattr(policy[0], "generate_batch", nothing, raising=False)
+    params = SamplingParams(4, 1.0, samples=3)
+    for settings in ({"page_size": 8}, {**PAGES, "page_size": 4}):
+        with pytest.raises(RunError, match="0 of 9 responses.*max_batch_tokens.*rerun"):
+            paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
+    sizes = [(c.max_batch_tokens, c.num_blocks, c.page_size) for c in configs]
+    assert sizes == [(256, 12, 8), (32, 64, 4)]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_no_row_leaves_a_batch_that_all_ranks_generate_together(monkeypatch, lockstep):
+    """Otherwise the ranks would call the model a different number of times."""
+    calls = []
+
+    def two_tokens(**keywords):
+        calls.append((len(keywords["stopping_criteria"]), keywords["synced_gpus"]))
+        return torch.tensor([[3, 4, 5, 1]])
+
+    monkeypatch.setattr(generation, "in_lockstep", lambda model: lockstep)
+    model, ids = SimpleNamespace(generate=two_tokens), torch.tensor([[3, 4]])
+    settings = generation.generation_config(SamplingParams(2, 1.0), [1], 0)
+    assert generation._continue(model, ids, torch.ones_like(ids), settings, [1]) == [[5, 1]]
+    assert calls == [(0, True) if lockstep else (1, False)]
 
 
 TOO_FEW_TOKENS = {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}

@@ -6,20 +6,37 @@ import logging
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from gac.data.examples import Example
+from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
-from gac.rollouts.advantages import group_advantages
-from gac.rollouts.sampling import Sample, Sampler, SamplingStats, SignalWatch, is_flat
+from gac.rollouts import sampling
+from gac.rollouts.advantages import group_advantages, group_credit
+from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.plan import Sampling
+from gac.rollouts.sampling import (
+    Sample,
+    Sampler,
+    SamplingStats,
+    SignalWatch,
+    engine_logps,
+    is_flat,
+    scatter_logps,
+)
 
 
-def test_columns_of_the_sampling() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
+    """Counts are totals over the ranks; times are means, because the ranks work in parallel."""
+    monkeypatch.setattr(sampling, "world_size", lambda: ranks)
     assert set(SamplingStats()) == {0}
     stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
     columns = stats.columns()
-    assert columns["responses_per_second"] == 3 and columns["groups_without_signal"] == 0.25
-    assert columns["sampled_tokens"] == 24 and columns["reward_seconds"] == 0.5
+    assert columns["responses_per_second"] == 3 * ranks and columns["groups_without_signal"] == 0.25
+    assert columns["sampled_tokens"] == 24 and columns["reward_seconds"] == 0.5 / ranks
+    assert columns["sampling_seconds"] == 2 / ranks and columns["truncated"] == 1 / 3
     empty = SamplingStats().columns()
     assert empty["responses_per_second"] is None and empty["groups_without_signal"] is None
 
@@ -78,3 +95,38 @@ def test_rewards_of_demonstrations_belong_to_their_prompts() -> None:
     rewards = Sampler._demo_rewards(SimpleNamespace(_scores=scores), examples)
     assert rewards.nan_to_num(-1).tolist() == [-1, 7, -1, 8]
     assert Sampler._demo_rewards(SimpleNamespace(), examples[:1]).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rank", "top_p", "warns"), [(0, 0.9, True), (1, 0.9, False), (0, 1, False)]
+)
+def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_p, warns) -> None:
+    monkeypatch.setattr(sampling, "rank", lambda: rank)
+    Sampler(RolloutConfig(top_p=top_p), None, make_tokenizer(), None, Sampling(), group_credit)
+    assert ("rollouts.top_p=0.9" in caplog.text) == warns
+
+
+def test_the_overlong_punishment_rises_linearly_to_its_maximum() -> None:
+    """The last 4 of 10 tokens: 0, 1, 2 and 4 of them reduce the reward by quarters of 0.5."""
+    config = RolloutConfig(max_new_tokens=10, overlong_tokens=4, overlong_penalty=0.5)
+    penalties = [
+        Sampler._penalty(SimpleNamespace(config=config), (5,) * n) for n in (3, 6, 7, 8, 10)
+    ]
+    assert penalties == [0, 0, 0.125, 0.25, 0.5]
+
+
+def test_log_probs_are_placed_at_the_positions_that_predict_their_tokens() -> None:
+    """A first token is never predicted; a server's log-probs are nan where it sampled nothing."""
+    rows = [
+        Row((5, 6, 7, 8), 2, False, engine_logps=(-1.0, -2.0)),
+        Row((5, 6, 9), 0, False, engine_logps=(-3.0, -4.0, -5.0)),
+        Row((7, 8), 1, False),
+    ]
+    values = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0, -5.0]), torch.tensor([-6.0])]
+    padded = [[0, -1, -2, 0], [-4, -5, 0, 0], [-6, 0, 0, 0]]
+    for packed, expected in (False, padded), (True, [[0, -1, -2, 0, -4, -5, 0, -6, 0]]):
+        batch = collate(rows, 0, packed=packed)
+        assert scatter_logps(values, rows, batch).tolist() == expected
+        nan_to_zero = engine_logps(rows, batch).nan_to_num(0).tolist()
+        assert nan_to_zero == [[0 if x == -6 else x for x in row] for row in expected]
+    assert engine_logps([], collate([], 0)).isnan().tolist() == [[True]]

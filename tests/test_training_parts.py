@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from tqdm import tqdm
 
+from gac.config import load
 from gac.data.rows import Row
 from gac.methods.base import Mix
 from gac.training import policy
 from gac.training.feed import Feed
 from gac.training.probes.parts import GradientParts, copies
 from gac.training.record import Record
-from gac.training.trainer import Trainer
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import Trainer, _update_bar
 
 from .tiny import tiny_config
 
@@ -77,3 +82,49 @@ def test_one_process_records_the_samples(main: bool, every: int) -> None:
     Record.samples(record, 3, [{"prompt": "1+1"}], config)
     Record.samples(record, 4, [], config)
     assert texts == ([{"step": 3, "prompts": [{"prompt": "1+1"}]}] if main and every else [])
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_trackers_get_the_numbers_that_were_measured(main: bool) -> None:
+    rows, logged = [], []
+    accelerator = SimpleNamespace(
+        is_main_process=main, log=lambda *a, step: logged.append((*a, step))
+    )
+    row = {"step": 3, "mu": 0.5, "kl": None}
+    Record.step(SimpleNamespace(metrics=rows, accelerator=accelerator), row)
+    assert rows == [row] * main and logged == [({"mu": 0.5}, 3)]
+
+
+def test_the_progress_bar_shows_what_was_measured() -> None:
+    with tqdm(total=2, file=io.StringIO()) as bar:
+        _update_bar(bar, {"mu": 0.25, "reward_mean": None, "kl": math.nan, "entropy": 1.23456})
+        assert (bar.n, bar.postfix) == (1, "mu=0.25, entropy=1.23")
+
+
+def test_an_error_of_this_rank_is_not_blamed_on_another(task, tmp_path, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise RuntimeError("out of memory")
+
+    trainer = Trainer(tiny_config(task, tmp_path, eval={}))
+    monkeypatch.setattr(trainer, "_loop", fail)
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "correction"),
+    [
+        ({}, "sequence_mask"),
+        ({"correction": "token_truncate"}, "token_truncate"),
+        # a server's log-probs are those of the untruncated distribution at temperature 1
+        ({"temperature": 0.7}, "none"),
+        ({"top_p": 0.9}, "none"),
+        ({"engine": "generate"}, "none"),
+    ],
+)
+def test_only_comparable_log_probs_of_a_server_are_corrected(rollouts, correction) -> None:
+    config = load(TrainConfig, {"rollouts": {"engine": "vllm", "max_new_tokens": 7, **rollouts}})
+    spec = policy.loss_of(config).spec
+    assert (spec.correction, spec.max_tokens) == (correction, 7)
+    config = load(TrainConfig, {"rollouts": {"max_new_tokens": 7}, "loss": {"max_tokens": 9}})
+    assert policy.loss_of(config).spec.max_tokens == 9

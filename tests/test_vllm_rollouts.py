@@ -294,6 +294,15 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
         assert requests == [*update, "/reset_prefix_cache"]
 
 
+def test_an_error_becomes_one_line_of_limited_length():
+    for text, expected in (
+        ("a\n  b", "a b"),
+        ("x" * 300, "x" * 300),
+        ("x" * 301, "x" * 300 + "..."),
+    ):
+        assert vllm._short(ValueError(text)) == expected
+
+
 def test_failed_reset_of_the_prefix_cache_is_an_error():
     for reply, fails in (({"success": False}, True), ({"success": True}, False), ({}, False)):
         client = SimpleNamespace(post=lambda path, reply=reply: reply)

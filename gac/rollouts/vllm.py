@@ -200,11 +200,8 @@ class Server:
                 )
             ]
 
-        pool = ThreadPoolExecutor(MAX_CONCURRENT)
-        try:
+        with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # after an error, `map` cancels the rest
             groups = list(pool.map(sample_prompt, prompts, seeds))
-        finally:
-            pool.shutdown(cancel_futures=True)
         return [response for group in groups for response in group]
 
     def _send_by_disk(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
