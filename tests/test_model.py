@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
-from gac.models.causal_lm import LoraConfig, _add_lora, attach_head
+from gac.models import row_attention
+from gac.models.causal_lm import (
+    LoraConfig,
+    ModelConfig,
+    _add_lora,
+    apply_training_options,
+    attach_head,
+    check_head,
+)
 from gac.models.head import head_scaling
 from gac.models.pretrained import check_files
 from gac_kernels import reference
@@ -135,19 +145,45 @@ def check_head_of(model, softcap):
         return attach_head(model)
 
 
-def test_unknown_transforms_of_the_logits_fall_back_to_them(caplog, monkeypatch):
+def index(logits):
+    _ = logits[..., 0]
+    return logits
+
+
+TRANSFORMS = {
+    "squared": lambda model, logits: logits + logits**2,
+    "padded": lambda model, logits: torch.nn.functional.pad(logits, (0, 1)),
+    "read by later code": lambda model, logits: index(logits),
+    "of two calls of the head": lambda model, logits: (
+        logits + 0 * model.lm_head(torch.zeros(32)).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_unknown_transforms_of_the_logits_fall_back_to_them(transform, caplog, monkeypatch):
     model = make("qwen2")
     forward = type(model).forward
 
-    def squared(self, *args, **keywords):
+    def transformed(self, *args, **keywords):
         out = forward(self, *args, **keywords)
-        out.logits = out.logits + out.logits**2
+        out.logits = transform(self, out.logits)
         return out
 
-    monkeypatch.setattr(type(model), "forward", squared)
-    assert not attach_head(model)
+    monkeypatch.setattr(type(model), "forward", transformed)
+    assert not attach_head(model) and not check_head(model)
     assert "not a plain linear layer" in caplog.text
     check(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "bert"])
+def test_the_check_of_the_head_keeps_the_modes_of_modules(kind):
+    model = make(kind).train()
+    next(model.children()).eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(ConfigError) if kind == "bert" else contextlib.nullcontext():
+        attach_head(model)
+    assert modes == [module.training for module in model.modules()] and len({*modes}) == 2
 
 
 def test_encoders_are_refused():
@@ -171,11 +207,14 @@ def test_gradient_checkpointing_changes_nothing():
     check(model)
 
 
-def test_lora_trains_adapters_only():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_trains_adapters_only(checkpointing):
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = make("qwen2")
     attach_head(model)
-    model = _add_lora(model, LoraConfig(rank=2))
+    options = ModelConfig(lora=LoraConfig(rank=2), gradient_checkpointing=checkpointing)
+    model = apply_training_options(model, options).train()
+    assert row_attention.enable(model)
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
     assert names and all("lora" in n for n in names)
@@ -189,3 +228,5 @@ def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():
     model = _add_lora(model, LoraConfig(rank=2))
     adapted = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert adapted == {"in_proj", "x_proj", "dt_proj"}
+    with pytest.raises(ConfigError, match="out_proj"):  # named targets are not skipped
+        _add_lora(model.unload(), LoraConfig(targets=("in_proj", "out_proj")))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, row_attention
+from gac.models import head, pretrained, row_attention
 from gac.models.causal_lm import (
     LoraConfig,
     ModelConfig,
@@ -22,7 +24,18 @@ from gac.models.causal_lm import (
     load_tokenizer,
 )
 from gac.models.head import Head
+from gac.models.pretrained import check_source, one_line_errors
 from gac.models.weights import _check, base_folder
+from gac_kernels import LossSpec
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def test_packed_heads_keep_their_parts_in_place() -> None:
@@ -30,8 +43,45 @@ def test_packed_heads_keep_their_parts_in_place() -> None:
     packed = Head(hidden, weight, bias).packed()
     assert packed.hidden.shape == (6, 4) and packed.logits is None
     assert packed.weight is weight and packed.bias is bias
-    packed = Head(None, logits=torch.zeros(2, 3, 7)).packed()
+    packed = Head(None, logits=torch.zeros(2, 3, 7), scaling=(2.0, 3.0)).packed()
     assert packed.logits.shape == (6, 7) and packed.hidden is None and packed.bias is None
+    assert packed.scaling == (2.0, 3.0)
+
+
+def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(s, generator=generator) for s in ((2, 3, 4), (7, 4), (7,)))
+    plain = Head(hidden, weight, bias, scaling=(2.0, 3.0))
+    copy = plain.detached()
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        copied = getattr(copy, name)
+        assert torch.equal(copied, tensor) and copied.data_ptr() != tensor.data_ptr()
+    logits = 3 * torch.tanh(2 * (hidden @ weight.T + bias) / 3)
+    assert torch.equal(logits, plain.scaled(hidden @ weight.T + bias))
+    targets = torch.tensor([[1, 2, -100], [6, 0, 3]])
+    batch = (targets, torch.tensor([1.0, -0.5]), torch.tensor([False, True]))
+    for full in (Head(None, logits=logits), Head(None, logits=logits).detached()):
+        torch.testing.assert_close(
+            full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
+        )
+        losses = (h.loss(*batch, spec=LossSpec(temperature=0.7)).loss for h in (full, plain))
+        torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "scale"),
+    [
+        ("granite", {"logits_scaling": 4.0}, 0.25),
+        ("hyperclovax", {"logits_scaling": 4.0}, 4.0),
+        ("minicpm3", {"logits_scaling": 4.0}, 1.0),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, 0.5),
+        ("other", {"output_multiplier": 3, "logit_scale": 0.5, "lm_head_multiplier": None}, 1.5),
+    ],
+)
+def test_the_scale_of_the_logits(kind, changes, scale) -> None:
+    text = SimpleNamespace(model_type=kind, **changes)
+    config = SimpleNamespace(get_text_config=lambda decoder: text if decoder else None)
+    assert head.head_scaling(config) == (scale, None)
 
 
 def test_code_after_the_head_sees_every_dimension() -> None:
@@ -51,14 +101,15 @@ def test_code_after_the_head_sees_every_dimension() -> None:
     ],
 )
 def test_rounding_is_no_dependence_on_later_tokens(dtype, change, causal) -> None:
-    """Changes are relative to the largest logit; the other logits are 0."""
+    """Changes are relative to the largest logit, and only one token sees a later one."""
     embeddings = torch.nn.Embedding(8, 2)
     seen: list[int] = []
 
     def forward(input_ids, use_cache):
         seen.append(len(seen))
-        logits = torch.tensor([1.0, 0.0]).expand(*input_ids.shape, 2)
-        return SimpleNamespace(logits=logits * (1 + change * len(seen)))
+        logits = torch.tensor([8.0, 0.0]).repeat(*input_ids.shape, 1)
+        logits[:, -2] *= 1 + change * len(seen)
+        return SimpleNamespace(logits=logits)
 
     forward.parameters = embeddings.parameters
     config = SimpleNamespace(model_type="fake")
@@ -95,6 +146,41 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
         assert loaded.eos_token_id != 5
 
 
+@pytest.mark.parametrize("name", ["./no", "../no", "~/no", "/no", "a/b/c"])
+def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
+    monkeypatch.setattr(pretrained, "_check_hub", lambda *_: None)
+    with pytest.raises(ConfigError, match=f"model.path='{name}': no such folder"):
+        check_source("model.path", name)
+    check_source("model.path", "owner/name")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", None])
+def test_cached_models_need_no_hub(name, monkeypatch) -> None:
+    """The cache also remembers which files a model lacks."""
+    cached = lambda _, file: "path" if file == name else huggingface_hub._CACHED_NO_EXIST  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with nullcontext() if name else pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
+        check_source("model.path", "owner/name")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError(), "cannot be loaded: KeyError"),
+        (OSError("no\n file. Try another."), "cannot be loaded: no file."),
+        (ValueError("x" * 400), f"cannot be loaded: {'x' * 300}"),
+        (ConfigError("a. b"), None),
+        (RuntimeError("a. b"), None),
+    ],
+)
+def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
+    expected = ConfigError if text else type(error)
+    with pytest.raises(expected) as raised, one_line_errors("model.path", "x"):
+        raise error
+    assert str(raised.value) == (f"model.path='x' {text}" if text else "a. b")
+
+
 @pytest.mark.parametrize(
     "name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"]
 )
@@ -107,9 +193,7 @@ def test_checkpointing_is_enabled_under_either_name(name: str) -> None:
 
 
 def test_row_attention_is_restored_after_a_plain_block() -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = AutoConfig.for_model("qwen2", **sizes, num_attention_heads=2, num_key_value_heads=2)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     for enabled in (False, True):
         assert not enabled or row_attention.enable(model)
         before = model.config._attn_implementation
@@ -119,25 +203,66 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
         assert (before == row_attention.NAME) == enabled
 
 
-@pytest.mark.parametrize("targets", [(), ""])
-def test_adapters_need_targets(targets) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"targets={targets!r}: use")):
-        LoraConfig(targets=targets)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layer_types", ["full_attention", "chunked_attention"]),
+        ("attention_chunk_size", 4),
+        ("_attn_implementation", "eager"),
+        ("_attn_implementation", row_attention.NAME),
+    ],
+)
+def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    setattr(model.config, name, value)
+    before = model.config._attn_implementation
+    assert not row_attention.enable(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "right"),
+    [
+        ("targets", (), ("q_proj",)),
+        ("targets", "", "q"),
+        ("dropout", 1.0, 0.99),
+        ("dropout", -0.1, 0.0),
+        ("rank", 0, 1),
+        ("alpha", 0, 1),
+    ],
+)
+def test_options_of_adapters_are_checked(option, wrong, right) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{option}={wrong!r}: use")):
+        LoraConfig(**{option: wrong})
+    assert getattr(LoraConfig(**{option: right}), option) == right
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_only_the_dropout_of_adapters_stays_in_training_mode(dropout, caplog) -> None:
-    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.RReLU()).train()
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.RReLU(), torch.nn.RReLU()).train()
+    model[2].gradient_checkpointing = True  # works in training mode only
     _disable_noise(model, LoraConfig(dropout=dropout))
-    assert [module.training for module in model] == [dropout > 0, False]
+    assert [module.training for module in model] == [dropout > 0, False, True]
     assert ("sampling has no dropout" in caplog.text) == (dropout > 0)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_dropout_is_removed_unless_requested(tmp_path, keep) -> None:
-    AutoConfig.for_model("gpt2", resid_pdrop=0.25, attn_pdrop=0.0).save_pretrained(tmp_path)
+def test_dropout_is_removed_unless_requested(tmp_path, keep, caplog) -> None:
+    others = dict.fromkeys(("attn_pdrop", "embd_pdrop", "summary_first_dropout"), 0.0)
+    AutoConfig.for_model("gpt2", resid_pdrop=0.25, **others).save_pretrained(tmp_path)
     config = _training_config(ModelConfig(path=str(tmp_path), dropout=keep))
     assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)
+    assert ("training uses resid_pdrop=0.25, but sampling" in caplog.text) == keep
+
+
+def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> None:
+    """A model of text and images has a configuration for each."""
+    config = AutoConfig.for_model("gemma3", text_config={"attention_dropout": 0.5, **TINY})
+    config.text_config.output_router_logits = True
+    config.save_pretrained(tmp_path)
+    text = _training_config(ModelConfig(path=str(tmp_path))).text_config
+    assert (text.attention_dropout, text.output_router_logits) == (0.0, False)
+    assert caplog.text.count("output_router_logits is set") == 1
 
 
 @pytest.mark.parametrize(("missing", "text"), [("a", "a: copy"), ("cab", "a and 2 more: copy")])

@@ -57,12 +57,15 @@ def test_the_page_lists_what_the_run_measured():
     assert "| `d` | FAILED: no config |" in untested
 
 
-def test_the_command_prints_families_and_finds_that_of_a_folder(task):
+def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):
     modes = ("padded", "packed", "FSDP2", "LoRA", "default", "micro-batches")
     qwen2 = "qwen2 " + ", ".join(f"{mode}: yes" for mode in modes)
     lines = families_table("qwen2").splitlines()
     assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
-    assert families_table(str(task / "init")).splitlines()[0].split() == qwen2.split()
+    monkeypatch.chdir(task)
+    assert families_table("init").splitlines()[0].split() == qwen2.split()
+    with pytest.raises(ConfigError, match="NAME='a/b': no such local folder"):
+        families_table("a/b")
     assert "refused: model type 'bert' is an encoder" in families_table()
     with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
         families_table("none")

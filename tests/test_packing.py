@@ -172,6 +172,16 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
 
 
+def test_masks_are_back_after_a_packed_forward():
+    model, rows = make("mistral").eval(), random_rows()
+    assert row_attention.enable(model)
+    padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
+    inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
+    expected = model(**inputs).logits
+    model(**packed.model_inputs, request=lambda h: h.logprobs(packed.targets)[0])
+    assert torch.equal(model(**inputs).logits, expected)
+
+
 def test_models_with_a_convolution_are_packed_only_in_float32():
     """In lower precision, rounding could hide what a convolution leaks."""
     model = make("qwen2")

@@ -212,8 +212,6 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
-        if config.lora is not None:
-            model.enable_input_require_grads()
     return model if config.lora is None else _add_lora(model, config.lora)
 
 

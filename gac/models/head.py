@@ -103,7 +103,7 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
         value := _number(config, "logits_scaling")
     ):
         scale = scale * value if config.model_type in MULTIPLYING else scale / value
-    return scale, _number(config, "final_logit_softcapping") or None
+    return scale, _number(config, "final_logit_softcapping")
 
 
 def _number(config: Any, name: str) -> float | None:
@@ -270,7 +270,7 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
         logits = model(input_ids=ids, use_cache=False).logits.float()
     finally:
         _in_head.reset(token)
-    if len(ramps) != 1 or ramps[0].shape != logits.shape or ramps[0].shape[:2] != ids.shape:
+    if len(ramps) != 1 or ramps[0].shape != logits.shape:
         return False
     expected = Head(None, scaling=head_scaling(patched.config)).scaled(ramps[0].float())
     if not torch.allclose(logits, expected, rtol=1e-4 if patched.dtype == torch.float32 else 2e-2):
