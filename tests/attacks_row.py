@@ -196,8 +196,9 @@ for _entry in _BLAME.split("\n=== ")[1:]:
     BLAME[_title] = _body + ("" if "helper" in _body else _HELPER)
 """Title -> program for `ROW`, none of which is correct."""
 
-# test -> programs whose text or bytes it would run
+# test -> programs whose text, bytes or replacement of a builtin function it would run
 INTERPRETED = {
+    "assert sorted(text()) == [5]": ["def text(): return 5\ndef sorted(items): return [5]"],
     "assert eval(text()) == 5": [
         "def text(): return '5'",
         "def text(): return '__import__(\"os\")._exit(0)'",

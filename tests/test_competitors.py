@@ -30,12 +30,13 @@ def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, T
     logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
     n = len(p)
     advantages = torch.tensor(keywords.pop("advantages"))
-    targets, is_demo = torch.zeros(n, 1, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
+    targets, mu = torch.zeros(n, 1, dtype=torch.int64), keywords.pop("mu", 0.0)
+    is_demo = torch.tensor(keywords.pop("is_demo", [False] * n))
     batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
-    loss = METHODS[name]().loss(LossSpec())
+    loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
     norms = TermPair(demo=1.0, rollout=float(n))
     head = Head(None, logits=logits)
-    out = custom_loss(loss.token, head, None, batch, 0.0, None, None, loss.spec, norms, **keywords)
+    out = custom_loss(loss.token, head, None, batch, mu, None, None, loss.spec, norms, **keywords)
     (grad,) = torch.autograd.grad(out.loss, x)
     return out, grad / (1 - torch.tensor(p))
 
@@ -50,6 +51,23 @@ def test_sdar_gates_the_distillation_of_each_token() -> None:
     assert out.loss.item() == pytest.approx((-2 + 1 - 0.5 + distilled) / 3, rel=1e-6)
     expected = [-2 - 0.01 * 32 / 33, 1 - 0.01 / 33, -0.5]
     assert (3 * slope).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_srft_options_by_hand() -> None:
+    """p = 1/2 has entropy log 2; of the rollouts, with A = -1, one is below the limit."""
+    out, slope = one_token_rows(
+        "srft",
+        [0.5, 0.25, 0.5],
+        advantages=[3.0, -1.0, -1.0],
+        is_demo=[True, False, False],
+        mu=0.5,
+        fields={"shape": 0.25, "least_logp": -1.5 * LOG2},
+    )
+    demo, rollouts = 0.5 * 0.5 * LOG2 - 3 * 0.5 / 0.75, (-1.5 * LOG2 - LOG2) / 3
+    assert 2 * out.loss.item() == pytest.approx(demo + rollouts, rel=1e-6)
+    # d/dlog p of p / (p + c) is p c / (p + c)^2
+    expected = [-0.25 - 3 * 0.5 * 0.25 / 0.75**2, 0, 1 / 3]
+    assert (2 * slope).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task, tmp_path) -> None:

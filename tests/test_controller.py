@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gac.control.controller import (
@@ -199,6 +199,8 @@ def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:
 
 @properties
 @given(st.floats(0.1, 0.95), st.floats(0, 10), st.floats(0, 0.99))
+@example(0.5, 0.03, 0.5)  # at the bounds
+@example(0.5, 0.01, 0.5)
 def test_alpha_moves_only_outside_the_band_and_stays_in_range(alpha, kl, band) -> None:
     config = ControllerConfig(kl_hysteresis=band)
     after = next_alpha(config, alpha, kl)

@@ -32,25 +32,26 @@ def alignment_with(z: float, cosine: float = 0.0) -> Alignment:
     return Alignment(z, 1.0, abs(z) / cosine if cosine else 0.0, abs(z * cosine), 1.0, 1.0)
 
 
-def test_alignment_equals_direct_computation() -> None:
-    x, y = torch.randn(4, 7, dtype=torch.float64) + 1, torch.randn(3, 7, dtype=torch.float64)
+@pytest.mark.parametrize(("s", "r"), [(4, 3), (2, 2)])
+def test_alignment_equals_direct_computation(s: int, r: int) -> None:
+    x, y = torch.randn(s, 7, dtype=torch.float64) + 1, torch.randn(r, 7, dtype=torch.float64)
     gradients = torch.cat([x, y])
-    estimate = alignment(gradients @ gradients.T, 4)
+    estimate = alignment(gradients @ gradients.T, s)
     cross = x @ y.T
     pairs = [
         cross[i, j] * cross[k, m]
-        for i in range(4)
-        for k in range(4)
-        for j in range(3)
-        for m in range(3)
+        for i in range(s)
+        for k in range(s)
+        for j in range(r)
+        for m in range(r)
         if i != k and j != m
     ]
     inner = x.mean(0).dot(y.mean(0)).item()
     assert estimate.inner == pytest.approx(inner, rel=1e-12)
     assert estimate.inner_variance == pytest.approx(inner**2 - sum(pairs).item() / len(pairs))
-    noise = x.var(dim=0).sum().item() / 4
+    noise = x.var(dim=0).sum().item() / s
     assert estimate.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
-    noise = y.var(dim=0).sum().item() / 3
+    noise = y.var(dim=0).sum().item() / r
     assert estimate.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
 
 

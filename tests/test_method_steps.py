@@ -23,6 +23,15 @@ def test_gradnorm_favors_the_term_that_lags() -> None:
     assert equal.solve(state, torch.diag(torch.tensor([4.0, 1.0]).double()), mix)[1][0] < 0.9
 
 
+@pytest.mark.parametrize("name", ["uncertainty", "dwa", "gradnorm"])
+@pytest.mark.parametrize("measured", [{"demo_loss": 2.0}, {"reward_mean": 0.5}])
+def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) -> None:
+    method = METHODS[name]()
+    before, _ = method.mix(method.init(), Observation(0))
+    after, mix = method.mix(before, Observation(1, **measured))
+    assert after == before and mix.mu == 0.5
+
+
 def test_superrl_replaces_groups_without_a_reward() -> None:
     rewards = torch.tensor([[0.0, 0.0], [0.0, 0.5], [0.0, torch.nan]])
     credit = METHODS["superrl"]().credit(rewards, None, "centered")

@@ -416,6 +416,9 @@ def test_hpt_soft_and_hard_gates():
     assert soft.demo_weight.tolist() == [1.0, 0.75, 0.0, 0.0]
     hard = METHODS["hpt"](switch=2).credit(rewards.double(), None, "centered")
     assert hard.demo_weight.tolist() == [1.0, 1.0, 0.0, 1.0]
+    for table in ((), (0.5, 1.1), (-0.1,)):
+        with pytest.raises(ValueError, match=re.escape(f"table={table!r}: use numbers in [0, 1]")):
+            METHODS["hpt"](table=table)
 
 
 # ---- GAC and its variants: the controller itself is tested in test_controller.py

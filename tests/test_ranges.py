@@ -41,7 +41,8 @@ from gac.training.run_config import TrainConfig
 GRAM = Gram(2.0, 0.5, 1.0)
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
-VALUES = (-math.inf, -1.0, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 2.0)
+AT_LEAST_ZERO, ABOVE_ZERO = "[0, inf]", "(0, inf]"  # inf is accepted
+VALUES = (-math.inf, -1.0, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 2.0, math.inf, math.nan)
 
 
 def inside(value: float, interval: str) -> bool:
@@ -95,44 +96,46 @@ NUMBERS = [  # callable, interval, names of its arguments
     (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
     (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
     (solver(cagrad, GRAM), FREE, "radius"),
-    (solver(nash_mtl, GRAM), POSITIVE, "max_norm"),
+    (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
     (solver(sdmgrad, GRAM), FREE, "regularization"),
     (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), FREE, "lr"),
     (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), POSITIVE, "bound"),
     (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
     (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
-    (GuardConfig, POSITIVE, "max_norm"),
+    (GuardConfig, ABOVE_ZERO, "max_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
-    (OptimConfig, POSITIVE, "lr"),
-    (RolloutConfig, POSITIVE, "temperature correction_max"),
+    (OptimConfig, ABOVE_ZERO, "lr"),
+    (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
-    (vllm, POSITIVE, "timeout"),
+    (vllm, ABOVE_ZERO, "timeout"),
     (RewardNoise, UNIT, "rate"),
     (LoraConfig, BELOW_ONE, "dropout"),
     (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
-    (EvalTask, FREE, "temperature"),
-    (ParallelConfig, POSITIVE, "timeout"),
+    (EvalTask, AT_LEAST_ZERO, "temperature"),
+    (ParallelConfig, ABOVE_ZERO, "timeout"),
     (lambda **fields: RolloutConfig(max_new_tokens=8, **fields), "[1, 8]", "overlong_tokens"),
     (lambda pass_at: EvalTask(samples=2, temperature=1, pass_at=(pass_at,)), "[1, 2]", "pass_at"),
 ]
 METHOD_NUMBERS = [
     ("constant", UNIT, "mu"),
-    ("dpo", POSITIVE, "beta"),
-    ("ipo", POSITIVE, "tau"),
-    ("uft", FREE, "coef"),
+    ("dpo", ABOVE_ZERO, "beta"),
+    ("ipo", ABOVE_ZERO, "tau"),
+    ("uft", AT_LEAST_ZERO, "coef"),
     ("uft", UNIT, "low high"),
     ("moco", ABOVE_ZERO_TO_ONE, "rate"),
     ("moco", FREE, "decay"),
-    ("nash-mtl", POSITIVE, "scale"),
+    ("nash-mtl", ABOVE_ZERO, "scale"),
+    ("gta", AT_LEAST_ZERO, "sft_coef"),
+    ("gta", ABOVE_ZERO, "rl_coef"),
     ("guarded", UNIT, "mu_suspect"),
     ("prefix-rft", UNIT, "high top"),
-    ("relift", POSITIVE, "sft_coef"),
-    ("hpt", POSITIVE, "sft_coef"),
-    ("multitask", FREE, "sft_coef"),
-    ("sdar", FREE, "beta"),
+    ("relift", ABOVE_ZERO, "sft_coef"),
+    ("hpt", ABOVE_ZERO, "sft_coef"),
+    ("multitask", AT_LEAST_ZERO, "sft_coef"),
+    ("sdar", AT_LEAST_ZERO, "beta"),
     ("sdar", "(-inf, inf)", "coef"),
     ("dypo", UNIT, "alpha"),
-    ("dypo", POSITIVE, "beta sft_coef"),
+    ("dypo", ABOVE_ZERO, "beta sft_coef"),
     ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
 NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]

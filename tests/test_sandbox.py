@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gac.sandbox import confine, server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, SandboxError
+from gac.sandbox.zygote import Zygote, _seconds_without_core
 
 from .sandboxes import command, descendants, passes, patch_server, prints, without_namespaces
 
@@ -303,6 +307,50 @@ def test_landlock_handles_every_access_that_the_kernel_knows(monkeypatch, abi, r
     assert confine.landlock_rules() == 33
     attributes = struct.pack("=Q", 2**rights - 1) + struct.pack("=Q", 3) * others
     assert rulesets == [(attributes, len(attributes), 0)]
+
+
+DESCRIPTORS = """
+import os
+from gac.sandbox import confine
+def is_open(number):
+    try: os.fstat(number)
+    except OSError: return False
+    return True
+numbers = [os.dup(0) for _ in range(6)]
+confine.close_all_but([0, 1, 2, numbers[4], numbers[1]])
+print([is_open(number) for number in (0, 1, 2, *numbers)], flush=True)
+confine.exit_with_parent(os.getppid())
+print("alive", flush=True)
+confine.exit_with_parent(os.getpid())
+print("its parent is another process")
+"""
+
+
+def test_only_kept_descriptors_stay_open_and_an_orphan_exits():
+    run = subprocess.run(
+        [sys.executable, "-c", DESCRIPTORS], capture_output=True, text=True, timeout=60, check=False
+    )
+    kept = [True, True, True, False, True, False, False, True, False]
+    assert run.stdout == f"{kept}\nalive\n" and run.returncode == 1
+
+
+def test_the_server_waits_until_the_next_deadline():
+    def wait(*deadlines, **stalled):
+        now = time.monotonic()
+        jobs = [SimpleNamespace(deadline=now + t, stalled=False) for t in deadlines]
+        jobs += [SimpleNamespace(deadline=now + t, stalled=True) for t in stalled.values()]
+        return Zygote._next_deadline(SimpleNamespace(jobs=dict(enumerate(jobs))))
+
+    assert 29_000 < wait(60, 30, stalled=5) <= 30_001  # milliseconds
+    assert wait(60, -30) == 0  # a negative time would mean without end
+    assert wait(stalled=5) is None
+    assert _seconds_without_core(-1) == 0  # such as a process that has exited
+
+
+def test_the_uid_of_a_process_that_ended_is_free():
+    server = SimpleNamespace(uids=range(100, 104), uid_of={7: 101, 8: 102, 9: 103}, jobs={})
+    Zygote._ended(server, 8, 0, resource.getrusage(resource.RUSAGE_SELF))
+    assert Zygote._next_uid(server) == 102
 
 
 def test_uids_of_servers_are_unused_and_rarely_the_same():

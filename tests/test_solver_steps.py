@@ -169,7 +169,10 @@ def gradnorm_with_losses(values):
         (lambda: dwa_step(DWAState(), (-0.1, 1.0)), "losses=(-0.1, 1.0): use losses >= 0"),
         (lambda: dwa_step(DWAState(), (1.0, 1.0), window=0), "window=0"),
         (lambda: dwa_weights(DWAState(), temperature=0.0), "temperature=0.0"),
-        (lambda: famo_weights(FAMOState(), (1.0, -0.2)), "losses=(1.0, -0.2): use losses >= min"),
+        (
+            lambda: famo_weights(FAMOState(), (1.0, -0.2)),
+            "losses=(1.0, -0.2): use losses that are at least min",
+        ),
     ],
 )
 def test_errors_name_argument_and_value(call, message: str) -> None:

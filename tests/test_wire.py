@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.sandbox.judge import judge
+from gac.sandbox.lent import Lender
 from gac.sandbox.remote import SolverClient
+from gac.sandbox.solver import _content
 from gac.sandbox.wire import Channel, ChannelClosed, NotPlain, WireError, decode, encode, parse
 
 SCALARS = (
@@ -140,6 +142,14 @@ def test_arrays_keep_dtype_shape_and_data(dtype):
         result = round_trip(array)
         assert type(result) is type(array) and result.dtype == array.dtype
         assert np.array_equal(result, array) and result.shape == array.shape
+
+
+def test_arrays_have_at_most_32_dimensions():
+    message = encode(np.ones((1,) * 32))
+    assert decode(message).shape == (1,) * 32
+    message[1][1][1].append(1)
+    with pytest.raises(WireError, match="does not match its shape"):
+        decode(message)
 
 
 @pytest.mark.parametrize("dtype", ["O", "U3", "M8[s]", "V4"])
@@ -374,3 +384,16 @@ def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
     both = SolverClient(Channel(-1, -1))._class([3, "Both", "str", [number, text], []])
     assert both.__mro__[0] is both and issubclass(both, str) and not issubclass(both, int)
     assert type.__repr__(both) == "<class 'program.Both'>"
+
+
+@pytest.mark.parametrize("number", [True, -1, 1.0, "0", None])
+def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
+    lender = Lender()
+    assert [lender[lender.keep(value)] for value in (len, abs, len)] == [len, abs, len]
+    with pytest.raises(TypeError, match="must be an integer >= 0"):
+        lender[number]
+
+
+def test_changes_of_small_global_variables_are_noticed():
+    assert _content([0] * 100) is not None and _content([0] * 101) is None
+    assert _content({"x" * 6000}) is not None and _content({"x" * 6500}) is None

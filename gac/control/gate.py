@@ -38,7 +38,7 @@ class GateState(NamedTuple):
         if self.sft_square <= 0 or self.rl_square <= 0:
             return 0.0
         size = math.sqrt(self.sft_square) * math.sqrt(self.rl_square)
-        return min(max(self.inner / size, -1.0), 1.0) if size > 0 else 0.0
+        return min(max(self.inner / size, -1.0), 1.0)
 
     @property
     def z(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.control.solvers import Gram, Weights
+from gac.errors import require
 from gac.rollouts.plan import Sampling
 
 from .gram_solver import GramSolver
@@ -32,11 +33,8 @@ class GTA(GramSolver):
     """Number of tokens at the end of a demonstration that SFT trains on; null: all."""
 
     def __post_init__(self) -> None:
-        if not (self.sft_coef >= 0 and self.rl_coef > 0):
-            raise ValueError(
-                f"sft_coef={self.sft_coef!r}, rl_coef={self.rl_coef!r}: use sft_coef >= 0 and "
-                "rl_coef > 0"
-            )
+        require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
+        require(self.rl_coef > 0, "rl_coef", self.rl_coef, "a number > 0")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demo_tokens=self.guess_tokens)

@@ -173,7 +173,7 @@ def plain_base(value: Any) -> Any:
         NotPlain: the class of `value` has no plain base type.
     """
     for kind, convert in _BASES:
-        if isinstance(value, kind) and type(value) is not kind:
+        if isinstance(value, kind):
             return convert(value)
     raise NotPlain(value)
 
