@@ -252,7 +252,9 @@ def parse(text):
     except ValueError as e: raise ParseError(f"bad {text!r}") from e
 ----
 try: parse("x")
-except ParseError as e: assert "bad 'x'" in str(e) and isinstance(e, ValueError)
+except ParseError as e:
+    e.add_note("seen")
+    assert "bad 'x'" in str(e) and isinstance(e, ValueError) and e.__notes__ == ["seen"]
 else: assert False
 === exceptions as values
 def attempt(f, *args):

@@ -172,6 +172,8 @@ def test_empty_or_oversized_step_is_an_error():
     mixer = Mixer(rows=4, batch=2)
     with pytest.raises(RuntimeError, match=r"call observe\(\)"):
         mixer.close()
+    with pytest.raises(ValueError, match="moments=None: call the loss with moments=True"):
+        mixer.observe(None)
     mixer.observe(moments(0, demo=True, rows=3))
     with pytest.raises(RuntimeError, match=r"3 demonstrations.* batch=2.* close\(\)"):
         mixer.close()

@@ -25,7 +25,7 @@ class StepMixin(Trainer):
 
     mixer: Mixer
     _step_demos: Any = None  # demonstrations of the current step
-    _micro_batch = 0  # number of micro-batches so far in the current step
+    _micro_batch: int  # number of micro-batches so far in the current step
     _rollout_scores: tuple[Tensor, Tensor | None] | None = None  # log-probs and entropy
 
     def begin_step(self, pick: Callable[[list[int]], Sequence[Any]]) -> None:

@@ -294,7 +294,7 @@ def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
     """Describe the inputs that `controller` needs but other trainers lack; "" if there are none."""
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
     needs = SourceNeeds() if signals is None else signals.needs
-    if sketches and needs == SourceNeeds(sketch=needs.sketch) and needs.sketch:
+    if sketches and needs.sketch:
         return ""
     if controller.gate is not None:
         return "the inner product of the two gradients for its gate"

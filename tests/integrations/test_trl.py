@@ -273,6 +273,23 @@ def test_messages_give_the_same_tokens_as_prompt_and_completion(model: Path, tmp
     assert encode({"prompt": "+12=", "completion": "3"}, "row", tokenizer) == encoded
 
 
+def test_demonstrations_are_formatted_like_the_prompts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The trainer's `chat_template_kwargs` apply to both; only beta=0 causes a warning."""
+    tokenizer = task.make_tokenizer()
+    tokenizer.chat_template = "{{ lead }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(task, "make_tokenizer", lambda: tokenizer)
+    turns = [{"role": "user", "content": "2="}, {"role": "assistant", "content": "3"}]
+    rows = datasets.Dataset.from_list([{"messages": turns}])
+    for beta, lead in ((1e-30, "1+"), (0.0, "")):
+        assert "beta=0.0" not in caplog.text
+        options = {"beta": beta, "chat_template_kwargs": {"lead": lead} if lead else None}
+        trainer, _ = trl_task.make_trainer(model, tmp_path, demo_dataset=rows, **options)
+        assert tokenizer.decode(trainer._demos[0]["ids"]) == f"{lead}2=3"
+    assert "beta=0.0: without a reference model" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -175,6 +175,21 @@ def test_entropy_bonus(trainer, options, no_fallback):
     check_equal(trainer, make_inputs(trainer, off_policy=True))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_divisors_of_a_micro_batch_with_few_tokens(tokens):
+    trainer = SimpleNamespace(
+        loss_type="bnpo",
+        use_adaptive_entropy=False,
+        entropy_coef=0.25,
+        current_gradient_accumulation_steps=3,
+        model=SimpleNamespace(training=True),
+    )
+    mask = torch.arange(4)[None] < tokens
+    norm = FusedGRPOTrainer._norm(trainer, {}, mask)
+    assert norm == 3 * max(tokens, 1)
+    assert FusedGRPOTrainer._entropy_bonus(trainer, mask, norm) == pytest.approx(0.25)
+
+
 def test_token_advantages(trainer, options, no_fallback):
     inputs = make_inputs(trainer, off_policy=True)
     inputs["advantages"] = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1))
