@@ -55,9 +55,11 @@ def row_error(reward, completion, **row):
         ("````\n```\nx = 1\n```\n````", "```\nx = 1\n```\n"),
         ("```python\nx = 1\n", "x = 1\n"),
         ("```python\n```", ""),
+        ("````text\n```\nx = 1\n```\n````", "```\nx = 1\n```\n"),
+        ("```text\na\n```python\nx = 1\n```", "x = 1\n"),
+        ("- a:\n  ```python\n  x = 1\n      ```\n  ```\n", "x = 1\n    ```\n"),
         ("use `x` and ``y``", "use `x` and ``y``"),
     ],
-    ids=["all", "indented", "block", "last", "tildes", "longer", "unclosed", "empty", "inline"],
 )
 def test_the_program_is_the_last_code_block_or_the_whole_completion(completion, program):
     assert program_of(completion) == program
@@ -206,6 +208,7 @@ def test_preloaded_packages_can_be_imported():
 
 def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     reward = build_reward({"name": "code", "timeout": 2, "workers": 2})
+    assert reward.counts() == {"timeouts": 0, "stalled": 0, "crashes": 0, "no_program": 0}
     checked = []
     real = reward._pool.check
     monkeypatch.setattr(reward._pool, "check", lambda *a: checked.append(a) or real(*a))
@@ -244,6 +247,7 @@ def test_a_script_reaches_its_time_limit_only_once():
     [
         ({}, "exactly one of the fields 'tests' and 'cases', but has neither"),
         ({"tests": []}, "but has neither"),
+        ({"tests": "", "cases": []}, "but has neither"),
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
         ({"cases": ["3"]}, "'cases' must be a list of [stdin"),

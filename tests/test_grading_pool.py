@@ -86,7 +86,7 @@ def test_workers_start_when_needed_and_end_with_close():
 HOLDING_SCRIPT = """
 import os, signal, time
 from gac.rewards import grading_pool
-grading_pool._GOODBYE = 100.0
+grading_pool._STOP_SECONDS = 100.0
 pool = grading_pool.GradingPool(timeout=4.0, workers=2)
 print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
 child = os.fork()
@@ -125,11 +125,22 @@ def test_a_worker_loads_neither_torch_nor_this_package():
     pool.close()
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
-    (tmp_path / "math_verify.py").write_text("raise ImportError('broken install')")
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        ("raise ImportError('broken install')", "cannot start: broken install"),
+        (
+            "parse = verify = print('text of another package', flush=True)",
+            "text of another package",
+        ),
+        ("import os; os._exit(3)", "exit status 3"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path, module, problem):
+    (tmp_path / "math_verify.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool(timeout=3.0, workers=1)
-    with pytest.raises(RuntimeError, match=r"failed to start \(cannot start: broken install\)"):
+    with pytest.raises(RuntimeError, match=rf"failed to start \({problem}\)"):
         pool.grade([("7", "7")])
     pool.close()
 
@@ -219,16 +230,29 @@ def test_workers_have_a_memory_limit():
     pool.close()
 
 
-def test_a_closed_pool_starts_new_workers():
-    pool = GradingPool(timeout=20.0, workers=1)
-    for _ in range(2):
-        assert pool.grade([("7", "7")]) == ["right"]
-        pool.close()
-
-
 def test_memory_limits_do_not_exceed_the_hard_limit():
     assert grading_worker._capped(100, resource.RLIM_INFINITY) == 100
     assert grading_worker._capped(100, 50) == 50 == grading_worker._capped(50, 100)
+
+
+def test_only_checks_are_timed(monkeypatch):
+    """An idle worker has no timer; each check has one for CPU time and a longer one."""
+    timers, requests = {}, [b'["7", "8"]\n', b'["7", "8"]\n', b"\n"]
+    seen = []
+    monkeypatch.setattr(signal, "setitimer", timers.__setitem__)
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(signal, name, lambda *_: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(grading_worker, "make_grader", lambda: lambda *_: seen.append({**timers}))
+    monkeypatch.setattr(grading_worker, "_reply", lambda text: None)
+    wait = lambda parent: seen.append({**timers}) or parent == 5  # noqa: E731 - one line
+    monkeypatch.setattr(grading_worker, "_wait_for_request", wait)
+    lines = SimpleNamespace(readline=lambda: requests.pop(0))
+    monkeypatch.setattr(grading_worker.sys, "stdin", SimpleNamespace(buffer=lines))
+    grading_worker.main(3.0, 5)
+    on = {signal.ITIMER_PROF: 3.0, signal.ITIMER_REAL: 60.0}
+    off = dict.fromkeys(on, 0)
+    assert seen == [{signal.ITIMER_REAL: 0}, on, off, on, off] and not requests
 
 
 def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):

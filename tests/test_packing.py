@@ -174,10 +174,11 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
 
 def test_masks_are_back_after_a_packed_forward():
     model, rows = make("mistral").eval(), random_rows()
-    assert row_attention.enable(model)
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
+    assert row_attention.enable(model)
+    assert torch.equal(model(**inputs).logits, expected)
     model(**packed.model_inputs, request=lambda h: h.logprobs(packed.targets)[0])
     assert torch.equal(model(**inputs).logits, expected)
 

@@ -5,10 +5,12 @@ when the run ends.
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from gac.rewards import Reward, RewardError
+from gac.rewards.tally import Tally
 from gac.training.trainer import train
 from tests.tiny import metrics, tiny_config
 
@@ -65,3 +67,13 @@ def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
         run(task, tmp_path / "run", caplog, "raise")
     (reward,) = Flaky.instances
     assert reward.closed == 1 and "reward flaky: 1 calls" in caplog.text
+
+
+def test_events_before_the_tally_and_other_names():
+    counts = {"old": 3}
+    reward = SimpleNamespace(dropped=2, counts=lambda: counts)
+    tally = Tally(reward)
+    counts |= {"old": 4, "new": 5}
+    assert tally.new_counts() == {"reward_dropped": 0, "reward_old": 1, "reward_new": 5}
+    reward.dropped = 9
+    assert tally.new_counts() == {"reward_dropped": 7, "reward_old": 0, "reward_new": 0}

@@ -13,8 +13,9 @@ import numpy
 import pytest
 
 from gac.data import Example, read_rows
-from gac.rewards import Reward, RewardError, RowReward, build_reward
+from gac.rewards import NoisyReward, Reward, RewardError, RewardNoise, RowReward, build_reward
 from gac.rewards.base import time_limits
+from gac.rewards.combine import SumReward
 from gac.rewards.text import chosen_letter
 
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
@@ -238,6 +239,15 @@ def test_sum_adds_weighted_terms():
     assert values == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.2, 0.1])
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
     reward.close()
+
+
+def test_the_step_reaches_rewards_inside_others():
+    inner = build_reward("exact")
+    steps = []
+    inner.set_step = steps.append
+    noisy = NoisyReward(SumReward([(inner, 1.0)]), RewardNoise(), seed=0)
+    noisy.set_step(7)
+    assert steps == [0, 7]
 
 
 def test_row_batch_and_class_callables():

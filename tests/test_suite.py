@@ -17,7 +17,16 @@ from gac.data import DataConfig, load_prompts
 from gac.demo.task import make_tokenizer
 from gac.evaluation.cells import align_columns
 from gac.evaluation.during import Evaluator
-from gac.evaluation.suite import EvalConfig, evaluate_single, read_samples, run_suite
+from gac.evaluation.estimates import accuracy_interval
+from gac.evaluation.suite import (
+    EvalConfig,
+    _compare,
+    evaluate_single,
+    flat,
+    read_samples,
+    run_suite,
+)
+from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, EvalSettings, EvalTask, generate_answers, summary
 from gac.models.causal_lm import load_model, load_tokenizer
 from gac.rewards import build_reward
@@ -122,7 +131,7 @@ def test_comparison_is_paired_by_prompt(task, tmp_path):
 
 
 def answer(index: int, score: float | None, split: str | None = None) -> Answer:
-    return Answer(index, f"row{index}", split, "text", 3, score, False)
+    return Answer(index, f"row{index}", split, "text", 3 + index, score, index == 2)
 
 
 def test_summary_by_hand():
@@ -140,8 +149,54 @@ def test_summary_by_hand():
     # the third prompt has one scored answer: it counts for pass@1 only
     assert result["pass_at"] == pytest.approx({"1": 0.5, "2": 0.5})
     assert (result["prompts"], result["dropped"]) == (3, 1)
+    assert (result["response_length"], result["truncated"]) == (4.0, 2 / 6)
+    assert result["ci95"] == list(accuracy_interval([0.5, 0.0, 1.0]))
+    beyond = summary([answer(0, 2.0), answer(1, -1.0)], EvalTask())
+    assert beyond["accuracy"] == 0.5 and beyond["ci95"] == [-1.0, 2.0]  # no Wilson interval
     empty = summary([answer(0, None)], task)
     assert empty["accuracy"] is None and empty["ci95"] is None and empty["dropped"] == 1
+
+
+@pytest.mark.parametrize(("prefix", "tail"), [("", ""), ("logic", "/logic")])
+def test_columns_by_hand(prefix, tail):
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
+    rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
+    assert flat(rows, task, prefix) == {
+        f"accuracy{tail}": 0.25,
+        f"accuracy{tail}/a": 0.0,
+        f"accuracy{tail}/b": 0.5,
+        f"pass@2{tail}": 0.5,
+        f"response_length{tail}": 3.5,
+        f"truncated{tail}": 0.0,
+    }
+
+
+def test_comparison_uses_only_shared_prompts():
+    mine = [answer(1, 0.0), answer(2, 1.0), answer(2, 0.5), answer(3, None), answer(4, 1.0)]
+    theirs = [answer(0, 1.0), answer(3, 1.0), answer(2, 0.25), answer(1, 1.0)]
+    paired = {"difference": -0.25, "ci95": [-1.0, 0.5], "prompts": 2}
+    assert _compare(mine, theirs, "e") == {"results": "e", **paired}
+    one = {"difference": -1.0, "ci95": None, "prompts": 1}
+    assert _compare(mine[:1], theirs, "e") == {"results": "e", **one}
+    none = {"difference": None, "ci95": None, "prompts": 0}
+    assert _compare(mine[3:], theirs, "e") == {"results": "e", **none}
+
+
+def test_the_table_by_hand():
+    part = {"accuracy": 0.25, "ci95": None, "prompts": 3}
+    row = {"accuracy": 0.5, "ci95": [0.25, 0.75], "prompts": 4, "samples": 2, "dropped": 1}
+    row |= {"truncated": 0.125, "splits": {}}
+    against = {"difference": -0.1, "ci95": [-0.2, 0.0], "prompts": 4}
+    a = {**row, "pass_at": {"1": 0.5, "2": 1.0}, "splits": {"easy": part}}
+    b = {**row, "pass_at": {}}
+    assert results_lines({"tasks": {"a": a, "b": b}})[1:] == [
+        ["a", "50.0", "[25.0, 75.0]", "@1 50.0  @2 100.0", "4 x 2", "12.5", "1"],
+        ["  easy", "25.0", "-", "", "3", "", ""],
+        ["b", "50.0", "[25.0, 75.0]", "-", "4 x 2", "12.5", "1"],
+    ]
+    head, first, easy, second = results_lines({"tasks": {"a": a | {"against": against}, "b": b}})
+    assert head[-1] == "difference" and first[-1] == "-10.0 [-20.0, +0.0], 4 shared"
+    assert easy[3:] == ["", "3", "", "", ""] and second[-1] == "-"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +205,8 @@ def test_summary_by_hand():
         ({"settings": {"data": {"prompts": "x.jsonl"}}}, "are both set"),
         ({"tasks": {"a": {}}}, "tasks.a.data.prompts is missing"),
         ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use"),
+        ({"tasks": {"a": {"pass_at": [0]}}}, "pass_at=0: use"),
+        ({"tasks": {"a": {"top_p": 0.0}}}, "top_p=0.0: use"),
         ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),

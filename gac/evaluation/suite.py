@@ -278,7 +278,6 @@ def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[An
     """Write both files on rank 0, samples first: results.json never exists without its samples."""
     if collectives.rank():
         return
-    out.mkdir(parents=True, exist_ok=True)
     partial = out / (SAMPLES + ".partial")
     with gzip.open(partial, "wt", encoding="utf-8") as file:
         for name, rows in answers.items():

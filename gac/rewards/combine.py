@@ -35,6 +35,10 @@ class SumReward(Reward):
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
         return [self._add(row) for row in zip(*columns, strict=True)]
 
+    def set_step(self, step: int) -> None:
+        for reward, _ in self._terms:
+            reward.set_step(step)
+
     def counts(self) -> dict[str, int]:
         """The terms' counts, summed by name."""
         total: dict[str, int] = {}

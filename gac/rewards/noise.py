@@ -48,6 +48,7 @@ class NoisyReward(Reward):
 
     def set_step(self, step: int) -> None:
         """Set the optimizer step that the following calls belong to."""
+        self.reward.set_step(step)
         self._rate = self.noise.rate if step >= self.noise.start else 0.0
         self._rng = random.Random(f"{self._source}:{step}")
 
