@@ -28,7 +28,7 @@ from gac.report.table import Context
 from gac.rollouts.advantages import group_advantages, group_credit
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.plan import Sampling, Stage
-from gac.rollouts.sampling import Sample, Sampler, _prefix
+from gac.rollouts.sampling import Sample, Sampler, _pair, _prefix
 from gac.study import runs
 from gac.study.page import headline as study_headline
 from gac.training.optim import OptimConfig, learning_rate, make_optimizer
@@ -87,6 +87,16 @@ def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
 def test_a_share_of_a_short_demonstration_is_rounded_up():
     assert _prefix(example(), [], Stage(1, prefix=0.2), 0) == (5,)  # 0.6 tokens
     assert _prefix(example(), [], Stage(1, prefix=0.5), 0) == (5, 6)  # 1.5 tokens
+
+
+def test_a_pair_is_the_first_best_and_the_first_worst_response():
+    def pair(*rewards):
+        group = [Sample((), (10 + i,), reward, False) for i, reward in enumerate(rewards)]
+        return [(row.ids, row.start, row.is_demo, row.advantage) for row in _pair(example(), group)]
+
+    expected = [((4, 12), 1, False, 1.0), ((4, 13), 1, False, -1.0)]
+    assert pair(math.nan, 0.5, 1.0, 0.0, 0.0, 1.0) == expected
+    assert pair() == pair(math.nan, math.nan) == pair(0.5, math.nan, 0.5) == []
 
 
 def test_a_prefix_is_given_while_the_mean_reward_is_below_its_threshold():
@@ -215,6 +225,8 @@ def test_unknown_log_probs_of_a_server_are_rejected():
     server._compare(model, ids, logps)
     with pytest.raises(RunError, match="differ from the trainer's by nan"):
         server._compare(model, ids, [math.nan, *logps[1:]])
+    with pytest.raises(RunError, match="sampled token 32, but the model's vocabulary has 32 tok"):
+        server._compare(model, [*ids[:-1], 32], logps)
 
 
 def tiny_policy():

@@ -257,7 +257,7 @@ BAD_LINES = {
         '{"prompt": "p", "answer": true}',
         "line 2, field 'answer': expected text, found bool True",
     ),
-    "a missing answer": ('{"prompt": "p"}', "line 2, field 'answer': is missing"),
+    "a missing answer": ('{"prompt": "p"}', "line 2, .*'answer': is missing.*: set answer_field"),
     "a blank demonstration": (
         '{"prompt": "p", "answer": "1", "solution": ""}',
         "line 2, field 'solution': is empty",

@@ -126,12 +126,14 @@ def conversation(tmp_path: Path, *rows: dict) -> str:
 
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "0"}
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"messages": [USER, ASSISTANT]},
+        {"messages": [SYSTEM, USER], "solution": "2"},
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"prompt": [USER], "completion": "2"},
         {"prompt": [USER], "solution": "2"},
@@ -175,6 +177,8 @@ def test_several_sources(tmp_path, tokenizer):
     config = load(DataConfig, {"sources": sources})
     assert Counter(e.source for e in load_prompts(config, tokenizer)) == {"a": 4, second: 4}
     assert len(load_demos(config, tokenizer)) == 8
+    unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": second}]})
+    assert {demo.source for demo in load_demos(unnamed, tokenizer)} == {first, second}
     with pytest.raises(ConfigError, match="either prompts or sources"):
         load(DataConfig, {"sources": sources, "prompts": first})
 

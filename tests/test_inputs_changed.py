@@ -97,6 +97,7 @@ def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, mon
 
 def test_a_torn_line_costs_only_itself(tmp_path):
     book = Logbook(tmp_path / "metrics.jsonl")
+    book.path.write_text("{")
     book.append({"step": 1})
     with book.path.open("a") as file:
         file.write('{"step": 2, "kl"')  # a kill, or a full disk
@@ -138,3 +139,13 @@ def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
     for reward in build_rewards({"sum": terms}, RewardNoise(rate=0.5), 0, 0):
         assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+
+
+def test_only_inputs_that_the_checkpoint_knows_are_compared():
+    now = {"data": "a", "model": "b", "reward": "c"}
+    for saved in (None, {}, now, {"data": "a", "removed": "d"}):  # None: an earlier version
+        fingerprint.check_fingerprint(saved, now, False)
+    changed = {"data": "x", "model": "b", "reward": "x"}
+    fingerprint.check_fingerprint(changed, now, True)
+    with pytest.raises(ConfigError, match="the data and the reward changed since"):
+        fingerprint.check_fingerprint(changed, now, False)

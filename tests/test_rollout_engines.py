@@ -58,7 +58,8 @@ def test_parts_group_similar_lengths_within_the_budget():
     assert lengths == [[9, 9], [7, 4], [3, 2]]
     assert _parts(PROMPTS, params, 4, None) == [[1, 5], [3, 4], [0, 2]]
     assert _parts(PROMPTS, params, None, None) == [list(range(6))]
-    assert all(len(part) == 1 for part in _parts(PROMPTS, params, None, 1))  # at least one prompt
+    for batch, tokens in ((None, 1), (1, None)):  # at least one prompt
+        assert all(len(part) == 1 for part in _parts(PROMPTS, params, batch, tokens))
 
 
 PAGED = {"engine": "paged", "paged": PAGES}
@@ -153,12 +154,12 @@ def test_missing_responses_end_the_run(policy, monkeypatch):
 
     def nothing(*_, continuous_batching_config, **__):
         configs.append(continuous_batching_config)
-        return {}
+        return {i: SimpleNamespace(error=error) for i, error in enumerate((None, "full", None))}
 
     monkeypatch.setattr(policy[0], "generate_batch", nothing, raising=False)
     params = SamplingParams(4, 1.0, samples=3)
     for settings in ({"page_size": 8}, {**PAGES, "page_size": 4}):
-        with pytest.raises(RunError, match="0 of 9 responses.*max_batch_tokens.*rerun"):
+        with pytest.raises(RunError, match=r"2 of 9 responses .* \(full\): lower .*rerun"):
             paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
     sizes = [(c.max_batch_tokens, c.num_blocks, c.page_size) for c in configs]
     assert sizes == [(256, 12, 8), (32, 64, 4)]

@@ -12,14 +12,20 @@ from torch.distributed.tensor import Replicate, Shard
 from tqdm import tqdm
 
 from gac.config import load
-from gac.data.rows import Row
-from gac.methods.base import Mix
+from gac.control.term_pair import TermPair
+from gac.data.rows import Counts, Row
+from gac.methods import Observation
+from gac.methods.base import Mix, StepNeeds
+from gac.models.causal_lm import load_tokenizer
 from gac.training import policy
 from gac.training.feed import Feed
+from gac.training.metrics import observe
 from gac.training.probes.parts import GradientParts, copies
-from gac.training.record import Record
+from gac.training.record import Logbook, Record
 from gac.training.run_config import TrainConfig
+from gac.training.step import Measured, Rewards, Step, Update
 from gac.training.trainer import Trainer, _update_bar
+from gac_kernels import TokenMoments
 
 from .tiny import tiny_config
 
@@ -128,3 +134,62 @@ def test_only_comparable_log_probs_of_a_server_are_corrected(rollouts, correctio
     assert (spec.correction, spec.max_tokens) == (correction, 7)
     config = load(TrainConfig, {"rollouts": {"max_new_tokens": 7}, "loss": {"max_tokens": 9}})
     assert policy.loss_of(config).spec.max_tokens == 9
+
+
+STEP = Step(
+    4, (), Mix(0.5), Counts(1, 2, 1, 2, 2, 6), Rewards.of([1.0, 0.0]), StepNeeds(), (), seed=1
+)
+
+
+def test_a_skipped_step_is_observed_only_by_its_number() -> None:
+    measured = Measured(TermPair(demo=1.0, rollout=2.0), TokenMoments.zeros())
+    for fault in (None, "grad_norm is nan"):
+        row, observation = observe(STEP, measured, Update(Mix(0.5), 1.0, 0.1, fault))
+        assert row["step"] == observation.step == 5 and row["reward_mean"] == 0.5
+        assert (observation == Observation(5)) == (fault is not None)
+
+
+def test_steps_of_earlier_versions_may_have_more_needs() -> None:
+    plain = STEP.plain()
+    assert Step.restore(plain) == STEP
+    assert Step.restore(plain | {"needs": (*STEP.needs, True)}) == STEP
+
+
+def test_a_fresh_run_starts_with_empty_logs(tmp_path) -> None:
+    book = Logbook(tmp_path / "eval.jsonl")
+    logs = SimpleNamespace(metrics=book, evals=book, texts=book)
+    logs.accelerator = SimpleNamespace(is_main_process=True)
+    for step, kept in ((0, [0]), (None, [])):
+        book.append({"step": 0})
+        book.append({"step": 1})
+        Record.truncate(logs, step)
+        assert [row["step"] for row in book.read()] == kept
+
+
+def test_the_longest_row_is_sought_in_all_demonstrations_of_the_prompts() -> None:
+    first, second = ([SimpleNamespace(prompt=(1,), demo=(2,) * n)] for n in (9, 3))
+    feed = SimpleNamespace(orders={"prompt_order": None}, uses_teacher=False)
+    feed.longest_start, feed.sources = lambda: 4, lambda: [first, second]
+    for of_prompts, longest in ((True, 10), (False, 6)):
+        feed.trains_on_prompt_demos = of_prompts
+        assert Feed.longest_row(feed, 2) == longest
+
+
+def test_prompts_and_demonstrations_are_shuffled_differently(task, tmp_path) -> None:
+    data = dict.fromkeys(("prompts", "demos"), str(task / "prompts.jsonl"))
+    config = tiny_config(task, tmp_path, data=data)
+    feed = Feed(config, load_tokenizer(config.model), 0, 1)
+    demos = [row for _, row in feed.demo_order.take(0, 16)]
+    assert sorted(feed.prompt_order.take(16)) == sorted(demos) == list(range(16))
+    feed.prompt_order.position = 0
+    assert feed.prompt_order.take(16) != demos
+
+
+@pytest.mark.parametrize("fault", [None, "grad_norm is nan"])
+def test_moving_averages_of_gradients_change_only_in_applied_steps(task, tmp_path, fault) -> None:
+    trainer = Trainer(tiny_config(task, tmp_path, method="moco", eval={}))
+    trainer.guard.judge = lambda *_: fault
+    trainer._save_skipped = lambda *_: None
+    trainer._train_step()
+    averages = trainer.gradients.tracked.values()
+    assert averages and any(map(torch.any, averages)) == (fault is None)

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from gac.config import ConfigError, load
+from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra, RunError
 from gac.rollouts.engines import make_engine
-from gac.rollouts.generation import generate
+from gac.rollouts.generation import SamplingParams, generate
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer, train
 
@@ -292,6 +293,34 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
         requests = [path for path in server.requests() if "weight" in path or "cache" in path]
         assert requests == [*update, "/reset_prefix_cache"]
+
+
+def test_requests_have_the_settings_of_the_run():
+    """Responses end at the run's stop tokens, whatever the server returns after them."""
+    requests = []
+
+    def respond(prompts, **options):
+        requests.append((prompts, options))
+        logprobs = [[[-1.0, -2.0], [-3.0]], [[-4.0, -9.0], [-5.0]]]
+        alternatives = [[[9, 5], [stop]], [[6, 8], [7]]]
+        ids = [[5, stop], [6, 7]]
+        return {"completion_ids": ids, "logprobs": logprobs, "logprob_token_ids": alternatives}
+
+    tokenizer = make_tokenizer()
+    stop = tokenizer.eos_token_id
+    server = object.__new__(vllm.Server)
+    server.tokenizer, server.vocab_size = tokenizer, 99
+    server.client = SimpleNamespace(generate=respond)
+    params = SamplingParams(3, 0.7, top_p=0.9, samples=2, stop=(tokenizer.decode([6]),))
+    responses = server._sample([(4, 5)], params)
+    assert responses == [(5, stop), (6,)]
+    assert [response.logps for response in responses] == [(-2.0, -3.0), (-4.0,)]
+    ((prompts, options),) = requests
+    assert prompts == [[4, 5]]
+    keywords = options.pop("generation_kwargs")
+    assert options == {"n": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "logprobs": 0}
+    assert sorted(keywords.pop("stop_token_ids")) == sorted([stop, 6])
+    assert keywords.keys() == {"seed", "ignore_eos"} and keywords["ignore_eos"]
 
 
 def test_an_error_becomes_one_line_of_limited_length():

@@ -114,7 +114,7 @@ def collate(
     """Pad or pack `rows` into a batch; without rows, a batch of one dummy token without loss."""
     rows = rows or (Row((pad_token,), 1, False),)
     lengths = np.array([len(row.ids) for row in rows])
-    first = np.array([max(row.start, 1) for row in rows])  # a row's first token is never predicted
+    first = np.array([row.start for row in rows])  # no position predicts a row's first token
     width = int(lengths.max())
     if packed:
         starts = (0, *itertools.accumulate(lengths.tolist()))

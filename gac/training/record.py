@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ class Logbook:
         try:
             with self.path.open("a+b") as file:
                 # a full disk or a kill may have left an incomplete line
-                torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n"
+                file.seek(max(file.tell() - 1, 0))
+                torn = file.read(1) not in (b"", b"\n")
                 file.write(b"\n" * torn + line.encode() + b"\n")
         except OSError as error:
             raise RunError(
