@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,6 +23,40 @@ def test_gradnorm_favors_the_term_that_lags() -> None:
     assert weights == pytest.approx((0.9, 1.1))
     equal = METHODS["gradnorm"](lr=0.1, asymmetry=0.0)
     assert equal.solve(state, torch.diag(torch.tensor([4.0, 1.0]).double()), mix)[1][0] < 0.9
+
+
+GOLDEN = 18.0, -22.0, 38.0
+PARALLEL, ORTHOGONAL = (1.0, 1.0, 1.0), (4.0, 0.0, 1.0)
+ROOT = math.sqrt(2.5)  # of the mean eigenvalue of ORTHOGONAL
+OPTIONS = [  # name, fields, <s, s>, <s, r> and <r, r>, weights in the fourth step
+    ("mgda", {"unit_rl": True}, (4.0, 0.0, 9.0), (0.2, 0.8 / 3)),
+    ("pcgrad", {"threshold": -0.9}, GOLDEN, (1.0, 1.0)),
+    ("cagrad", {"radius": 0.0}, GOLDEN, (0.5, 0.5)),
+    ("cagrad", {"rescale": 2}, PARALLEL, (0.75 / 1.5, 0.75 / 1.5)),
+    ("cagrad", {"radius": 2.0, "rescale": 1}, PARALLEL, (1.5 / 5, 1.5 / 5)),
+    ("nash-mtl", {"max_norm": None, "scale": 3.0}, ORTHOGONAL, (1.5, 3.0)),
+    ("nash-mtl", {"max_norm": math.sqrt(0.5)}, ORTHOGONAL, (0.25, 0.5)),
+    ("aligned-mtl", {"mode": "rmse"}, ORTHOGONAL, (0.25 * ROOT, 0.5 * ROOT)),
+    ("aligned-mtl", {"preference": (1.0, 0.0)}, ORTHOGONAL, (0.5, 0.0)),
+    ("sdmgrad", {"regularization": 0.0}, GOLDEN, (0.6, 0.4)),
+    # x + 0.5 = 1 - x
+    ("sdmgrad", {"regularization": 0.5, "preference": (1, 0)}, (1, 0, 1), (0.5, 0.5)),
+    # (0.8 - 0.2) / 2 less for s, with a step size of 0.5 / 4
+    ("moco", {"lr": 0.5, "decay": 1.0}, (8.0, -2.0, 2.0), (0.48125, 0.51875)),
+    ("gradnorm-ctrl", {}, (9.0, 0.0, 1.0), (0.75, 0.25)),
+    ("gradnorm-ctrl", {"invert": True}, (9.0, 0.0, 1.0), (0.25, 0.75)),
+    ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, ORTHOGONAL, (0.5, 2.0)),
+    ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, GOLDEN, (0.0, 2.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "products", "expected"), OPTIONS)
+def test_options_of_gradient_solvers(name: str, fields, products, expected) -> None:
+    method = METHODS[name](**fields)
+    state, mix = method.mix(method.init(), Observation(3))
+    a, b, c = products
+    gram = torch.tensor([[a, b], [b, c]], dtype=torch.float64).kron(torch.ones(2, 2))
+    assert method.solve(state, gram, mix)[1] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["uncertainty", "dwa", "gradnorm"])

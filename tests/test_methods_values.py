@@ -306,17 +306,17 @@ MIXES = {
         [0.58, 0.58, 0.58, 0.58 * 0.250001 / 0.500001, 0.98],
     ),
     "reward-threshold": ({}, steps(reward_mean=[None, 0.1, 0.49, 0.7]), [0.5, 0.4, 0.01, 0.0]),
-    # s = log-variances: s += 0.025 (exp(-s) L - 1) / 2, for L = 2 and 1 - 0.5
+    # s = log-variances: s += 0.1 (exp(-s) L - 1) / 2, for L = 2 and 1 - 0.5
     "uncertainty": (
-        {},
+        {"lr": 0.1},
         steps(demo_loss=[None, 2.0], reward_mean=[None, 0.5]),
-        [0.5, math.exp(-0.0125) / (math.exp(-0.0125) + math.exp(0.00625))],
+        [0.5, math.exp(-0.05) / (math.exp(-0.05) + math.exp(0.025))],
     ),
-    # ratios of window means 1 / 2 and 0.5 / 0.5 at temperature 2
+    # ratios of window means 1 / 2 and 0.5 / 0.5 at temperature 0.5
     "dwa": (
-        {"window": 1},
+        {"window": 1, "temperature": 0.5},
         steps(demo_loss=[None, 2.0, 1.0], reward_mean=[None, 0.5, 0.5]),
-        [0.5, 0.5, math.exp(0.25) / (math.exp(0.25) + math.exp(0.5))],
+        [0.5, 0.5, math.exp(1) / (math.exp(1) + math.exp(2))],
     ),
     "sft-then-rl": ({"sft_steps": 2}, steps(kl=[None] * 4), [1.0, 1.0, 0.0, 0.0]),
     "wcf": ({}, [Observation(t) for t in (0, 100, 200, 400, 600)], [0, 0.25, 0.5, 0.26, 0.02]),
