@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -59,8 +60,40 @@ def test_options_of_gradient_solvers(name: str, fields, products, expected) -> N
     assert method.solve(state, gram, mix)[1] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["uncertainty", "dwa", "gradnorm"])
-@pytest.mark.parametrize("measured", [{"demo_loss": 2.0}, {"reward_mean": 0.5}])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cagrad", {"rescale": 3}),
+        ("aligned-mtl", {"mode": "mean"}),
+        ("aligned-mtl", {"preference": (1.0, -1.0)}),
+        ("sdmgrad", {"preference": (1.0, -1.0)}),
+        ("sdmgrad", {"unit_rl": True}),
+        ("gradnorm-ctrl", {"unit_rl": True}),
+        ("gac", {"gradient_parts": 1}),
+        ("kl-ctrl", {"sign": 0}),
+        ("amft", {"mu_min": -0.1}),
+        ("amft", {"mu_init": 0.99}),
+        ("amft", {"mu_max": 1.1}),
+    ],
+)
+def test_invalid_options_are_named(name: str, fields) -> None:
+    ((field, value),) = fields.items()
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}") + ".*use "):
+        METHODS[name](**fields)
+
+
+@pytest.mark.parametrize("name", ["luffy", "prefix-rft"])
+def test_a_group_with_a_demonstration_needs_a_rollout_as_well(name: str) -> None:
+    assert METHODS[name]().sampling(2)
+    with pytest.raises(ValueError, match=r"rollouts\.completions=1: use 2 or more"):
+        METHODS[name]().sampling(1)
+
+
+@pytest.mark.parametrize("name", ["uncertainty", "dwa"])
+@pytest.mark.parametrize(
+    "measured",
+    [{"demo_loss": 2.0}, {"reward_mean": 0.5}, {"demo_loss": math.nan, "reward_mean": 0.5}],
+)
 def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) -> None:
     method = METHODS[name]()
     before, _ = method.mix(method.init(), Observation(0))
