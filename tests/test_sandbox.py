@@ -222,6 +222,12 @@ def test_programs_have_the_standard_library(pool):
         "import time\nprint(time.strptime('2024', '%Y').tm_year, 'a'.encode('utf-16-le'))\nexit()"
     )
     assert prints(pool, late) == "2024 b'a\\x00'\n"
+    # the standard streams are UTF-8, and bytes that are not raise an error
+    read = "import sys\nprint(sys.stdin.mode, sys.stdout.mode)\nprint(input(), input())"
+    outcome = pool.run(Program(read), b"\xc3\xa9\n\xff\n", 5, 256, 1 << 20)
+    assert outcome.stdout == b"r w\n" and outcome.status == 1
+    outcome = pool.run(Program(read), b"\xc3\xa9\n1\n", 5, 256, 1 << 20)
+    assert outcome.stdout == b"r w\n\xc3\xa9 1\n" and outcome.status == 0
 
 
 def test_program_output_is_deterministic(pool):
