@@ -185,6 +185,12 @@ def test_prompts_and_demonstrations_are_shuffled_differently(task, tmp_path) -> 
     assert feed.prompt_order.take(16) != demos
 
 
+def test_an_epoch_of_less_than_one_batch_is_one_step(task, tmp_path) -> None:
+    method = {"name": "sft-best", "examples": 2, "epochs": 1}
+    config = tiny_config(task, tmp_path, method=method)
+    assert Feed(config, load_tokenizer(config.model), 0, 1).steps == 1
+
+
 @pytest.mark.parametrize("fault", [None, "grad_norm is nan"])
 def test_moving_averages_of_gradients_change_only_in_applied_steps(task, tmp_path, fault) -> None:
     trainer = Trainer(tiny_config(task, tmp_path, method="moco", eval={}))
