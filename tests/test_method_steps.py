@@ -101,6 +101,17 @@ def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) ->
     assert after == before and mix.mu == 0.5
 
 
+@pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])
+def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
+    rewards = torch.tensor([[0.25, 0.0], [0.5, 0.0]], dtype=torch.float64)
+    credit = METHODS[name](correct=0.25).credit(rewards, None, "centered")
+    if name == "srft":
+        assert credit.rollouts.tolist() == [[-1.0, -1.0], [1.0, -1.0]]
+    else:
+        assert credit.demo_weight.tolist() == [1.0, 0.0]
+        assert credit.rollout_weight.tolist() == [float(name == "relift"), 1.0]
+
+
 def test_superrl_replaces_groups_without_a_reward() -> None:
     rewards = torch.tensor([[0.0, 0.0], [0.0, 0.5], [0.0, torch.nan]])
     credit = METHODS["superrl"]().credit(rewards, None, "centered")
