@@ -44,6 +44,8 @@ OPTIONS = [  # name, fields, <s, s>, <s, r> and <r, r>, weights in the fourth st
     ("sdmgrad", {"regularization": 0.5, "preference": (1, 0)}, (1, 0, 1), (0.5, 0.5)),
     # (0.8 - 0.2) / 2 less for s, with a step size of 0.5 / 4
     ("moco", {"lr": 0.5, "decay": 1.0}, (8.0, -2.0, 2.0), (0.48125, 0.51875)),
+    # norms 3 and 1, mean 2, and no losses: 0.1 * 3 / 2 less for s, 0.1 / 2 more for r; sum 2
+    ("gradnorm", {"lr": 0.1}, (9.0, 0.0, 1.0), (2 * 0.85 / 1.9, 2 * 1.05 / 1.9)),
     ("gradnorm-ctrl", {}, (9.0, 0.0, 1.0), (0.75, 0.25)),
     ("gradnorm-ctrl", {"invert": True}, (9.0, 0.0, 1.0), (0.25, 0.75)),
     ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, ORTHOGONAL, (0.5, 2.0)),
