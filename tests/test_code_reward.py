@@ -57,6 +57,7 @@ def row_error(reward, completion, **row):
         ("```python\n```", ""),
         ("````text\n```\nx = 1\n```\n````", "```\nx = 1\n```\n"),
         ("```text\na\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = '''\n```sh\n'''\n```", "x = '''\n```sh\n'''\n"),
         ("- a:\n  ```python\n  x = 1\n      ```\n  ```\n", "x = 1\n    ```\n"),
         ("use `x` and ``y``", "use `x` and ``y``"),
     ],
