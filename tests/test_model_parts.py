@@ -22,6 +22,8 @@ from gac.models.causal_lm import (
     _training_config,
     apply_training_options,
     load_tokenizer,
+    make_model,
+    stop_tokens,
 )
 from gac.models.head import Head
 from gac.models.pretrained import check_source, one_line_errors
@@ -128,6 +130,24 @@ def test_the_base_of_adapters(tmp_path) -> None:
         text = json.dumps({"base_model_name_or_path": base})
         (tmp_path / "adapter_config.json").write_text(text)
         assert base_folder(str(tmp_path)) == expected
+
+
+def test_initial_weights_depend_only_on_the_seed(tmp_path) -> None:
+    AutoConfig.for_model("qwen2", **TINY).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), random_init=True, dtype="bfloat16")
+    first, same, other = (make_model(config, seed).lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    assert first.dtype == torch.bfloat16
+
+
+def test_stop_strings_are_encoded_without_special_tokens() -> None:
+    def encode(text, add_special_tokens=True):
+        return [1] * add_special_tokens + list(text.encode())
+
+    tokenizer = SimpleNamespace(eos_token_id=2, encode=encode)
+    assert stop_tokens(tokenizer, ("a", "b")) == [2, 97, 98]
+    with pytest.raises(ConfigError, match="stop='ab' is 2 tokens"):
+        stop_tokens(tokenizer, ("a", "ab"))
 
 
 def test_only_causal_models_are_trained(tmp_path) -> None:
