@@ -177,7 +177,10 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", None])
 def test_cached_models_need_no_hub(name, monkeypatch) -> None:
     """The cache also remembers which files a model lacks."""
-    cached = lambda _, file: "path" if file == name else huggingface_hub._CACHED_NO_EXIST  # noqa: E731
+
+    def cached(_, file):
+        return "path" if file == name else huggingface_hub._CACHED_NO_EXIST
+
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with nullcontext() if name else pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
