@@ -77,6 +77,7 @@ def test_head_of_known_families(kind, tied):
 
 SCALED = {
     "gemma2": ({"query_pre_attn_scalar": 8, "final_logit_softcapping": 0.5}, (1.0, 0.5)),
+    "llama": ({"final_logit_softcapping": 0.0}, (1.0, None)),
     "granite": ({"logits_scaling": 4.0}, (0.25, None)),
     "cohere": ({"logit_scale": 0.125}, (0.125, None)),
     "minicpm3": (

@@ -103,7 +103,7 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
         value := _number(config, "logits_scaling")
     ):
         scale = scale * value if config.model_type in MULTIPLYING else scale / value
-    return scale, _number(config, "final_logit_softcapping")
+    return scale, _number(config, "final_logit_softcapping") or None  # 0 means none
 
 
 def _number(config: Any, name: str) -> float | None:
