@@ -16,7 +16,7 @@ import torch
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.study import page, runs
-from gac.study.arms import read_study
+from gac.study.arms import arm_config, parse_arm, read_study
 from gac.study.results import row_cells, summary
 
 from .tiny import tiny_config, write_tiny
@@ -63,27 +63,44 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     expected = [(seed, label) for seed in range(3) for label in FINALS]
     assert [(config.seed, config.name) for config in configs] == expected
     assert [config.method.mu for config in configs[::3]] == [0.1] * 3
-    setting = saved["setting"]
-    assert setting["baseline"] == "low" and setting["steps"] == dict.fromkeys(FINALS, 2)
-    assert setting["command"] == f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3"
+    assert saved["setting"] == {
+        "config": "run.yaml",
+        "set": [],
+        "methods": ["low", "dr", "high"],
+        "seeds": 3,
+        "steps": dict.fromkeys(FINALS, 2),
+        "baseline": "low",
+        "command": f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3",
+    }
     assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
     assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
     assert [path.name for path in reports[0]] == [
         Path(c.out).name for c in configs if c.name != "high" or c.seed != 1
     ]
-    assert "report.html" in html and "Study: run.yaml" in html
+    for part in (
+        '<a href="report.html">',
+        "<title>Study: run.yaml</title>",
+        "<td class=best>95.0</td>",
+        f"<li>{tmp_path}/out/high-1: failed: x</li>",
+        "The baseline is low. Accuracy is",
+        "\nbaseline: low\n",
+    ):
+        assert part in html
+    assert html.count("class=best") == 1
     printed = capsys.readouterr().out
     assert "+40.0 [+40.0, +40.0]" in " ".join(printed.split())
 
 
 def test_options_of_a_study(study, tmp_path) -> None:
-    options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard", "--set", "steps=5"]
+    options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard"]
+    options += ["--set", "steps=5", "--set", "seed=9"]
     code, (configs, jobs, discard), saved, _, _ = study("--methods", "high", "dr", *options)
     assert (code, jobs, discard) == (0, 2, True)
-    assert [(config.name, config.steps) for config in configs] == [("high", 5), ("dr", 5)]
+    runs = [(config.name, config.steps, config.seed) for config in configs]
+    assert runs == [("high", 5, 0), ("dr", 5, 0)]
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
     command = f"gac study {tmp_path}/run.yaml --methods high dr --seeds 1 --baseline dr"
-    assert saved["setting"]["command"] == f"{command} --set steps=5"
+    assert saved["setting"]["command"] == f"{command} --set steps=5 seed=9"
 
 
 @pytest.mark.parametrize(
@@ -101,10 +118,18 @@ def test_mistakes_in_the_command(study, capsys, arguments, message) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_methods_of_the_file_must_be_a_mapping(tmp_path) -> None:
-    (tmp_path / "a.yaml").write_text("steps: 2\nmethods: [gac, sft]\n")
+def test_methods_of_the_file(tmp_path, capsys) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("steps: 2\nmethods: {1: gac, sft: {name: sft}}\n")
+    assert read_study(path) == ({"steps": 2}, {"1": "gac", "sft": {"name": "sft"}})
+    path.write_text("steps: 2\nmethods: [gac, sft]\n")
     with pytest.raises(ConfigError, match=r"methods: expected `label: method` lines, got \['gac'"):
-        read_study(tmp_path / "a.yaml")
+        read_study(path)
+    path.write_text("steps: 2\n")
+    assert cli.main(["study", str(path)]) == cli.USAGE
+    assert f"--methods: missing, and {path} has no key `methods`" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"eval.data.prompts: missing; a study"):
+        arm_config({"steps": 2}, parse_arm("gac"), 0)
 
 
 def rows(**intervals):
@@ -120,49 +145,148 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
 
 
 def test_the_best_method_is_marked_and_every_seed_is_drawn(monkeypatch) -> None:
-    drawn, marked = [], {}
-    axes = SimpleNamespace(plot=lambda x, y, *style, **options: drawn.append((x, y)))
-    monkeypatch.setattr(page, "draw_interval", lambda axes, y, *rest: drawn.append(y))
-    monkeypatch.setattr(page, "interval_figure", lambda labels, size, label, draw: draw(axes))
-    monkeypatch.setattr(page, "render_template", lambda name, **fields: marked.update(fields))
-    methods = summary(FINALS, "low")
-    setting = {"config": "a.yaml", "baseline": "low"}
-    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
-    assert [(label, best) for label, _, best in marked["rows"]] == [
-        ("low", False),
-        ("dr", False),
-        ("high", True),
+    drawn, fields = [], {}
+
+    def plot(x, y, style, color, **options) -> None:
+        drawn.append((x, y, color))
+
+    def figure(labels, height, axis, draw) -> str:
+        assert (labels, height, axis[-1]) == ([*methods], 0.34 * len(methods) + 1.1, "%")
+        draw(SimpleNamespace(plot=plot))
+        return "a figure"
+
+    monkeypatch.setattr(page, "draw_interval", lambda axes, *interval: drawn.append(interval))
+    monkeypatch.setattr(page, "interval_figure", figure)
+    monkeypatch.setattr(page, "render_template", lambda name, **values: fields.update(values))
+    setting = {"config": "a.yaml", "baseline": "dr"}
+    finals = {"low": [0.25, 0.0], "dr": [0.5, 0.75], "high": [1.0, None]}
+    methods = summary(finals, "dr")
+    page.render({"setting": setting, "methods": methods, "failed": {}}, "page.html")
+    assert fields["rows"] == [
+        (label, row_cells(methods[label]), label == "high") for label in ("low", "dr", "high")
     ]
-    assert marked["rows"][2][1] == row_cells(methods["high"])
-    assert drawn[1::2] == [0, -1, -2]
-    assert drawn[4][0] == pytest.approx([90, 100]) and drawn[4][1] == [-2, -2]
+    assert (fields["figure"], fields["report"]) == ("a figure", "page.html")
+    other, baseline = page.COLORS[:2]
+    assert drawn == [
+        ([25, 0], [0, 0], other),
+        (0, 0.125, [0, 0.25], other),
+        ([50, 75], [-1, -1], baseline),
+        (-1, 0.625, [0.5, 0.75], baseline),
+        ([100], [-2], other),
+        (-2, 1.0, None, other),
+    ]
+    methods = summary({"dr": [None], "low": [None]}, "dr")  # every run failed
+    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
+    assert not any(best for *_, best in fields["rows"])
 
 
-@pytest.mark.parametrize("discard", [True, False])
-def test_a_run_of_a_study_writes_its_result(tmp_path, monkeypatch, discard) -> None:
-    config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
+def test_cells_of_a_study() -> None:
+    methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
+    assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
+    assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
+    missing = summary({"a": [0.5], "b": [None]}, "a")["b"]
+    assert row_cells(missing) == ["0", "-", "-", "-", "-"]
+
+
+def train_run(config, train, **options) -> list:
+    """Train a run with `train`; return what that would do to the run's own process."""
+    made: list = []
+
+    def thread(**options):
+        made.append(options)
+        return SimpleNamespace(start=lambda: made.append("started"))
+
+    with pytest.MonkeyPatch.context() as patch:  # for this call only: pytest itself uses dup2
+        patch.setattr("gac.training.trainer.train", train)
+        patch.setattr("gac.report.write_report", lambda *report: made.append(report))
+        patch.setattr(threading, "Thread", thread)
+        patch.setattr(os, "dup2", lambda old, new: made.append(new))
+        patch.setattr(signal, "signal", lambda *handler: made.append(handler))
+        patch.setattr(torch, "set_num_threads", made.append)
+        runs._train(dump(config), **options)
+    return made
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_run_of_a_study_writes_its_result(tmp_path, flag) -> None:
+    out = tmp_path / "out"
+    config = tiny_config(write_tiny(tmp_path), out, steps=2)
+    out.mkdir()
+    (out / "log.txt").write_text("of an earlier attempt\n")
 
     def train(config) -> None:
-        out = Path(config.out)
         (out / "checkpoints").mkdir()
         (out / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.1}\n{"step": 2, "accuracy": 1}')
         (out / "metrics.jsonl").write_text('{"seconds": 2}\n{"seconds": 3}\n')
 
-    threads = []
-    monkeypatch.setattr(
-        threading, "Thread", lambda **options: threads.append(options) or SimpleNamespace(start=int)
-    )
-    redirected = []
-    monkeypatch.setattr(os, "dup2", lambda old, new: redirected.append(new))
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr("gac.training.trainer.train", train)
-    runs._train(dump(config), 1, discard, report=False)
-    assert threads == [{"target": runs._exit_with_parent, "daemon": True}]
-    assert redirected == [1, 2]
+    effects = train_run(config, train, threads=7, discard=flag, report=not flag)
+    ending = {"target": runs._exit_with_parent, "daemon": True}, "started"
+    reports = [] if flag else [([out], out)]
+    assert effects == [*ending, (signal.SIGINT, signal.SIG_IGN), 7, 1, 2, *reports]
+    assert (out / "log.txt").read_text() == "of an earlier attempt\n"
     result = runs.result(config)
     assert result["final"] == {"step": 2, "accuracy": 1} and result["seconds"] == 5
-    assert (tmp_path / "out" / "checkpoints").exists() != discard
+    assert (out / "checkpoints").exists() != flag
+
+
+def test_a_failed_run_logs_its_error_last(tmp_path, capsys) -> None:
+    def train(config) -> None:
+        raise ValueError("no\nrows")
+
+    config = tiny_config(write_tiny(tmp_path), tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^ValueError: no rows$"):
+        train_run(config, train, threads=1, discard=True, report=True)
+    assert "Traceback" in capsys.readouterr().err and runs.result(config) is None
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"Traceback\nValueError: \xff" + 400 * b"x" + b"\n \n")
+    assert runs._fault(log, 1) == f"failed: ValueError: \ufffd{287 * 'x'}; see {log}"
+    assert runs._fault(log, -9) == f"failed: its process exited with -9; see {log}"
+
+
+def test_an_interrupted_study_ends_its_runs(tmp_path, monkeypatch) -> None:
+    """All runs are asked to save before the first one is waited for."""
+    calls: list = []
+
+    class Process:
+        def __init__(self, target, args) -> None:
+            self.sentinel = args[0]["seed"]
+
+        def __getattr__(self, name: str):
+            return lambda *arguments: calls.append((name, self.sentinel, *arguments))
+
+    def wait(running) -> list:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
+    monkeypatch.setattr(runs, "start_server", calls.append)
+    monkeypatch.setattr(runs, "wait", wait)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    task = write_tiny(tmp_path)
+    configs = [tiny_config(task, tmp_path / f"{seed}", seed=seed) for seed in (4, 5, 6)]
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_all(configs, 2)
+    assert calls == [
+        ["gac.training.trainer"],
+        *(("start", 4), ("start", 5)),
+        *(("terminate", 4), ("terminate", 5)),
+        *(("join", 4, 10.0), ("kill", 4), ("join", 5, 10.0), ("kill", 5)),
+    ]
+    assert os.environ.pop("OMP_WAIT_POLICY") == "PASSIVE"
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_the_fork_server_starts_with_one_thread(monkeypatch, before) -> None:
+    calls: list = []
+    if before is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    monkeypatch.setattr(runs.PROCESSES, "set_forkserver_preload", calls.append)
+    monkeypatch.setattr(
+        runs.forkserver, "ensure_running", lambda: calls.append(os.environ["OMP_NUM_THREADS"])
+    )
+    runs.start_server(["a", "b"])
+    assert calls == [["a", "b"], "1"] and os.environ.get("OMP_NUM_THREADS") == before
 
 
 def test_a_run_ends_with_its_parent(monkeypatch) -> None:
@@ -174,14 +298,19 @@ def test_a_run_ends_with_its_parent(monkeypatch) -> None:
     assert events == ["joined", 1]
 
 
-@pytest.mark.parametrize("change", [{"steps": 3}, {"added": 1}, {"demo_batch": None}])
+@pytest.mark.parametrize(
+    "change", [{"steps": 3}, {"added": 1}, {"demo_batch": None}, {"eval": {}}, {"name": "x"}]
+)
 def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
     config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
     plain = runs._settings(dump(config)) | change
     plain = {key: value for key, value in plain.items() if value is not None or key not in change}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
-    with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))}"):
+    if "name" in change:  # it does not determine the result
+        assert runs.result(config) == {"config": plain}
+        return
+    with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
         runs.result(config)
 
 
