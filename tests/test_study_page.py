@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +81,7 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     for part in (
         '<a href="report.html">',
         "<title>Study: run.yaml</title>",
+        '<th scope="col">method</th>',
         "<td class=best>95.0</td>",
         f"<li>{tmp_path}/out/high-1: failed: x</li>",
         "The baseline is low. Accuracy is",
@@ -94,13 +96,23 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
 def test_options_of_a_study(study, tmp_path) -> None:
     options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard"]
     options += ["--set", "steps=5", "--set", "seed=9"]
-    code, (configs, jobs, discard), saved, _, _ = study("--methods", "high", "dr", *options)
+    code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
     assert (code, jobs, discard) == (0, 2, True)
     runs = [(config.name, config.steps, config.seed) for config in configs]
     assert runs == [("high", 5, 0), ("dr", 5, 0)]
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
-    command = f"gac study {tmp_path}/run.yaml --methods high dr --seeds 1 --baseline dr"
-    assert saved["setting"]["command"] == f"{command} --set steps=5 seed=9"
+    command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
+    setting = saved["setting"]
+    assert setting["command"] == f"{command} --set steps=5 seed=9"
+    assert (setting["methods"], setting["set"]) == (["high", "dr@grpo"], ["steps=5", "seed=9"])
+    assert setting["seeds"] == 1 and "The baseline is dr. " in html
+
+
+def test_a_study_without_results(study, monkeypatch) -> None:
+    monkeypatch.setitem(FINALS, "high", [None])
+    code, _, saved, reports, html = study("--methods", "high", "--seeds", "1")
+    assert (code, reports) == (1, []) and "Training curves" not in html
+    assert saved["methods"]["high"]["mean"] is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +130,7 @@ def test_mistakes_in_the_command(study, capsys, arguments, message) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_methods_of_the_file(tmp_path, capsys) -> None:
+def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("steps: 2\nmethods: {1: gac, sft: {name: sft}}\n")
     assert read_study(path) == ({"steps": 2}, {"1": "gac", "sft": {"name": "sft"}})
@@ -126,8 +138,11 @@ def test_methods_of_the_file(tmp_path, capsys) -> None:
     with pytest.raises(ConfigError, match=r"methods: expected `label: method` lines, got \['gac'"):
         read_study(path)
     path.write_text("steps: 2\n")
-    assert cli.main(["study", str(path)]) == cli.USAGE
-    assert f"--methods: missing, and {path} has no key `methods`" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.main(["study", path.name]) == cli.USAGE
+    assert "--methods: missing, and a.yaml has no key `methods`" in capsys.readouterr().err
+    assert sys.path[-1] == str(tmp_path)  # where the runs find rewards
     with pytest.raises(ConfigError, match=r"eval.data.prompts: missing; a study"):
         arm_config({"steps": 2}, parse_arm("gac"), 0)
 

@@ -31,7 +31,7 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
     if text in aliases:
         alias = aliases[text]
         if isinstance(alias, Mapping):
-            return Arm(text, dict(alias))
+            return Arm(text, alias)
         arm = parse_arm(str(alias))
         return Arm(text, arm.method, arm.changes)
     label, at, spec = text.rpartition("@")

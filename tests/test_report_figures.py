@@ -1,0 +1,259 @@
+"""The figures of a report: their curves, bands, limits and legends, by hand."""
+
+from __future__ import annotations
+
+import base64
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from gac.report import evaluations, plots
+from gac.report.evaluations import Evaluation
+from gac.report.groups import Group
+
+
+def draw(draw_axes: Any, *arguments: Any) -> Any:
+    axes = Figure(figsize=(5.6, 3.7)).subplots()
+    draw_axes(axes, *arguments)
+    return axes
+
+
+def points(line: Any) -> list[tuple[float, float]]:
+    return list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
+
+
+def made_group(label: str, *columns: dict[str, list[float]]) -> Group:
+    made = [{name: np.array(values, float) for name, values in run.items()} for run in columns]
+    return Group(
+        label, tuple(SimpleNamespace(metrics=c, evals=c, steps_done=len(c["step"])) for c in made)
+    )
+
+
+def panel_of(key: str) -> plots.Panel:
+    panels = (*plots.TRAINING, *plots.OPTIMIZATION, *plots.MIXING)
+    return next(panel for panel in panels if panel.key == key)
+
+
+def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
+    """Two seeds of the first group; one run each of the others, of which one lacks the column."""
+    panel, nan = panel_of("b_response_length"), math.nan
+    groups = [
+        made_group(
+            "seeds",
+            {"step": [1, 2, 3], "response_length": [4, 6, 8]},
+            {"step": [1, 2], "response_length": [8, 4]},
+        ),
+        made_group("without", {"step": [1, 2]}),
+        made_group("single", {"step": [1, 2, 3, 4], "response_length": [1, nan, 2, 3]}),
+    ]
+    axes = draw(plots._draw_panel, panel, groups)
+    mean, trace, line = axes.lines
+    assert points(mean) == [(1, 6), (2, 5)] and mean.get_label() == "seeds"
+    assert points(trace) == points(line) == [(1, 1), (3, 2), (4, 3)]
+    assert trace.get_alpha() < 0.5 and line.get_alpha() is None and line.get_label() == "single"
+    assert [x.get_color() for x in axes.lines] == [plots.COLORS[i] for i in (0, 2, 2)]
+    assert [x.get_marker() for x in (mean, line)] == [plots.MARKERS[0], plots.MARKERS[2]]
+    (filled,) = axes.collections
+    extent = filled.get_paths()[0].get_extents()
+    assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
+    assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
+    # all smoothed lines and the middle 98 % of the trace, 1.02 to 2.98, and 6 % of the height
+    assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
+    axes = draw(plots._metric, panel, groups[2], 1, 3.0)
+    assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
+    assert [y for _, y in points(axes.lines[1])] == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
+    assert axes.lines[1].is_dashed() and not axes.lines[0].is_dashed()
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ([0.0] * 100 + [1000.0] + [0.0] * 100, (-12, 212)),  # a spike, smoothed to 200
+        ([4.0] * 5, (3.8, 4.2)),
+        ([0.0] * 5, (-0.05, 0.05)),
+    ],
+)
+def test_the_height_of_a_panel(values: list[float], limits: tuple[float, float]) -> None:
+    group = made_group("x", {"step": [*range(len(values))], "grad_norm": values})
+    axes = draw(plots._fit_height, panel_of("grad_norm"), [group], 9.0)
+    assert axes.get_ylim() == pytest.approx(limits, rel=1e-6)
+
+
+def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
+    nan = math.nan
+    columns = {"step": [1, 2, 3], "mu": [0.1, 0.2, 0.3], "prior": [0.9, 0.8, 0.7]}
+    group = made_group("gac", columns | {"mu_star": [nan, 0.4, nan]})
+    axes = draw(plots._draw_panel, panel_of("e_mu"), [group])
+    prior, target, mu = axes.lines
+    assert points(prior) == [(1, 0.9), (2, 0.8), (3, 0.7)] and prior.get_linestyle() == ":"
+    assert points(target) == [(2, 0.4)] and target.get_marker() == "."
+    assert points(mu) == [(1, 0.1), (2, 0.2), (3, 0.3)] and mu.get_label() == "gac"
+    assert axes.get_ylim() == (-0.03, 1.03)
+
+
+def test_accuracies_and_exact_values_are_not_smoothed() -> None:
+    steps = [*range(48)]
+    values = [step % 2 for step in steps]
+    group = made_group("x", {"step": steps, "accuracy": values, "lr": values, "grad_norm": values})
+    panel = plots.Panel("k", "T" * 30 + " " + "t" * 30, "accuracy", "accuracy", "", "accuracy")
+    axes = draw(plots._draw_panel, panel, [group])
+    (line,) = axes.lines
+    assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 2)
+    assert axes.get_ylim() == (-0.03, 1.03) and "\n" in axes.title.get_text()
+    assert axes.yaxis.get_major_formatter()(0.25, 0) == "25 %"
+    exact, smoothed = (
+        draw(plots._draw_panel, panel_of(key), [group]).lines[-1] for key in ("lr", "grad_norm")
+    )
+    assert exact.get_ydata().tolist() == values != smoothed.get_ydata().tolist()
+    assert smoothed.get_ydata()[1] == pytest.approx(1 / 1.6)  # a span of 4: decay 0.6
+    curves = [(np.arange(70.0), np.arange(70.0))]
+    axes = draw(plots._line, "x", curves, 3)
+    assert axes.lines[0].get_markevery() == (6, 10)  # markers of different groups are offset
+
+
+def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
+    figure = Figure(figsize=(5.6, 3.7))  # 67 characters: three labels of 13, each with 9 more
+    axes = figure.subplots()
+    for name in ("one", "two"):
+        axes.plot([0], [0], label=name)
+    plots._legend(figure, axes)
+    groups = [Group("g" * 13, ()) for _ in range(4)]
+    plots._legend(figure, axes, groups)
+    assert [[t.get_text() for t in legend.get_texts()] for legend in figure.legends] == [
+        ["one", "two"],
+        ["g" * 13] * 4,
+    ]
+    assert [legend._ncols for legend in figure.legends] == [2, 3]
+    colors = [line.get_color() for line in figure.legends[1].get_lines()]
+    assert colors == list(plots.COLORS[:4])
+
+
+def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: dict[str, Any] = {}
+
+    def write(figure: Any, path: Path) -> Path:
+        drawn[path.name] = figure
+        return path
+
+    monkeypatch.setattr(plots, "_write", write)
+    columns = {"step": [1, 2], "mu": [0.1, 0.2], "lr": [1, 2], "entropy": [3, 4]}
+    recorded = made_group("x", columns | {"accuracy": [0, 1], "accuracy/+": [0, 1]})
+    vars(recorded.runs[0]).update(splits=["+"], tasks=[])
+    files = plots.draw_plots([recorded], tmp_path)
+    names = ["accuracy", "accuracy_1_+", "c_entropy", "lr", "e_mu"]
+    assert files == {name: tmp_path / f"{name}.png" for name in [*names, "overview"]}
+    assert [drawn[f"{n}.png"].get_size_inches().tolist() for n in names] == [
+        list(plots.SMALL if n.startswith("accuracy") else plots.SIZE) for n in names
+    ]
+    overview = drawn["overview.png"]
+    titles = [axes.get_title("left") for axes in overview.axes]
+    assert titles == ["Held-out accuracy", "(c) Entropy", "(e) Mixing weight μ"]
+    panels = [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
+    panels = [*panels, *panels]
+    plots._draw_overview(panels, [recorded], tmp_path / "four.png")
+    four = drawn["four.png"]
+    assert [axes.axison for axes in four.axes] == [True] * 4 + [False] * 2
+    assert four.get_size_inches() == pytest.approx([13.2, 6.1])
+
+
+# --- results of gac eval
+
+
+def evaluation(path: str, *models: str, **accuracies: float) -> Evaluation:
+    tasks = {
+        name: {
+            "accuracy": value,
+            "ci95": [value - 0.125, value + 0.25],
+            "setting": {"model": {"path": model}},
+            "splits": {"hard": {"accuracy": 0.25, "ci95": [0.0, 0.5], "prompts": 3}},
+            "pass_at": {"2": 0.75},
+            "prompts": 8,
+            "samples": 2,
+            "truncated": 0.5,
+            "dropped": 1,
+            "against": {"results": f"old/{model}", "difference": None},
+        }
+        for (name, value), model in zip(accuracies.items(), models, strict=True)
+    }
+    return Evaluation(Path(path), {"tasks": tasks})
+
+
+def test_sections_of_evaluations() -> None:
+    first = evaluation("one", "m", "n", "m", a=0.5, b=0.25, c=0.125)
+    assert (first.model, first.baselines) == ("m, n", "old/m, old/n")
+    del first.results["tasks"]["a"]["against"]
+    (section,) = evaluations.sections([first])
+    assert (section["path"], section["model"]) == ("one", "m, n")
+    assert section["baselines"] == "old/n, old/m" and section["columns"][-1] == "difference"
+    assert [(name, split, cells[0]) for name, split, cells in section["rows"]] == [
+        *(("a", False, "50.0"), ("hard", True, "25.0"), ("b", False, "25.0")),
+        *(("hard", True, "25.0"), ("c", False, "12.5"), ("hard", True, "25.0")),
+    ]
+    texts = evaluations.evaluations_table([first, evaluation("two", "m", a=0.5)]).split("\n\n")
+    assert [text.splitlines()[0] for text in texts] == ["one", "two"]
+
+
+def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
+    figures: list[Any] = []
+
+    def figure(labels: list[str], height: float, axis: str, points: Any) -> str:
+        axes = draw(points)
+        figures.append((labels, height, axes))
+        return "png"
+
+    monkeypatch.setattr(evaluations, "interval_figure", figure)
+    both = [evaluation("one", "m", "m", a=0.5, b=0.25), evaluation("two", "m", "m", b=0.75, c=1)]
+    assert evaluations.draw(both) == "png" == evaluations.draw(both[:1])
+    (labels, height, axes), (_, lower, alone) = figures
+    assert labels == ["a", "b", "c"] and height == pytest.approx(0.9 + 0.7 + 0.9)
+    assert lower == pytest.approx(0.6 + 0.35 + 0.9)
+    lines = [points(line) for line in axes.lines]
+    expected = [
+        [],
+        *([(50, 0.15)], [(37.5, 0.15), (75, 0.15)], [(25, -0.85)], [(12.5, -0.85), (50, -0.85)]),
+        [],
+        *([(75, -1.15)], [(62.5, -1.15), (100, -1.15)]),
+        *([(100, -2.15)], [(87.5, -2.15), (125, -2.15)]),
+    ]
+    assert [len(line) for line in lines] == [len(line) for line in expected]
+    for line, values in zip(lines, expected, strict=True):
+        assert np.array(line) == pytest.approx(np.array(values))
+    assert [line.get_color() for line in axes.lines] == [plots.COLORS[0]] * 5 + [
+        plots.COLORS[1]
+    ] * 5
+    assert (axes.get_ylim(), axes.get_xlim()) == ((-2.5, 0.5), (-1, 101))
+    (legend,) = axes.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+    assert points(alone.lines[1]) == [(50, 0)] and not alone.figure.legends
+
+
+def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"png"))
+    kept: list[Any] = []
+
+    def draw_axes(low: float, high: float) -> Any:
+        def drawing(axes: Any) -> None:
+            axes.set_xlim(low, high)
+            kept.append(axes)
+
+        image = evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
+        assert base64.b64decode(image) == b"png"
+        return kept[-1]
+
+    assert draw_axes(40, 40.5).get_xlim() == (39, 41.5)
+    assert draw_axes(0.1, 0.2).get_xlim() == (-0.2, 1.2)
+    assert draw_axes(99.8, 100).get_xlim() == (98.8, 100.2)
+    axes = draw_axes(40, 41)
+    assert axes.get_xlim() == (40, 41) and axes.get_xlabel() == "accuracy, %"
+    assert axes.get_yticks().tolist() == [0, -1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    assert axes.figure.get_size_inches().tolist() == [7.2, 1.5]
+    figure = Figure().subplots()
+    evaluations.draw_interval(figure, 2, None, None, "k")
+    assert not figure.lines

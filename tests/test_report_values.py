@@ -1,0 +1,304 @@
+"""The numbers and texts of a report, against values computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gac.report import page, plots, results_table
+from gac.report.groups import Group, differences, group_runs
+from gac.report.reading import read_run, shared_setting
+from gac.report.samples import read_samples, samples, time_shares
+from gac.report.statistics import band, smooth
+from gac.report.table import Column, context_of, write_cell
+
+
+def write_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(
+    path: Path, config: dict[str, Any], columns: dict[str, list[Any]], evals: list[Any]
+) -> Path:
+    """A run folder; `columns`: the values of each field of metrics.jsonl, from step 1 on."""
+    path.mkdir()
+    if config:
+        (path / "config.yaml").write_text(json.dumps(config))
+    rows = [
+        {"step": step, **dict(zip(columns, values, strict=True))}
+        for step, values in enumerate(zip(*columns.values(), strict=True), 1)
+    ]
+    write_lines(path / "metrics.jsonl", rows)
+    write_lines(path / "eval.jsonl", evals)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two seeds of gac, of which the second is unfinished, and a shorter run of sft."""
+    root = tmp_path_factory.mktemp("runs")
+    gac: dict[str, Any] = {"steps": 7, "model": {"path": "tiny"}, "method": {"name": "gac"}}
+    gac["controller"] = {"update_every": 2, "kl_target": 0.5}
+    first = {
+        "kl": [0, 1, 0.5, 0, 0, 0, None],
+        "mu": [0.5, 0.9, 0.52, 0.1, 0.6, 0.2, 0.6],
+        "response_length": [4, 6, 4, 6, 4, 6, 5],
+        "tokens": [1000 * step for step in range(1, 8)],
+        "seconds": [30] * 7,
+        "sampling_seconds": [12] * 7,
+        "reward_seconds": [3] * 7,
+    }
+    second = {"kl": [2] * 5, "mu": [0.3] * 5, "response_length": [3] * 5, "tokens": [400] * 5}
+    second["seconds"] = [12] * 5
+    paths = [
+        write_run(
+            root / "gac-0",
+            gac | {"seed": 0},
+            first,
+            [
+                {"step": 0, "accuracy": 0.1, "accuracy/+": 0.25},
+                {"step": 4, "accuracy": 0.6, "accuracy/+": 0.5},
+                {"step": 7, "accuracy": 0.4, "accuracy/+": 0.75},
+            ],
+        ),
+        write_run(
+            root / "gac-1",
+            gac | {"seed": 1},
+            second,
+            [{"step": 0, "accuracy": 0.1}, {"step": 5, "accuracy": 0.8, "accuracy/+": 0.25}],
+        ),
+        write_run(
+            root / "sft",
+            {"steps": 3, "model": "tiny", "method": "sft"},
+            {"tokens": [1_234_567] * 3},
+            [{"step": 3, "accuracy": 0.5}],
+        ),
+    ]
+    with (paths[1] / "eval.jsonl").open("a") as file:
+        file.write('{"step": 6, "acc')
+    with (paths[1] / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "note": "\xff", "mu')
+    for age, path in enumerate(paths):
+        for file in path.glob("*.jsonl"):
+            modified = datetime(2020, 3 - age, 4, 5, 6).timestamp()
+            os.utime(file, (modified, modified))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def groups(runs: list[Path]) -> list[Group]:
+    return group_runs([read_run(path) for path in runs])
+
+
+def test_tables(runs: list[Path]) -> None:
+    """The second accuracy of gac's first run is its best, the third its last.
+
+    KL area: 1.5 and 8. Above 0.5: 0.125 + 0.25, and 6. mu changes by 0.02, 0.08 and 0 over the
+    three windows of two steps of the first run, and never in the second.
+    """
+    cells = [
+        [line[:10].strip(), *line[10:].replace(" ± ", "±").split("  ")]
+        for line in results_table(runs).splitlines()
+    ]
+    table = [[cell.strip() for cell in row if cell.strip()] for row in cells]
+    assert table[0][1:] == [
+        *("seeds", "steps", "start accuracy %", "final accuracy %", "best accuracy %", "final + %")
+    ]
+    assert table[2] == [
+        "gac",
+        "2",
+        "5 to 7 of 7",
+        "10.0±0.0",
+        "60.0±28.3",
+        "70.0±14.1",
+        "50.0±35.4",
+    ]
+    assert table[3] == ["sft", "1", "3", "–", "50.0", "50.0", "–"]
+    measured = ["4.75±4.60", "3.19±3.98", "16.7±23.6", "0.429±0.606", "15±18", "2.25±1.77"]
+    assert table[7] == ["gac", "2", "5 to 7 of 7", *measured]
+    assert table[8] == ["sft", "1", "3", "–", "–", "–", "–", "3,704", "–"]
+
+
+def test_texts_of_the_page(runs: list[Path], groups: list[Group], monkeypatch: Any) -> None:
+    context = context_of([run for group in groups for run in group.runs])
+    assert page.headline(groups, context) == (
+        "Highest final accuracy: gac with 60.0 ± 28.3 %, 10.0 points above sft (50.0 %). "
+        "Without several seeds for each, a small gap is not evidence."
+    )
+    assert page.headline(groups[:1], context) == (
+        "Final accuracy: 60.0 ± 28.3 %. The initial model has 10.0 %."
+    )
+    monkeypatch.setattr(page, "PACKAGES", ("no-such-package", "torch"))
+    *facts, (generated, versions) = page._facts(groups)
+    assert facts == [
+        ("Runs", "3"),
+        ("Seeds", "0, 1"),
+        ("Model", "tiny"),
+        ("Last trained", "2020-03-04 05:06"),
+    ]
+    assert generated == "Generated" and versions.endswith(f", torch {torch.__version__}")
+    assert ", python 3." in versions and "no-such" not in versions
+    assert page._note(groups) == (
+        "± is the standard deviation over seeds. Runs have different lengths; areas and sums of "
+        "shorter runs cover fewer steps. "
+    )
+    assert page._note(groups[1:]) == ""
+    assert page._title(groups[:1]) == "Training report: gac"
+    assert page._title(groups) == "Comparison: gac and sft"
+    assert page._title([*groups, groups[0]]) == "Comparison: gac, sft and gac"
+    assert page._differences(groups) == [
+        ("steps", ["7", "3"]),
+        ("model.path", ["tiny", "–"]),
+        ("method.name", ["gac", "–"]),
+        ("controller.update_every", ["2", "–"]),
+        ("controller.kl_target", ["0.5", "–"]),
+        ("model", ["–", "tiny"]),
+        ("method", ["–", "sft"]),
+    ]
+    rows = page._runs(groups)
+    assert [(row["label"], row["seed"], row["path"]) for row in rows] == [
+        (label, seed, str(path))
+        for label, seed, path in zip(
+            ("gac", "gac", "sft"), (", seed 0", ", seed 1", ""), runs, strict=True
+        )
+    ]
+    assert [row["state"] for row in rows] == [
+        "7 steps; 30 s per step: sampling 40 %, rewards 10 %, training 50 %",
+        "5 steps of 7 (unfinished or still running); 2 unreadable line(s) skipped; "
+        "12 s per step: sampling 0 %, rewards 0 %, training 100 %",
+        "3 steps",
+    ]
+    assert rows[2]["config"].split() == ["steps:", "3", "model:", "tiny", "method:", "sft"]
+
+
+def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
+    first, second = page.tables(groups, context_of([]))
+    table = page._table(first, groups)
+    assert table["columns"][:3] == ["Accuracy", "seeds", "steps"]
+    rows = table["rows"]
+    assert [(row["label"], row["seeds"], row["progress"]) for row in rows] == [
+        ("gac", 2, "5 to 7 of 7"),
+        ("sft", 1, "3"),
+    ]
+    assert [(row["color"], row["dashes"]) for row in rows] == [
+        (plots.COLORS[0], "none"),
+        (plots.COLORS[1], "12 4"),
+    ]
+    best = [[cell["best"] for cell in row["cells"]] for row in rows]
+    assert best == [[False, True, True, True], [False] * 4]
+    assert rows[0]["cells"][1] == {"mean": "60.0", "sd": "28.3", "best": True}
+    assert rows[1]["cells"][1] == {"mean": "50.0", "sd": "", "best": False}
+    (single,) = page._table(page.tables(groups[:1], context_of([]))[0], groups[:1])["rows"]
+    assert not any(cell["best"] for cell in single["cells"])
+    assert not any(c["best"] for row in page._table(second, groups)["rows"] for c in row["cells"])
+
+
+def one_run(path: Path, accuracy: float, /, **config: Any) -> Path:
+    return write_run(path, config, {}, [{"step": 3, "accuracy": accuracy}])
+
+
+def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path) -> None:
+    """Standard deviations of 3 and 4 points, 5 combined."""
+    half = 1 / math.sqrt(2)
+    for gap, relation in ((0.06, "more than"), (0.045, "within")):
+        paths = [
+            one_run(tmp_path / f"{gap}{name}{seed}", mean + sign * sd * half, seed=seed, name=name)
+            for name, mean, sd in (("low", 0.5, 0.03), ("high", 0.5 + gap, 0.04))
+            for seed, sign in enumerate((-1, 1))
+        ]
+        groups = group_runs([read_run(path) for path in paths])
+        text = page.headline(groups, context_of([]))
+        assert f"high with {50 + 100 * gap:.1f} ± 4.0 %, {100 * gap:.1f} points above low" in text
+        assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
+        text = page.headline(group_runs([read_run(path) for path in paths[1:]]), context_of([]))
+        assert "Without several seeds for each" in text and "spread" not in text
+
+
+def test_labels(tmp_path: Path) -> None:
+    """Groups of the same label are told apart by at most two short settings that differ."""
+    long = "/models/" + 30 * "x"
+    settings: list[dict[str, Any]] = [
+        {"name": "other", "a": 1},
+        {"name": "same", "a": 1, "nested": {"b": 2, "seed": 7}, "path": long},
+        {"name": "same", "a": 1, "nested": {"b": 3, "seed": 8}, "path": long + "y", "c": 4, "d": 5},
+        {"name": "same", "a": 1, "path": long},
+        {"name": "seed7", "seed": 7, "e": 6},
+        {"name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71"},
+        {"name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71"},
+        {"name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71"},
+        {"method": "plain", "f": 7},
+        {"g": 8},
+    ]
+    paths = [one_run(tmp_path / f"run{i}", 0.5, **values) for i, values in enumerate(settings)]
+    groups = group_runs([read_run(path) for path in paths])
+    assert [group.label for group in groups] == [
+        "other",
+        "same (b=2)",
+        "same (b=3, c=4)",
+        "same (run3)",
+        "seed7",
+        "x (d=seed* seed-* seed71)",
+        "x (d=seed* seed-* seed*)",
+        "plain",
+        "run9",
+    ]
+    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, 1, 1, 1]
+    assert differences(groups[2:4]) == {
+        "nested.b": [3, None],
+        "path": [long + "y", long],
+        "c": [4, None],
+        "d": [5, None],
+    }
+
+
+def test_only_numbers_are_read(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", {"seed": "x", "steps": None, "eval": 3}, {}, [])
+    lines = [
+        {"step": 1, "ok": True, "a": 2},
+        [1],
+        {"step": None},
+        {"step": math.nan},
+        {"step": "2"},
+    ]
+    write_lines(path / "metrics.jsonl", [*lines, {"step": 2, "a": "text", "b": 3}])
+    run = read_run(path)
+    assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
+    assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
+    np.testing.assert_array_equal(run.metrics["a"], [2, math.nan])
+    other = write_run(tmp_path / "other", {"x": {"kl_target": 0.5}, "kl_target": "none"}, {}, [])
+    assert shared_setting([run, read_run(other)], "kl_target") == 0.5
+
+
+def test_smallest_and_largest_cells() -> None:
+    column = Column("x", "x")
+    assert write_cell((-1.234e-8, math.nan), column) == "-0.000000"
+    assert write_cell((-12.34, 0.06), column) == "-12.3 ± 0.1"
+    assert write_cell((123456.7, math.nan), column) == "123,457"
+    assert smooth(np.array([1.0, 5.0]), 0.5).tolist() == [1, 5]
+    steps, mean, low, high = band(
+        [(np.array([2.0, 6]), np.array([1.0, 5])), (np.array([4.0, 8]), np.array([0.0, 4]))]
+    )
+    assert (steps.tolist(), mean.tolist()) == ([4, 6], [1.5, 3.5])
+    assert (low.tolist(), high.tolist()) == ([0, 2], [3, 5])
+
+
+def test_samples_show_the_first_the_middle_and_the_last_step(tmp_path: Path) -> None:
+    """A resumed run has written step 30 twice."""
+    path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
+    steps = [30, 10, 20, 50, 40, 30]
+    write_lines(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
+    with (path / "samples.jsonl").open("a") as file:
+        file.write('[1]\n{"i": 7}\n{"step": 6')
+    assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 5}, {"step": 50, "i": 3}]
+    empty = write_run(tmp_path / "empty", {}, {}, [])
+    groups = group_runs([read_run(empty), read_run(path)])
+    assert samples(groups) == [{"label": "run", "entries": read_samples(path)}]
+    assert time_shares(groups[0].runs[0]) == time_shares(groups[1].runs[0]) == ""
