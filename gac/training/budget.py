@@ -103,7 +103,7 @@ def activation_bytes(model: nn.Module, length: int) -> float:
 
         batch = collate([Row((1,) * length, 1, False)] * rows, 0, device)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            model(**batch.model_inputs, request=lambda head: head.logprobs(batch.targets)[0])
+            model(**batch.model_inputs, request=lambda head: head.logprobs(batch.targets))
         reshard(model)
         return sum(sizes)
 

@@ -56,7 +56,7 @@ def observe(
         losses_before=losses,
         losses_after=losses_after,
         demo_losses=demo_losses(moments),
-        demo_sources=sources or None,
+        demo_sources=sources,
         **{
             key: row[key]
             for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")

@@ -57,13 +57,11 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Learning rate at optimizer step `step` (from 0) of `steps`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(steps - 1 - config.warmup, 1)
-    shape = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
-        "linear": 1 - min(done, 1.0),
-        "constant": 1.0,
-    }[config.schedule]
-    low = config.lr if config.schedule == "constant" else config.lr * config.final
+    if config.schedule == "constant":
+        return config.lr
+    done = min((step - config.warmup) / max(steps - 1 - config.warmup, 1), 1.0)
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    low = config.lr * config.final
     return low + (config.lr - low) * shape
 
 
