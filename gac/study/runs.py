@@ -113,9 +113,9 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that determine a run's result, as plain JSON types."""
+    """The settings that determine a run's result."""
     ignored = MAY_CHANGE_ON_RESUME - {"steps", "eval"}
-    return json.loads(json.dumps({k: v for k, v in plain.items() if k not in ignored}))
+    return {key: value for key, value in plain.items() if key not in ignored}
 
 
 def _fault(log: Path, exit_code: int) -> str:

@@ -1,0 +1,281 @@
+"""What each command of `gac` passes on, prints and returns, without its work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gac import cli
+from gac.demo import METHODS as DEMO_METHODS
+
+TRAINER, SUITE = "gac.training.trainer.Trainer", "gac.evaluation.suite"
+
+
+@pytest.fixture(autouse=True)
+def restore(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Undo what commands change in this process."""
+    caplog.set_level(logging.WARNING, "gac")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GAC_DEBUG", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def fake(monkeypatch: Any, path: str, result: Any = None) -> list[tuple[Any, ...]]:
+    """Replace a function; returns the list of its calls' arguments."""
+    calls: list[tuple[Any, ...]] = []
+
+    def function(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(path, function)
+    return calls
+
+
+def fake_training(monkeypatch: Any, error: Exception | None, main_process: bool) -> list[Any]:
+    """Replace the trainer; returns the list of what is done. `error` is raised by the run."""
+    done: list[Any] = []
+
+    class Trainer:
+        accelerator = SimpleNamespace(is_main_process=main_process)
+
+        def __init__(self, config: Any, resume: bool) -> None:
+            done.append((config.steps, resume))
+            if config.steps == 5:
+                raise ValueError("steps=5: not supported")
+
+        def run(self) -> str:
+            done.append("run")
+            if error:
+                raise error
+            return "a/run"
+
+    @contextlib.contextmanager
+    def run_lock(folder: Path) -> Any:
+        done.append(folder)
+        yield
+        done.append("unlocked")
+
+    monkeypatch.setattr(TRAINER, Trainer)
+    monkeypatch.setattr("gac.parallel.run_lock.run_lock", run_lock)
+    monkeypatch.setattr("gac.parallel.setup.leave", lambda: done.append("left"))
+    monkeypatch.setattr(
+        "gac.report.write_report", lambda *report: done.append(report) or "a/report.html"
+    )
+    return done
+
+
+@pytest.mark.parametrize("main_process", [True, False])
+def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("steps: 3\nout: here\n")
+    done = fake_training(monkeypatch, None, main_process)
+    if not main_process:
+        os.environ["RANK"] = "1"
+    assert cli.main(["train", "run.yaml", *([] if main_process else ["--no-resume"])]) == cli.OK
+    reports = [(["a/run"], "a/run")] if main_process else []
+    steps = [Path("here"), (3, main_process), "run", "left", "unlocked"]
+    assert done == [*steps, *reports]
+    printed = "Run: a/run\nReport: a/report.html\n" if main_process else ""
+    assert capsys.readouterr().out == printed
+    assert sys.path[-1] == str(tmp_path)  # where rewards are found
+    assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
+
+
+def test_errors_of_the_configuration_are_user_errors_those_of_the_run_are_not(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("steps: 5\n")
+    fake_training(monkeypatch, ValueError("a bug"), True)
+    assert cli.main(["train", str(config)]) == cli.USAGE
+    assert capsys.readouterr().err == "gac: steps=5: not supported\n"
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["train", str(config), "--set", "steps=6"])
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
+    os.environ["RANK"] = rank
+    run_suite = fake(monkeypatch, f"{SUITE}.run_suite", "results")
+    evaluate = fake(monkeypatch, f"{SUITE}.evaluate_single", {"accuracy": 0.5})
+    monkeypatch.setattr("gac.evaluation.table.results_table", lambda results: f"table of {results}")
+    assert cli.main(["eval", "--set", "model.path=x", "--set", "seed=4"]) == cli.OK
+    ((single,),) = evaluate
+    assert (single.model.path, single.seed) == ("x", 4)
+    shown = capsys.readouterr().out
+    assert shown == ('{\n  "accuracy": 0.5\n}\n' if rank == "0" else "")
+    config = tmp_path / "eval.yaml"
+    config.write_text("tasks: {a: {data: {prompts: x.jsonl}}}\n")
+    assert cli.main(["eval", str(config), "--against", "old"]) == cli.OK
+    ((suite, against),) = run_suite
+    assert [*suite.tasks] == ["a"] and against == Path("old") and len(evaluate) == 1
+    assert capsys.readouterr().out == ("table of results\n" if rank == "0" else "")
+    assert sys.path[-1] == str(tmp_path)
+    assert cli.main(["eval", "--against", "old"]) == cli.USAGE
+    assert "--against requires `tasks`: move" in capsys.readouterr().err
+    assert logging.getLogger("gac").isEnabledFor(logging.INFO) == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("options", "step"), [([], None), (["--step", "12"], 12), (["--step", "best"], "best")]
+)
+def test_export(monkeypatch: Any, capsys: Any, options: list[str], step: Any) -> None:
+    calls = fake(monkeypatch, "gac.training.export.export_run", "a/checkpoint")
+    assert cli.main(["export", "a", "b", *options]) == cli.OK
+    assert calls == [(Path("a"), Path("b"), step)]
+    assert capsys.readouterr().out == "a/checkpoint -> b\n"
+    with pytest.raises(SystemExit):
+        cli.main(["export", "a", "b", "--step", "last"])
+    assert "expected a step number or 'best', got 'last'" in capsys.readouterr().err
+
+
+def test_replay(monkeypatch: Any, capsys: Any) -> None:
+    calls = fake(monkeypatch, "gac.training.replay.replay", {"rows": [1]})
+    assert cli.main(["replay", "a/step-1"]) == cli.OK and calls == [(Path("a/step-1"),)]
+    assert capsys.readouterr().out == json.dumps({"rows": [1]}, indent=2) + "\n"
+
+
+def test_report(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Without --out, the page goes to the folder that the runs share, however they are given."""
+    monkeypatch.chdir(tmp_path)
+    folders = [Path("a/x/1"), tmp_path / "a" / "y"]
+    found = fake(monkeypatch, "gac.report.find_folders", folders)
+    written = fake(monkeypatch, "gac.report.write_report", "the page")
+    tables = fake(monkeypatch, "gac.report.results_table", "the table")
+    assert cli.main(["report", "a", "b"]) == cli.main(["report", "a", "--out", "new/c"]) == cli.OK
+    assert found == [([Path("a"), Path("b")],), ([Path("a")],)]
+    assert written == [(folders, tmp_path / "a"), (folders, Path("new/c"))]
+    assert tables == [(folders,)] * 2
+    assert capsys.readouterr().out == 2 * "the table\n\nReport: the page\n"
+
+
+def test_rewards_check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    config = str(tmp_path / "a.yaml")
+    result = SimpleNamespace(rows=5, failing=["row 3"], counts={"timeouts": 2, "other": 0, "x": 1})
+    calls = fake(monkeypatch, "gac.rewards.check.check", result)
+    assert cli.main(["rewards", "check", config]) == cli.FAILED
+    assert capsys.readouterr().out == "row 3\n4 of 5 rows pass (2 timeouts, 1 x)\n"
+    result.failing, result.counts = [], {}
+    options = ["--min-reward", "0.5", "--set", "a=1", "--set", "b=2"]
+    assert cli.main(["rewards", "check", config, *options]) == cli.OK
+    assert capsys.readouterr().out == "5 of 5 rows pass\n"
+    assert calls == [(Path(config), [], 1.0), (Path(config), ["a=1", "b=2"], 0.5)]
+    assert sys.path[-1] == str(tmp_path)
+    assert logging.getLogger("gac").isEnabledFor(logging.INFO)
+
+
+def test_methods_and_models(monkeypatch: Any, capsys: Any) -> None:
+    names = fake(monkeypatch, "gac.models.families.families_table", "families")
+    assert cli.main(["models"]) == cli.main(["models", "qwen"]) == cli.OK
+    assert names == [(None,), ("qwen",)] and capsys.readouterr().out == 2 * "families\n"
+    assert cli.main(["methods", "dr-grpo"]) == cli.OK
+    text = capsys.readouterr().out
+    assert text.startswith("dr-grpo: ") and text.endswith("\n\nIt has no hyperparameters.\n")
+    assert "  " not in text and text.count("\n") == 3
+
+
+@pytest.mark.parametrize("options", [False, True])
+def test_demo(monkeypatch: Any, options: bool) -> None:
+    calls = fake(monkeypatch, "gac.demo.run.run_demo", 1)
+    given = ["--out", "x", "--methods", "sft", "gac", "--seeds", "2", "--steps", "3"]
+    given = [*given, "--jobs", "4"] if options else []
+    assert cli.main(["demo", *given]) == 1
+    defaults = (Path("runs/demo"), list(DEMO_METHODS), range(1), 160, None)
+    assert calls == [(Path("x"), ["sft", "gac"], range(2), 3, 4) if options else defaults]
+
+
+def test_init(monkeypatch: Any, capsys: Any) -> None:
+    calls = fake(monkeypatch, "gac.demo.project.create_project")
+    assert cli.main(["init", "a/b"]) == cli.main(["init", "c", "--model", "d"]) == cli.OK
+    assert calls == [(Path("a/b"), None), (Path("c"), "d")]
+    assert capsys.readouterr().out.startswith("Created a/b. Next: gac train a/b/run.yaml\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "shown"),
+    [
+        (None, ["methods", "x"], False),
+        ("", ["methods", "x"], False),
+        ("0", ["methods", "x"], False),
+        ("1", ["methods", "x"], True),
+        (None, ["--debug", "methods", "x"], True),
+        (None, ["methods", "x", "--debug"], True),
+    ],
+)
+def test_tracebacks(capsys: Any, variable: str | None, arguments: list[str], shown: bool) -> None:
+    if variable is not None:
+        os.environ["GAC_DEBUG"] = variable
+    assert cli.main(arguments) == cli.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") == shown and "gac: method.name: unknown name 'x'" in error
+
+
+def test_interrupts_and_closed_pipes(monkeypatch: Any, capsys: Any) -> None:
+    for message, detail in (((), ""), (("saved step 3",), ": saved step 3")):
+        fake(monkeypatch, "gac.methods.listing.methods_table", KeyboardInterrupt(*message))
+        assert cli.main(["methods"]) == cli.INTERRUPTED == 130
+        expected = f"gac: interrupted{detail}; rerun the command to resume\n"
+        assert capsys.readouterr().err == expected
+    fake(monkeypatch, "gac.methods.listing.methods_table", BrokenPipeError())
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: writer))
+    assert cli.main(["methods"]) == cli.OK
+    os.write(writer, b"to the null device, at exit")
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_threads_spin_briefly_unless_the_user_chose(monkeypatch: Any) -> None:
+    fake(monkeypatch, "gac.methods.listing.methods_table", "")
+    cli.main(["methods"])
+    chosen = {name: os.environ.pop(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    assert chosen == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+    os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    cli.main(["methods"])
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_only_the_first_process_of_a_job_reports_an_error(monkeypatch: Any, capsys: Any) -> None:
+    """Once per message and attempt; without a launcher's store, every process reports."""
+    counts: dict[str, int] = {}
+    stores: list[Any] = []
+
+    class Store:
+        def __init__(self, address: str, port: int, timeout: Any) -> None:
+            stores.append((address, port, timeout.total_seconds()))
+
+        def add(self, key: str, amount: int) -> int:
+            counts[key] = counts.get(key, 0) + amount
+            return counts[key]
+
+    def reports(name: str = "x") -> bool:
+        assert cli.main(["methods", name]) == cli.USAGE
+        return bool(capsys.readouterr().err)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", Store)
+    os.environ["WORLD_SIZE"] = "2"
+    os.environ.pop("MASTER_PORT", None)
+    assert reports() and reports() and not stores
+    os.environ |= {"MASTER_ADDR": "host", "MASTER_PORT": "29"}
+    assert [reports(), reports(), reports("y"), reports("y")] == [True, False, True, False]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    assert [reports(), reports()] == [True, False]
+    assert set(stores) == {("host", 29, 5.0)}
+    os.environ["WORLD_SIZE"] = "1"
+    assert reports() and reports()
+    os.environ["WORLD_SIZE"] = "2"
+    fake(monkeypatch, "torch.distributed.TCPStore", RuntimeError("the launcher has exited"))
+    assert reports() and reports()
