@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gac.config import dump
-from gac.control.alarm import Alarm, AlarmState, winsorized_mean
+from gac.control.alarm import Alarm, AlarmState, alarm_message, winsorized_mean
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
@@ -89,18 +89,111 @@ def test_small_changes_and_early_losses_are_ignored():
     assert changes([1.0] * 50 + [1.3] * 2, min_scale=0.1) == []  # 3 typical errors each
 
 
-def test_averages_by_hand():
-    state = state_after([2.0, 1.0])
-    # the fall of 1 counts for the scale in full; the level is the mean of both losses
-    assert state == AlarmState(1.5, 1.4, 2, 1.5)
-    state = state_after([2.0, 1.0, 1.2])
-    # the error is -0.3, like the distance from the recent losses
-    assert state[:4] == pytest.approx((1.4, (1.4 + 1.4 * 0.3) / 2, 3, 1.35))
-    falling = state_after([2.0, 1.0, 1.2, 1.3])  # below the level by 0.1, the recent losses by 0.05
-    assert falling.scale == pytest.approx((2 * state.scale + 1.4 * 0.05) / 3)
-    later = state_after([1.0] * 40 + [1.1])
-    assert later.level == pytest.approx(1.01) and later.scale == pytest.approx(0.05 * 1.4 * 0.1)
-    assert later.cusum == pytest.approx(0.1 / 0.05 - 1.5)
+# typical errors of at least 1/8 of the level; the rates of the averages are 1/4 and 1/8
+BY_HAND = Alarm(threshold=4, slack=1, clip=3, decay=0.75, warmup=4, min_scale=0.125, source_steps=6)
+OFF = AlarmState(level=8, scale=2, num_losses=20, recent=7, shifted=99)
+RISE = OFF._replace(level=12, scale=0.5, num_losses=10, cusum=3, extremes=1)
+ON = AlarmState(8, 2, num_losses=3, recent=7, shifted=16, suspect=True, sources=(9.0, 8.0, 7.0))
+RAISED = {"level": 7, "num_losses": 1, "cusum": 0, "extremes": 0, "suspect": True}
+KNOWN = {"cusum": 0, "extremes": 0}
+CLEARED = {"num_losses": 4, "cusum": 0, "shifted": 0, "suspect": False}
+
+
+def off(**fields) -> AlarmState:
+    return OFF._replace(**fields)
+
+
+def rise(**fields) -> AlarmState:
+    return RISE._replace(**fields)
+
+
+def on(**fields) -> AlarmState:
+    return ON._replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "changes"),
+    [
+        (off(cusum=0.25), 9, {"level": 8.25, "scale": 1.925, "recent": 8, "cusum": 0}),
+        (OFF, 12, {"level": 9, "scale": 2.45, "recent": 9.5, "cusum": 1}),
+        (OFF, 6, {"level": 7.5, "scale": 1.925, "recent": 6.5}),
+        (off(recent=4), 3, {"level": 6.75, "scale": 1.925, "recent": 3.5}),
+        (OFF, -2, {"level": 6.5, "scale": 2.8, "recent": 2.5}),  # the error of -10 counts as -6
+        # with a CUSUM above 1, rises are not yet noise
+        (off(cusum=0.5), 12, {"level": 9, "recent": 9.5, "cusum": 1.5}),
+        (off(cusum=3), 8.5, {"level": 8.125, "recent": 7.75, "cusum": 2.25}),
+        (off(cusum=3), 8, {"scale": 1.75, "recent": 7.5, "cusum": 2}),
+        (off(cusum=3), 7.5, {"level": 7.875, "scale": 1.8375, "recent": 7.25, "cusum": 1.75}),
+        # warm-up
+        (off(num_losses=2), 20, {"level": 12, "scale": 9.4, "recent": 13.5}),
+        (off(num_losses=3, scale=0), 9, {"level": 8.25, "scale": 1.4 / 3, "recent": 8}),
+        # extreme losses and their mean
+        (OFF, 13, {"cusum": 1.5, "shifted": 13, "extremes": 1}),
+        (off(num_losses=4), 30, {"cusum": 2, "shifted": 30, "extremes": 1}),
+        (off(cusum=6), 30, {"cusum": 7, "shifted": 30, "extremes": 1}),
+        (off(cusum=1.5, shifted=13, extremes=1), 17, {"cusum": 3.5, "shifted": 15, "extremes": 2}),
+        (off(cusum=1, shifted=15, extremes=2), 18, {"cusum": 3, "shifted": 16, "extremes": 3}),
+        (off(cusum=2, shifted=13, extremes=1), 17, {"cusum": 4, "shifted": 15, "extremes": 2}),
+        # outliers are noise, which grows by 1 + (1.4 * 3 - 1) / 8 = 1.4 each, here squared
+        (
+            off(cusum=0.5, extremes=2, recent=6.4),
+            7,
+            {"level": 7.75, "scale": 3.535, "recent": 6.7, **KNOWN},
+        ),
+        (
+            rise(num_losses=5, cusum=0.5),  # 1 + (1.4 * 3 - 1) / 5 = 1.64, then 4/5 of it
+            12,
+            {"scale": 1.5 * 1.64 * 0.8, "recent": 9.5, **KNOWN},
+        ),
+        # two of them raise the alarm; its reference is the lower of the two averages
+        (off(cusum=2.5, shifted=13, extremes=1), 17, {**RAISED, "shifted": 15}),
+        (rise(recent=13, shifted=22), 23.5, {**RAISED, "shifted": 22.75, "level": 12}),
+        # after 4 + 6 losses, a rise to the level of another source raises none
+        (
+            rise(shifted=22, sources=(0.5, 1.25)),
+            23,
+            {"level": 22.5, "recent": 22.5, "shifted": 22.5, **KNOWN},
+        ),
+        (rise(shifted=22, sources=(0.5,)), 24, {**RAISED, "shifted": 23}),
+        (rise(num_losses=9, shifted=22, sources=(0.5,)), 23, {**RAISED, "shifted": 22.5}),
+        (
+            rise(shifted=19, sources=(9.0, 1.25)),
+            20,
+            {"level": 27, "recent": 27, "shifted": 19.5, **KNOWN},
+        ),
+        (rise(shifted=18, sources=(9.0, 1.25)), 20, {**RAISED, "shifted": 19}),
+        (
+            rise(level=-12, shifted=-8, sources=(0.5,)),
+            -6,
+            {"level": -6, "recent": -6, "shifted": -7, **KNOWN},
+        ),
+        # during the alarm: distances below the midpoint of 12, in units of 4
+        (ON, 10, {"cusum": 0.5}),
+        (on(cusum=1.4), 20, {"cusum": 0.4}),
+        (on(cusum=0.75), 20, {"cusum": 0}),
+        (on(cusum=0.75), 9, {"cusum": 1.5}),
+        (on(cusum=0.25, shifted=8), 30, {"cusum": 1.25}),
+        (on(cusum=0.75), 6, {**CLEARED, "recent": 6}),
+        (on(cusum=1.4, shifted=24), 14, {**CLEARED, "recent": 14}),
+        (
+            on(cusum=1.4, shifted=24),
+            14.5,
+            {**CLEARED, "num_losses": 1, "level": 14.5, "scale": 0, "recent": 14.5, "sources": ()},
+        ),
+        # a level that lasts for 6 losses is remembered
+        (on(num_losses=5), 16, {}),
+        (on(num_losses=6), 16, {"sources": (9, 8, 7, 1)}),
+        (on(num_losses=6, level=0.5), 24, {"sources": (9, 8, 7, 31)}),
+        (on(num_losses=6, level=0), 16, {"sources": (9, 8, 7, 1.6e13)}),
+        (on(num_losses=6, level=-2, sources=(6.0, 5.0, 4.0, 3.0)), 16, {"sources": (5, 4, 3, 9)}),
+    ],
+)
+def test_a_step_by_hand(before: AlarmState, loss: float, changes: dict) -> None:
+    after, changed = BY_HAND.update(before, loss)
+    expected = before._replace(**{"num_losses": before.num_losses + 1, **changes})
+    assert changed == ("suspect" in changes)
+    assert list(after[:-1]) == pytest.approx(list(expected[:-1]), rel=1e-12)
+    assert after.sources == pytest.approx(expected.sources)
 
 
 def test_sizes_are_relative_to_the_absolute_level():
@@ -161,6 +254,7 @@ def test_unknown_losses_leave_the_state_unchanged():
     alarm = Alarm()
     assert alarm.update(None, None) == alarm.update(None, math.nan) == (None, False)
     state, _ = alarm.update(None, 0.5)
+    assert state == AlarmState(0.5, 0.0, 1, 0.5)
     for loss in (None, math.nan, math.inf):
         assert alarm.update(state, loss) == (state, False)
 
@@ -219,11 +313,40 @@ def test_state_round_trips_json_and_older_states_load():
     restored.update(demo_loss=1.5)
     restored.update(demo_loss=1.5)  # a fall of more than 6 times 0.1 ended the older alarm
     assert not restored.state.demos_suspect
-    older = AlarmState.of([0.4, 0.01, 20.0, 0.0])
-    assert not older.suspect and older.num_losses == 1  # warms up again
-    for wrong in ([1.0, 2.0], {"level": 1.0}, {**AlarmState(1, 1, 1, 1).to_plain(), "scale": "x"}):
-        with pytest.raises(ValueError, match="alarm"):
+    state = controller.state.alarm._replace(sources=(0.5, 2.0), extremes=3)
+    assert repr(AlarmState.of(json.loads(json.dumps(state.to_plain())))) == repr(state)
+    for wrong, message in (
+        ([1.0, 2.0], "alarm=[1.0, 2.0]: use 4 numbers"),
+        ({**state.to_plain(), "new": 1.0}, "alarm=['new']: use a dict from to_plain()"),
+        ({**state.to_plain(), "scale": "x"}, "alarm='x': use a finite number"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
             AlarmState.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "state"),
+    [
+        ([3.0, 0.04, 7.0, 0.0], AlarmState(3.0, 0.2, 1, 3.0)),  # warms up again
+        ([3.0, -0.04, 7.0, 0.0], AlarmState(3.0, 0.0, 1, 3.0)),
+        # the reference was two jumps lower: of 6 typical errors, or of a tenth of the level
+        ([3.0, 0.04, 7.0, 1.0], AlarmState(0.6, 0.2, 7, 3.0, shifted=3.0, suspect=True)),
+        ([-30.0, 0.04, 7.0, 1.0], AlarmState(-36.0, 0.2, 7, -30.0, shifted=-30.0, suspect=True)),
+    ],
+)
+def test_states_of_earlier_versions_by_hand(numbers: list[float], state: AlarmState) -> None:
+    loaded = AlarmState.of(numbers)
+    assert list(loaded[:-1]) == pytest.approx(list(state[:-1])) and not loaded.sources
+
+
+def test_messages_of_the_alarm() -> None:
+    suspect, cleared = ON.to_plain(), OFF.to_plain()
+    wrong = alarm_message(None, suspect)
+    assert wrong.startswith("the demonstration loss jumped to 16: ")
+    assert alarm_message(cleared, suspect) == wrong
+    assert alarm_message(suspect, cleared).startswith("the demonstration loss fell to 8: ")
+    for pair in ((suspect, None), (suspect, suspect), (None, cleared), (None, None)):
+        assert alarm_message(*pair) is None
 
 
 @pytest.mark.parametrize(
