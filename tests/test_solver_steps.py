@@ -43,6 +43,27 @@ def test_gradnorm_first_step_by_hand() -> None:
     weights, state = gradnorm_step(GradNormState(), Gram(9.0, 0.0, 1.0), lr=0.1)
     assert weights == pytest.approx((2 * 0.85 / 1.9, 2 * 1.05 / 1.9), abs=1e-15)
     assert state.weights == weights and state.initial_losses is None
+    weights, _ = gradnorm_step(GradNormState(), Gram(1.0, 0.0, 9.0), lr=0.1)
+    assert weights == pytest.approx((2 * 1.05 / 1.9, 2 * 0.85 / 1.9), abs=1e-15)
+    at_the_target = GradNormState((0.5, 1.5))  # weighted norms 1.5 and 1.5
+    assert gradnorm_step(at_the_target, Gram(9.0, 0.0, 1.0))[0] == (0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("sft", "rl", "signs"),
+    [(0.45, 1.55, (-1, 1)), (0.44, 1.56, (1, 1)), (0.23, 1.77, (1, 1)), (0.22, 1.78, (1, -1))],
+)
+def test_gradnorm_targets_by_hand(sft: float, rl: float, signs) -> None:
+    """Losses 1/2 and 1 times the first have rates 2/3 and 4/3; their squares are 0.444 and 1.778.
+
+    The two norms have the mean 1.
+    """
+    state = GradNormState(initial_losses=(2.0, 3.0))
+    gram = Gram(sft**2, 0.0, rl**2)
+    weights, after = gradnorm_step(state, gram, (1.0, 3.0), asymmetry=2.0, lr=0.1)
+    s, r = 1 + 0.1 * signs[0] * sft, 1 + 0.1 * signs[1] * rl
+    assert weights == pytest.approx((2 * s / (s + r), 2 * r / (s + r)), abs=1e-12)
+    assert after == (weights, (2.0, 3.0))
 
 
 def test_gradnorm_without_asymmetry_converges_to_the_nash_direction() -> None:
@@ -72,7 +93,7 @@ def test_gradnorm_keeps_its_state_when_it_skips() -> None:
     skipped = gradnorm_step(state, Gram(1.0, 0.0, 1.0), (math.nan, 1.0), asymmetry=1.0)
     assert skipped == (None, state)
     weights, _ = gradnorm_step(state, Gram(1.0, 0.0, 0.0), lr=100.0)
-    assert min(weights) > 0 and sum(weights) == pytest.approx(2)
+    assert weights == pytest.approx((2 * 0.001 / 1.501, 2 * 1.5 / 1.501))  # the smallest weight
 
 
 def test_moco_first_step_by_hand() -> None:
@@ -96,6 +117,8 @@ def test_moco_on_a_fixed_gram_converges_to_mgda(gram: Gram) -> None:
 
 
 def test_moco_edge_cases() -> None:
+    assert moco_step((0.9, 0.1), Gram(0.0, 0.0, 4.0), lr=10.0)[0] == (1.0, 0.0)
+    assert moco_step((0.1, 0.9), Gram(4.0, 0.0, 0.0), lr=10.0)[0] == (0.0, 1.0)
     assert moco_step((0.3, 0.7), Gram(0.0, 0.0, 0.0))[0] == pytest.approx((0.3, 0.7), abs=1e-15)
     assert moco_step((0.3, 0.7), Gram(1.0, math.inf, 1.0)) == (None, (0.3, 0.7))
 
@@ -116,6 +139,7 @@ def test_uncertainty_weights_converge_to_half_the_inverse_losses() -> None:
     for _ in range(3000):
         state = uncertainty_step(state, (2.0, 0.0), lr=0.1)
     assert state[1] == -6.0  # a loss of 0 stops at the bound
+    assert uncertainty_step((0.0, 0.0), (99.0, 0.0), lr=10.0, bound=2.0) == (2.0, -2.0)
     assert uncertainty_step(state, (math.nan, 1.0)) is None
 
 
@@ -131,8 +155,11 @@ def test_dwa_values_by_hand() -> None:
 
 
 def test_dwa_with_losses_that_reach_zero_and_that_are_not_finite() -> None:
-    state = DWAState(newer=(0.0, 1.0), older=(0.0, 0.0))  # 0 / 0 counts as 1, 1 / 0 as huge
+    state = DWAState(newer=(0.0, 1.0), older=(1.0, 0.0))  # 1 / 0 is huge
     assert dwa_weights(state) == pytest.approx((0.0, 2.0))
+    s, r = math.exp(0.25), math.exp(0.75)  # 0 / 0 counts as 1
+    state = DWAState(newer=(0.0, 3.0), older=(0.0, 1.0))
+    assert dwa_weights(state, 4.0) == pytest.approx((2 * s / (s + r), 2 * r / (s + r)))
     assert dwa_step(state, (math.inf, 1.0)) is None
 
 
@@ -147,6 +174,13 @@ def test_famo_gives_more_weight_to_the_loss_that_falls_more_slowly() -> None:
     for _ in range(50):
         state = famo_step(state, (1.0, 1.0), (0.9, 0.99))
     assert state.logits[0] < -0.5 and state.logits[1] > 0.5
+
+
+def test_famo_minimum_is_subtracted_from_all_losses() -> None:
+    state = FAMOState((0.2, -0.3), (0.1, -0.1), (0.04, 0.01), 3)
+    shifted = famo_step(state, (3.0, 2.5), (2.0, 2.25), minimum=(1.0, 0.5))
+    assert shifted == famo_step(state, (2.0, 2.0), (1.0, 1.75)) and shifted.steps == 4
+    assert famo_step(state, (3.0, 2.5), (math.nan, 2.25)) is None
 
 
 def test_famo_keeps_equal_weights_for_equal_decreases() -> None:
@@ -165,6 +199,7 @@ def gradnorm_with_losses(values):
     [
         (lambda: gradnorm_with_losses(None), "losses=None"),
         (lambda: gradnorm_with_losses((0.0, 1.0)), "losses=(0.0, 1.0): use positive losses"),
+        (lambda: gradnorm_step(GradNormState(), Gram(1, 0, 1), asymmetry="1"), "asymmetry='1'"),
         (lambda: moco_step((0.5, 0.5), Gram(1, 0, 1), lr=-1), "lr=-1"),
         (lambda: dwa_step(DWAState(), (-0.1, 1.0)), "losses=(-0.1, 1.0): use losses >= 0"),
         (lambda: dwa_step(DWAState(), (1.0, 1.0), window=0), "window=0"),

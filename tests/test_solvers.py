@@ -197,17 +197,26 @@ def test_sdmgrad_matches_its_converged_inner_loop() -> None:
     assert saddles > 10
 
 
-def test_gram_of_micro_batches_and_their_halves() -> None:
-    x, y = torch.randn(2, 4, 6, dtype=torch.float64)
-    x = x[:3]  # an odd count: halves of one and two
-    gradients = torch.cat([x, y])
+@pytest.mark.parametrize(("sft", "rl"), [(2, 2), (3, 4), (5, 3)])
+def test_gram_of_micro_batches_and_their_halves(sft: int, rl: int) -> None:
+    """If a count is odd, the second half is larger."""
+    x, y = torch.randn(2, 5, 6, dtype=torch.float64) / 10
+    x, y = x[:sft], y[:rl]
+    gram = torch.cat([x, y]) @ torch.cat([x, y]).T
     g_s, g_r = x.mean(0), y.mean(0)
     expected = (g_s.dot(g_s).item(), g_s.dot(g_r).item(), g_r.dot(g_r).item())
-    assert Gram.of_means(gradients @ gradients.T, 3) == pytest.approx(expected, rel=1e-12)
-    halves = [(x[:1].mean(0), y[:2].mean(0)), (x[1:].mean(0), y[2:].mean(0))]
-    for i, row in enumerate(cross_gram(gradients @ gradients.T, 3)):
-        direct = [halves[0][i].dot(g).item() for g in halves[1]]
-        assert row == pytest.approx(direct, rel=1e-12)
+    assert Gram.of_means(gram, sft) == pytest.approx(expected, rel=1e-12)
+    halves = [(z[: len(z) // 2].mean(0), z[len(z) // 2 :].mean(0)) for z in (x, y)]
+    for (first, _), row in zip(halves, cross_gram(gram, sft), strict=True):
+        assert row == pytest.approx([first.dot(second).item() for _, second in halves], rel=1e-12)
+
+
+def test_squared_norms_that_were_rounded_below_zero_count_as_zero() -> None:
+    gram = torch.tensor([[-1e-9, 0.25], [0.25, -2e-9]], dtype=torch.float64)
+    assert Gram.of_means(gram, 1) == (0.0, 0.25, 0.0)
+    assert Gram(4.0, 3.0, 2.0).unit() == (1.0, 0.75, 0.5)
+    assert Gram(2.0, 3.0, 4.0).unit() == (0.5, 0.75, 1.0)
+    assert [Gram(1.0, dot, 4.0).cosine for dot in (-3.0, -1.0, 3.0)] == [-1.0, -0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -228,18 +237,34 @@ def test_gram_of_micro_batches_and_their_halves() -> None:
         (aligned_mtl, Gram(1.0, -1.0, 1.0), (0.0, 0.0)),
         (sdmgrad, Gram(0.0, 0.0, 4.0), (1.15 / 1.3, 0.15 / 1.3)),
         (sdmgrad, ((0.0, 0.0), (0.0, 0.0)), (0.5, 0.5)),
-        # the slope is exactly 1: only g_r gets more than its half
+        # the slope is exactly 1 or -1: only one gradient gets more than its half
         (partial(cagrad, radius=0.75), Gram(7.0, 0.0, 1.0), (0.5, 0.5 + 0.375 * math.sqrt(8))),
+        (partial(cagrad, radius=0.75), Gram(1.0, 0.0, 7.0), (0.5 + 0.375 * math.sqrt(8), 0.5)),
+        (partial(cagrad, radius=1e-8), Gram(1.0, 0.0, 1.0), (0.5 + 5e-9, 0.5 + 5e-9)),
+        (partial(cagrad, rescale=1), Gram(1.0, 1.0, 1.0), (0.6, 0.6)),
+        (partial(cagrad, rescale=2), Gram(4.0, 0.0, 0.0), (1 / 3, 1 / 3)),
+        (cagrad, Gram(0.0, 0.0, 4.0), (0.5, 0.5)),
+        (cagrad, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
+        (pcgrad, Gram(0.0, 0.0, 4.0), (1.0, 1.0)),
+        (partial(pcgrad, threshold=0.5), Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
+        (partial(pcgrad, threshold=0.5), Gram(0.0, 0.0, 4.0), (1.0, 1.0)),
+        (partial(pcgrad, threshold=0.5), Gram(1.0, 1.0, 4.0), (1.0, 1.0)),  # at the threshold
+        (partial(pcgrad, threshold=0.75), Gram(1.0, 1.0, 4.0), (0.0, 0.75)),
+        (nash_mtl, Gram(0.0, 0.0, 4.0), (0.0, 0.5)),
+        (nash_mtl, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
+        (partial(nash_mtl, max_norm=0.25), Gram(4.0, 0.0, 0.0), (0.125, 0.0)),
+        (partial(nash_mtl, max_norm=9.0), Gram(4.0, 0.0, 1.0), (0.5, 1.0)),  # the norm is sqrt(2)
+        (nash_mtl, Gram(1.0, -1.0, 1.0), (math.sqrt(1e7), math.sqrt(1e7))),  # cancel each other
+        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(4.0, 2.0, 1.0), (0.7, 0.35)),
+        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(4.0, -2.0, 1.0), (0.5, -0.25)),
+        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(0.0, 0.0, 0.0), (0.75, 0.25)),
+        # without the bound on x, these are equal to MGDA's
+        (partial(sdmgrad, preference=(0.8, 0.2)), Gram(1.0, 0.9, 25.0), (1.24 / 1.3, 0.06 / 1.3)),
+        (partial(sdmgrad, preference=(0.8, 0.2)), Gram(25.0, 0.9, 1.0), (0.24 / 1.3, 1.06 / 1.3)),
     ],
 )
 def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:
     assert solve(gram) == pytest.approx(expected, abs=1e-12)
-
-
-def test_nash_update_vanishes_for_opposite_gradients() -> None:
-    gram = Gram(1.0, -1.0, 1.0)
-    weights = nash_mtl(gram)
-    assert all(0 < w < 1e4 for w in weights) and gram.norm_of(weights) == 0
 
 
 @each_solver
@@ -271,9 +296,15 @@ def test_non_finite_products_return_none(solve, bad: float) -> None:
         (lambda: aligned_mtl(GOLDEN, mode="mean"), "mode='mean': use one of min, rmse"),
         (lambda: aligned_mtl(GOLDEN, preference=(1.0, -1.0)), "preference=(1.0, -1.0)"),
         (lambda: sdmgrad(GOLDEN, regularization=math.nan), "regularization=nan"),
-        (lambda: mgda(Gram(-1.0, 0.0, 1.0)), "gram.sft=-1.0: use a squared norm, >= 0"),
+        (lambda: aligned_mtl(GOLDEN, preference=(1.0, 1.0, 1.0)), "preference=(1.0, 1.0, 1.0)"),
+        (lambda: aligned_mtl(GOLDEN, preference=("1", 1.0)), "preference=('1', 1.0): use two"),
+        (lambda: pcgrad(GOLDEN, threshold="0"), "threshold='0'"),
+        (lambda: mgda(Gram(-0.5, 0.0, 1.0)), "gram.sft=-0.5: use a squared norm, >= 0"),
+        (lambda: mgda(Gram(1.0, 0.0, -0.5)), "gram.rl=-0.5: use a squared norm, >= 0"),
         (lambda: cross_gram(torch.eye(3), 2), "sft_count=2: use at least 2 of each"),
-        (lambda: Gram.of_means(torch.eye(3), 0), "sft_count=0"),
+        (lambda: cross_gram(torch.eye(4), 1), "sft_count=1: use at least 2 of each term; there"),
+        (lambda: Gram.of_means(torch.eye(3), 0), "sft_count=0: use an integer in [1, 2]"),
+        (lambda: Gram.of_means(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
     ],
 )
 def test_errors_name_argument_and_value(call, message: str) -> None:
