@@ -9,6 +9,7 @@ import pytest
 from gac.data import Example
 from gac.rewards import RewardError, build_reward, code
 from gac.rewards.code import program_of
+from gac.sandbox.pool import JudgeSpec, Program, RunResult
 from gac.sandbox.solver import assemble
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -60,6 +61,13 @@ def row_error(reward, completion, **row):
         ("```python\nx = '''\n```sh\n'''\n```", "x = '''\n```sh\n'''\n"),
         ("- a:\n  ```python\n  x = 1\n      ```\n  ```\n", "x = 1\n    ```\n"),
         ("use `x` and ``y``", "use `x` and ``y``"),
+        ("```py``` is short:\n```python\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
+        ("```\na\n```python\nb\n```", "a\n```python\nb\n"),
+        ("```\nx = 1\n   ```\n2", "x = 1\n"),  # indented further, it belongs to the text
+        ("```\nx = 1\n    ```\n2", "x = 1\n    ```\n2"),
+        ("```\nx = 1\n`````\n2", "x = 1\n"),
+        ("12) ~~~~py\n    x = '''\n    ~~~\n    '''\n~~~~\n2", "x = '''\n~~~\n'''\n"),
     ],
 )
 def test_the_program_is_the_last_code_block_or_the_whole_completion(completion, program):
@@ -227,17 +235,113 @@ def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     assert len(checked) == 4
 
 
-def test_a_script_reaches_its_time_limit_only_once():
-    reward = build_reward({"name": "code", "timeout": 1, "partial": True})
-    assert (
-        score(
-            reward,
-            "print(1, flush=True)\nif input(): \n  while True: pass",
-            cases=[["", "1"], ["a", "1"], ["b", "1"], ["c", "1"]],
-        )
-        == 0.0
-    )
-    assert sum(reward.counts().values()) <= 1
+# --- what is run ----------------------------------------------------------------------------------
+
+
+class FakePool:
+    """Records what is run, and gives prepared results."""
+
+    def __init__(self, *results):
+        self.results, self.calls = list(results), []
+
+    def run(self, *arguments):
+        self.calls.append(arguments)
+        return self.results.pop(0)
+
+    check = run
+
+    def map(self, function, items):
+        return list(map(function, items))
+
+
+def fake(*results, **options):
+    """A reward with `options` that gets `results`, and the calls of its pool."""
+    reward = build_reward({"name": "code", **options})
+    reward._pool = FakePool(*results)
+    return reward, reward._pool.calls
+
+
+IO = [["a\n", "1\n\n 2 \n"], ["b", "x"]]
+
+
+def test_scripts_run_case_by_case():
+    results = RunResult("ended", stdout=b"1  \n\n 2\n\n"), RunResult("ended", stdout=b"y")
+    options = {"timeout": 3, "memory_mb": 64, "cases_field": "io"}
+    reward, calls = fake(*results, **options)
+    assert score(reward, "p()", io=IO) == 0.0
+    assert calls == [
+        (Program("p()"), b"a\n", 3, 64, 2 * 7 + (1 << 16)),
+        (Program("p()"), b"b", 3, 64, 2 * 1 + (1 << 16)),
+    ]
+    assert score(fake(*results, **options, partial=True)[0], "p()", io=IO) == 0.5
+    reason = "case 2 (b'b'): wrote b'y', expected b'x' (ended, 0)"
+    assert fake(*results, **options)[0].explain("p()", example(io=IO)) == reason
+    right = results[0], RunResult("ended", stdout=b"x\r\n")
+    assert fake(*right, **options)[0].explain("p()", example(io=IO)) == ""
+    assert score(fake(*right, **options)[0], "p()", io=IO) == 1.0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("first", "event", "goes_on"),
+    [
+        (RunResult("ended", stdout=b"1\n2"), None, True),
+        (RunResult("ended", stdout=b"\n1\n\n 2"), None, True),
+        (RunResult("ended", stdout=b"1\n\n2"), None, True),
+        (RunResult("ended", stdout=b"1\n\n 2", status=1), None, True),
+        (RunResult("crash", stdout=b"1\n\n 2"), "crashes", True),
+        (RunResult("stalled", stdout=b"1\n\n 2"), "stalled", False),
+        (RunResult("timeout", stdout=b"1\n\n 2"), "timeouts", False),
+    ],
+    ids=["no empty line", "empty line", "indent", "status", "crash", "stalled", "timeout"],
+)
+def test_a_failing_case_ends_the_run_except_for_partial_rewards(first, event, goes_on, partial):
+    reward, calls = fake(first, RunResult("ended", stdout=b"x"), partial=partial)
+    goes_on = goes_on and partial
+    assert score(reward, "p()", cases=IO) == goes_on / 2 and len(calls) == 1 + goes_on
+    counted = {name: count for name, count in reward.counts().items() if count}
+    assert counted == ({event: 1} if event else {})
+
+
+def test_the_judge_gets_the_fields_of_the_row():
+    names = ("tests", "setup", "entry_point", "prompt")
+    fields = {f"{name}_field": f"my {name}" for name in names}
+    row = {"my tests": "assert f(1)", "my entry_point": "f", "answer": "def f(x): return 1"}
+    begun = "import os\nimport re as r, gc\nclass g: pass\ndef f(x):\n    'Doc.'\n"
+    setup = "from os import *\nlimit = 2\nif limit: import io\n"
+    for more, setup_sent, imports, prompt in (
+        ({"my prompt": begun}, begun, "import os\nimport re as r, gc", begun),
+        ({"my prompt": begun, "my setup": setup}, setup, "from os import *", begun),
+        ({"my prompt": "def g(x): pass", "my setup": setup}, setup, "from os import *", ""),
+        ({"my prompt": "def f("}, "", "", ""),
+    ):
+        passed = RunResult("ended", (True,))
+        reward, calls = fake(passed, **fields, timeout=2, memory_mb=99)
+        assert score(reward, "p", **row, **more) == 1.0
+        suite = JudgeSpec(("assert f(1)",), setup_sent, "f", row["answer"])
+        assert calls == [(Program("p", imports, prompt, "f"), suite, 2, 99)]
+    reward, calls = fake(RunResult("ended", (True, False, True)), partial=True)
+    assert score(reward, "p", tests=["a", "b", "c"], prompt=begun) == pytest.approx(2 / 3)
+    assert calls == [(Program("p"), JudgeSpec(("a", "b", "c"), all=True), 5, 512)]
+
+
+def test_definitions_are_functions_and_classes_at_the_top_level():
+    text = "def f(): \n  def inner(): pass\nasync def g(): pass\nclass C: pass\nx = 1"
+    assert code.definitions_of(text) == {"f", "g", "C"} and code.definitions_of("def") == set()
+
+
+def test_the_reference_runs_once_per_row():
+    passed = RunResult("ended", (True,))
+    suspect = RunResult("timeout", (False,), problem="no", suspect="a test")
+    reward, calls = fake(suspect, passed, suspect, on_error="drop")
+    row = example(answer="ref", tests=["t"])
+    assert reward(["a", "b"], [row] * 2) == [0.0, 0.0] and reward.counts()["timeouts"] == 2
+    assert [call[0].text for call in calls] == ["a", "ref", "b"]
+    for wrong in (suspect, RunResult("ended", row_problem="no")):
+        reward, _ = fake(suspect, wrong, on_error="drop")
+        assert reward(["a"], [row]) == [None]
+    assert fake(suspect)[0].explain("a", row) == "no (timeout)"
+    assert fake(passed)[0].explain("a", row) == "no verdict (ended)"
 
 
 # --- invalid rows --------------------------------------------------------------------------------
@@ -252,6 +356,9 @@ def test_a_script_reaches_its_time_limit_only_once():
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
         ({"cases": ["3"]}, "'cases' must be a list of [stdin"),
+        ({"cases": [["3"]]}, "'cases' must be a list of [stdin"),
+        ({"cases": [["3", 6]]}, "'cases' must be a list of [stdin"),
+        ({"tests": ["assert add(1, 2) == 3", " "]}, "'tests' must be a non-empty list"),
         ({"cases": "eJxr"}, "examples/eval/livecodebench.py"),
         ({"cases": [["\ud800", ""]]}, "surrogates not allowed"),
         ({"tests": TESTS, "setup": 5}, "'setup' must be a string, got int 5"),
@@ -340,6 +447,8 @@ def test_on_error_drop_counts_the_row():
     [
         ({"timeout": 0}, "timeout must be an integer >= 1, got 0"),
         ({"timeout": 1.5}, "timeout must be an integer >= 1, got 1.5"),
+        ({"timeout": True}, "timeout must be an integer >= 1, got True"),
+        ({"require": ["uid", 1]}, "require must be a list of names"),
         ({"memory_mb": 8}, "memory_mb must be an integer >= 64, got 8"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"preload": "numpy"}, "preload must be a list of names"),

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from gac.rewards import grading_worker
-from gac.rewards.grading_pool import GradingPool
+from gac.rewards.grading_pool import GradingPool, _Worker
 
 from .waiting import wait_until
 
@@ -211,6 +211,31 @@ def test_a_pair_that_crashes_a_worker_is_tried_twice(verdicts, verdict):
 
 
 @pytest.mark.parametrize(
+    ("status", "verdict"),
+    [(-signal.SIGPROF, "timeout"), (-signal.SIGALRM, "timeout"), (-signal.SIGSEGV, "crash")],
+)
+def test_only_a_worker_stopped_by_a_timer_has_timed_out(status, verdict):
+    worker, sent = _Worker(3.0), []
+    stdin = SimpleNamespace(write=sent.append, flush=lambda: None, close=lambda: None)
+    stdout = SimpleNamespace(readline=lambda: "", close=lambda: None)
+    worker._process = SimpleNamespace(stdin=stdin, stdout=stdout, wait=lambda seconds: status)
+    assert worker.ask(("7", "x")) == verdict and worker._process is None
+    assert sent == ['["7", "x"]\n', "\n"]
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert GradingPool().workers == workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    for count, workers in ((2, 2), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert GradingPool().workers == workers
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [({"timeout": 0}, "timeout must be positive, got 0"), ({"workers": 0}, "workers must be at")],
     ids=["timeout", "workers"],
@@ -240,8 +265,9 @@ def test_only_checks_are_timed(monkeypatch):
     timers, requests = {}, [b'["7", "8"]\n', b'["7", "8"]\n', b"\n"]
     seen = []
     monkeypatch.setattr(signal, "setitimer", timers.__setitem__)
-    for name in ("signal", "pthread_sigmask"):
-        monkeypatch.setattr(signal, name, lambda *_: None)
+    restored = []  # a parent may ignore or block the signals of the timers
+    monkeypatch.setattr(signal, "signal", lambda *call: restored.append(call))
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *call: restored.append(call))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(grading_worker, "make_grader", lambda: lambda *_: seen.append({**timers}))
     monkeypatch.setattr(grading_worker, "_reply", lambda text: None)
@@ -253,6 +279,9 @@ def test_only_checks_are_timed(monkeypatch):
     on = {signal.ITIMER_PROF: 3.0, signal.ITIMER_REAL: 60.0}
     off = dict.fromkeys(on, 0)
     assert seen == [{signal.ITIMER_REAL: 0}, on, off, on, off] and not requests
+    both = {signal.SIGPROF, signal.SIGALRM}
+    assert restored[2:] == [(signal.SIG_UNBLOCK, both)]
+    assert dict(restored[:2]) == dict.fromkeys(both, signal.SIG_DFL)
 
 
 def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gac.rewards import Reward, RewardError
-from gac.rewards.tally import Tally
+from gac.rewards.tally import Tally, closing_reward
 from gac.training.trainer import train
 from tests.tiny import metrics, tiny_config
 
@@ -77,3 +77,14 @@ def test_events_before_the_tally_and_other_names():
     assert tally.new_counts() == {"reward_dropped": 0, "reward_old": 1, "reward_new": 5}
     reward.dropped = 9
     assert tally.new_counts() == {"reward_dropped": 7, "reward_old": 0, "reward_new": 0}
+
+
+def test_a_reward_is_closed_even_if_its_counts_fail():
+    closed = []
+    reward = SimpleNamespace(dropped=0, counts=dict, close=lambda: closed.append(1))
+    with closing_reward(reward):
+        reward.counts = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError), closing_reward(reward):
+            pass
+        reward.counts = dict
+    assert closed == [1, 1]

@@ -6,20 +6,24 @@ import json
 import logging
 import math
 import signal
+import sys
 import threading
-import time
 
 import numpy
 import pytest
 
 from gac.data import Example, read_rows
-from gac.rewards import NoisyReward, Reward, RewardError, RewardNoise, RowReward, build_reward
+from gac.rewards import (
+    NoisyReward,
+    Reward,
+    RewardError,
+    RewardNoise,
+    RowReward,
+    build_reward,
+)
 from gac.rewards.base import time_limits
-from gac.rewards.combine import SumReward
+from gac.rewards.combine import BatchCallableReward, SumReward
 from gac.rewards.text import chosen_letter
-
-HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
-HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power in C, which holds the GIL
 
 
 def example(answer="7", i=0, **extra):
@@ -46,8 +50,8 @@ def odd_values(completion, example):
     return values.get(completion)
 
 
-def batch_length(completions, examples):
-    return [length(completion, None) for completion in completions]
+def batch_length(completions, examples, scale=1.0):
+    return [length(completion, None, scale) for completion in completions]
 
 
 def short_batch(completions, examples):
@@ -62,107 +66,13 @@ class Doubled(RowReward):
         return self.factor * len(completion)
 
 
-# --- math -----------------------------------------------------------------------------------------
-
-EQUAL = {
-    "a number": ("18", "The answer is 18."),
-    "a boxed fraction": (r"\frac{1}{2}", r"so \boxed{0.5}"),
-    "after ####": ("72", "Altogether 48+24 = <<48+24=72>>72 clips.\n#### 72"),
-    "#### beats an earlier 'answered'": ("40", "She answered 200/5 = 40 a day.\n#### 40"),
-    "#### before more talk": ("40", "a day.\n#### 40\nSo 5 workers are paid."),
-    "a heading is not an answer mark": (
-        "5",
-        "#### Step 3: add\n$2+3$ gives \\boxed{5}.\n#### Done in 2 steps\nBye",
-    ),
-    "thousands": ("1,234", "It costs $1234"),
-    "a unicode minus": ("-3", "the answer is −3"),
-    "an escaped dollar": (r"\$18", "$18"),
-    "a percentage": (r"50\%", "0.5"),
-    "an interval": ("(1,2)", r"\boxed{(1,2)}"),
-    "a polynomial in another order": ("x^2+1", r"\boxed{1+x^2}"),
-    "an equation for the gold value": ("5", r"\boxed{x=5}"),
-    "gold inside a worked solution": (r"We get $\boxed{\sqrt{2}}$.", r"$\sqrt{2}$"),
-    "gold after ####": ("16-3-4=9\n#### 18", "18"),
-    "a word": ("Monday", r"\boxed{\text{Monday}}"),
-}
-DIFFERENT = {
-    "another number": ("18", "The answer is 17."),
-    "the right number, then another": ("18", "18, no wait.\n#### 19"),
-    "no number": ("18", "I do not know."),
-    "nothing": ("18", ""),
-    "an anagram": ("east", r"\boxed{seat}"),
-    "an unbalanced box": ("18", r"\boxed{" + "{" * 500),
-}
-
-
-@pytest.fixture(scope="module")
-def math_reward():
-    reward = build_reward("math")
-    yield reward
-    reward.close()
-
-
-@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
-def test_math_accepts(math_reward, case):
-    assert score(math_reward, case[1], case[0]) == 1.0
-
-
-@pytest.mark.parametrize("case", DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_math_rejects(math_reward, case):
-    assert score(math_reward, case[1], case[0]) == 0.0
-
-
-def test_math_answer_pattern_disables_other_matching():
-    reward = build_reward({"name": "math", "answer_pattern": r"^A: (.+)$"})
-    assert score(reward, "A: 3\nA: 7\n9 more") == 1.0
-    assert score(reward, "7") == 0.0
-
-
-def test_math_gold_without_mathematics_raises(math_reward):
-    with pytest.raises(RewardError, match=r"'row0'.*gold answer '\$ \$'"):
-        score(math_reward, "7", "$ $")
-    with pytest.raises(RewardError, match="no gold answer; set answer_field"):
-        score(math_reward, "7", None)
-
-
-def test_math_works_in_concurrent_threads(math_reward):
-    results = {}
-
-    def work(i):
-        results[i] = math_reward([f"#### {j}" for j in range(20)], [example(str(i))] * 20)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert results == {i: [float(j == i) for j in range(20)] for i in range(4)}
-
-
-def test_hanging_checks_are_cut_off_counted_and_score_zero():
-    reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    completions = [HANGS, "7", HOLDS_THE_GIL, "7"]
-    start = time.monotonic()
-    assert reward(completions, [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
-    assert reward.counts() == {"timeouts": 2, "crashes": 0}
-    assert time.monotonic() - start < 30  # guards against hanging; generous for a busy machine
-    reward.close()
-
-
-def test_duplicate_checks_run_once():
-    reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    assert reward([HANGS] * 50, [example()] * 50) == [0.0] * 50
-    assert reward.counts()["timeouts"] == 50  # counts rows, not checks
-    reward.close()
-
-
 # --- exact, choice, format ------------------------------------------------------------------------
 
 
 def test_exact_ignores_only_whitespace_by_default():
     assert score(build_reward("exact"), " the  end\n", "the end") == 1.0
     assert score(build_reward("exact"), "The end", "the end") == 0.0
-    assert score(build_reward({"name": "exact", "ignore_case": True}), "The end", "the end") == 1.0
+    assert score(build_reward({"name": "exact", "ignore_case": True}), "WEISS", "weiß") == 1.0
     with pytest.raises(RewardError, match="no gold answer"):
         score(build_reward("exact"), "x", None)
 
@@ -186,6 +96,13 @@ LETTERS = {
     "at the end": ("therefore B.", "B"),
     "an article is not a choice": ("the answer is a lamp", None),
     "a word is not a choice": ("Answer: Because", None),
+    "a possessive is not a choice": ("Answer: A's are fine", None),
+    "an item of a list is not a choice": ("as in (b), for example", None),
+    "a small letter in brackets": ("The answer is: (d), not E.", "D"),
+    "the word option": ("My choice: option C, not D.", "C"),
+    "a choice in dollars": ("so option is $B$, not (D)", "B"),
+    "boxed in bold": (r"\boxed{ \textbf{ (d)}} The answer is (A)", "D"),
+    "boxed in roman": (r"\boxed{\mathrm{B}} or (C)", "B"),
     "nothing": ("", None),
 }
 
@@ -203,6 +120,10 @@ def test_choice_compares_letters_and_checks_the_gold_one():
         score(reward, "(B)", "8")
     with pytest.raises(RewardError, match="gold answer C .* 2 choices"):
         score(reward, "(B)", "C", choices=["x", "y"])
+    other = build_reward({"name": "choice", "choices_field": "options"})
+    assert score(other, "The answer is (b).", " (b). ", choices=["x"], options=["x", "y"]) == 1.0
+    with pytest.raises(RewardError, match="gold answer B .* 1 choices"):
+        score(other, "(B)", "B", choices=["x", "y"], options=["x"])
 
 
 def test_choice_agrees_with_worked_answers_whose_final_letter_is_right(data_dir):
@@ -241,19 +162,38 @@ def test_sum_adds_weighted_terms():
     reward.close()
 
 
-def test_the_step_reaches_rewards_inside_others():
-    inner = build_reward("exact")
-    steps = []
-    inner.set_step = steps.append
-    noisy = NoisyReward(SumReward([(inner, 1.0)]), RewardNoise(), seed=0)
+def test_rewards_inside_others_are_told_and_counted():
+    first, second = build_reward("exact"), build_reward("exact")
+    calls = []
+    first.set_step, first.close = calls.append, lambda: calls.append("first")
+    second.set_step, second.close = calls.append, lambda: calls.append("second")
+    first.counts, second.counts = lambda: {"a": 1, "b": 2}, lambda: {"b": 10, "c": 20}
+    inner = SumReward([(first, 1.0), (second, 1.0)])
+    inner.on_error = "drop"
+    noisy = NoisyReward(inner, RewardNoise(), seed=0)
     noisy.set_step(7)
-    assert steps == [0, 7]
+    noisy.close()
+    assert calls == [0, 0, 7, 7, "first", "second"]
+    assert noisy.counts() == {"a": 1, "b": 12, "c": 20}
+    assert (noisy.name, noisy.on_error) == ("noisy sum", "drop")
+
+
+def test_noise_depends_on_the_seed_and_not_on_failures():
+    reward = build_reward("tests.test_rewards:length", on_error="drop")
+    exact = NoisyReward(reward, RewardNoise(1.0, low=0.25, high=3.0), seed=0)
+    assert exact(["", "ab", "boom"], [example()] * 3) == [3.25, 1.25, None]
+
+    def noisy(seed, completions):
+        return NoisyReward(reward, RewardNoise(0.5), seed)(completions, [example()] * 64)
+
+    scores = noisy(1, ["a"] * 64)
+    assert noisy(1, ["boom", *"a" * 63]) == [None, *scores[1:]] and noisy(2, ["a"] * 64) != scores
 
 
 def test_row_batch_and_class_callables():
     assert score(build_reward("tests.test_rewards:length"), "abc") == 3.0
-    batch = build_reward({"name": "tests.test_rewards:batch_length", "batch": True})
-    assert batch(["a", "bb"], [example()] * 2) == [1.0, 2.0]
+    batch = build_reward({"name": "tests.test_rewards:batch_length", "batch": True, "scale": 3})
+    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
     assert batch([], []) == []
     assert score(build_reward({"name": "tests.test_rewards:Doubled", "factor": 3}), "ab") == 6.0
     assert isinstance(build_reward("tests.test_rewards:Doubled"), Reward)
@@ -289,6 +229,7 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
     ) as e:
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
+    assert "prompt" not in str(e.value)  # only if the reward ran out of time
 
 
 @pytest.mark.parametrize(
@@ -306,6 +247,19 @@ def test_on_error_drop_skips_and_counts_only_that_row(spec, caplog):
     assert "row1" in record.message
     mapping = {"sum": [{"reward": spec}], "on_error": "drop"}
     assert build_reward(mapping)(["boom", "a"], rows[:2]) == [None, 1.0]
+
+
+@pytest.mark.parametrize(("error", "sizes"), [(TimeoutError, [3]), (OSError, [3, 1, 1, 1])])
+def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, sizes):
+    calls = []
+
+    def failing(completions, examples):
+        calls.append(len(completions))
+        raise error
+
+    reward = BatchCallableReward("failing", failing, {})
+    reward.on_error = "drop"
+    assert reward(["a", "b", "c"], [example()] * 3) == [None] * 3 and calls == sizes
 
 
 def test_a_batch_function_must_return_one_number_per_row():
@@ -333,6 +287,12 @@ BAD_SPECS = {
     "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
     "no name": ({"weight": 1}, "must be a name, or a mapping"),
     "neither a name nor a mapping": (3, "must be a name, or a mapping"),
+    "a name and a sum": ({"name": "math", "sum": []}, "must be a name, or a mapping"),
+    "an option of a sum": ({"sum": [], "scale": 2}, "'sum' takes no other options, got scale"),
+    "an unknown option of a class": (
+        {"name": "tests.test_rewards:Doubled", "fctor": 2},
+        "no option 'fctor'; did you mean 'factor'?",
+    ),
     "an empty sum": ({"sum": []}, "sum needs at least one term"),
     "a bare term": ({"sum": ["math"]}, "term of a sum must be"),
     "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "term of a sum must be"),
@@ -343,9 +303,11 @@ BAD_SPECS = {
     "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
     "a missing module": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
     "a missing name": ("tests.test_rewards:nothing", "test_rewards has no 'nothing'"),
-    "not callable": ("tests.test_rewards:HANGS", "HANGS is not callable"),
+    "not callable": ("tests.test_rewards:LETTERS", "LETTERS is not callable"),
     "a broken pattern": ({"name": "format", "pattern": "("}, "not a valid regular expression"),
     "a pattern without group": ({"name": "math", "answer_pattern": "x"}, "exactly one group"),
+    "two groups": ({"name": "exact", "answer_pattern": "(a)(b)"}, "exactly one group"),
+    "a broken answer pattern": ({"name": "exact", "answer_pattern": "("}, "answer_pattern '(' is"),
 }
 
 
@@ -364,6 +326,20 @@ def test_deadlines_are_positive_numbers(deadline):
     assert build_reward({"name": "exact", "deadline": None}).deadline is None
 
 
+def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
+    timers = []
+    monkeypatch.setattr(signal, "setitimer", lambda timer, seconds: timers.append(seconds))
+    batch = {"name": "tests.test_rewards:batch_length", "batch": True}
+    row = {"reward": "tests.test_rewards:length"}
+    for spec in (
+        batch | {"deadline": 7},
+        {"sum": [{"reward": batch}, row], "deadline": 2.5},
+        batch,
+    ):
+        build_reward(spec)(["a", "b"], [example()] * 2)
+    assert timers == [7, 0] + [2.5, 0] * 3 + [600, 0]
+
+
 def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
     before = signal.getsignal(signal.SIGALRM)
     finished = []
@@ -378,6 +354,28 @@ def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
     thread.join(20)
     run(5.0)
     assert finished == [True, True, False] and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_file_of_rewards_runs_once_unless_it_fails(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    first, second = tmp_path / "rw_once.py", tmp_path / "other" / "rw_once.py"
+    for file in (first, second):
+        file.write_text("raise OSError('not yet')")
+        with pytest.raises(ValueError, match="OSError: not yet"):
+            build_reward(f"{file}:f")
+        file.write_text("def f(completion, example): return 1.0\n")
+    loaded = [build_reward(f"{file}:f")._function for file in (first, first, second)]
+    assert loaded[0] is loaded[1] is not loaded[2]
+    # the folder of the configuration is the last of the path
+    monkeypatch.setattr(sys, "path", [*sys.path, str(first.parent), str(second.parent)])
+    assert build_reward("rw_once.py:f")._function is loaded[2]
+    monkeypatch.chdir(tmp_path)
+    assert build_reward("rw_once.py:f")._function is loaded[0]
+    with pytest.raises(ValueError, match="no file '.*/rw_once'"):
+        build_reward(f"{tmp_path}/rw_once:f")
+    (tmp_path / "rw.txt").write_text("f = print")
+    with pytest.raises(ValueError, match="rw.txt' is not a Python file"):
+        build_reward(f"{tmp_path}/rw.txt:f")
 
 
 def test_a_missing_import_of_a_reward_is_not_called_a_missing_reward(tmp_path, monkeypatch):

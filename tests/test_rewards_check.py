@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from gac.cli import main
+from gac.config import ConfigError
+from gac.rewards import RowReward
 from gac.rewards.check import check
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -16,6 +18,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 GOOD = "def add(a, b):\n    return a + b\n"
 BAD = "def add(a, b):\n    return a - b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
+
+
+class Length(RowReward):
+    """The number of characters, up to 9."""
+
+    closed = 0
+
+    def score(self, completion, example):
+        return [0, 1, 2, 3, 4, 5, 6, 7, 8, 9][len(completion)]
+
+    def close(self):
+        Length.closed += 1
 
 
 @pytest.fixture
@@ -90,3 +104,28 @@ def test_the_failures_of_all_tasks_are_counted(tmp_path):
         ("b", "crash"),
     ]
     assert (result.rows, result.counts["crashes"]) == (2, 2)
+
+
+def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Length, "closed", 0)
+    rows = [{"id": text[:4], "prompt": "p", "answer": text} for text in ("ab", "abc", "long" * 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    part = {"data": data, "reward": "tests.test_rewards_check:Length"}
+    result = check(part, min_reward=3)
+    assert [str(failed) for failed in result.failing] == [
+        "ab: scores 2",
+        "long: list index out of range",
+    ]
+    result = check({"tasks": {"a": part, "b": part}}, ["data.limit=1"], min_reward=2.5)
+    assert result.rows == 2 and Length.closed == 3
+    assert list(map(str, result.failing)) == ["a: ab: scores 2", "b: ab: scores 2"]
+    for wrong, message in (
+        ({"tasks": {"a": part | {"reward": "mth"}}}, "a: unknown reward 'mth'"),
+        (part | {"reward": "mth"}, "unknown reward 'mth'"),
+        ({"tasks": {"a": {"reward": "math"}}}, "tasks.a has no data"),
+        ({"reward": "math"}, "the configuration has no data"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check(wrong)
+        assert str(error.value).startswith(message)

@@ -105,7 +105,7 @@ def _build_callable(name: str, options: dict[str, Any]) -> Reward:
 
 
 def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) -> None:
-    known = [key for key in inspect.signature(reward).parameters if key != "kwargs"]
+    known = list(inspect.signature(reward).parameters)
     for key in options:
         if key not in known:
             hint = did_you_mean(key, known) or "."

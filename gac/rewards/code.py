@@ -17,7 +17,7 @@ from .base import Reward, RowOutcome
 if TYPE_CHECKING:
     from ..data import Example
 
-_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^`\n]*)")
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^`\n]*)$")
 _PYTHON = re.compile(r"\W*py", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
 _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
