@@ -18,6 +18,8 @@ from typing import Any
 from gac.data import Example
 from gac.rewards.code import program_of
 
+QUEUE_SECONDS = 60.0  # a busy service answers this much after the time limit of the program
+
 
 def remote_code(
     completions: Sequence[str],
@@ -60,7 +62,7 @@ def run(url: str, program: str, stdin: str, timeout: float) -> list[str] | None:
     request = urllib.request.Request(
         f"{url}/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=4 * timeout) as response:
+    with urllib.request.urlopen(request, timeout=timeout + QUEUE_SECONDS) as response:
         result = json.load(response).get("run_result") or {}
     finished = result.get("status") == "Finished" and result.get("return_code") == 0
     return str(result.get("stdout", "")).split() if finished else None
