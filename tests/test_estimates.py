@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,10 +33,14 @@ def test_pass_at_k_is_accurate_for_many_samples():
     assert pass_at_k(2000, 10, 10) == pytest.approx(product, rel=1e-9)
 
 
-@pytest.mark.parametrize("k", [0, 5, -1])
-def test_pass_at_k_rejects_k_out_of_range(k):
-    with pytest.raises(ValueError, match=f"k={k}: use a number in \\[1, 4\\]"):
-        pass_at_k(4, 2, k)
+@pytest.mark.parametrize(
+    ("correct", "k", "message"),
+    [(2, k, f"k={k}: use a number in [1, 4]") for k in (0, 5, -1)]
+    + [(correct, 2, f"correct={correct}: use a number in [0, 4]") for correct in (-1, 5)],
+)
+def test_pass_at_k_rejects_numbers_out_of_range(correct, k, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pass_at_k(4, correct, k)
 
 
 def test_wilson_by_hand():
@@ -44,12 +50,14 @@ def test_wilson_by_hand():
     assert accuracy_interval([0.0] * 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert accuracy_interval([1.0] * 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
     assert all(map(math.isnan, accuracy_interval([])))
+    # n = 3, p = 0.7; rounding gives three times 0.7 a variance of 2e-32
+    assert accuracy_interval([0.7] * 3) == pytest.approx((0.2264, 0.9490), abs=1e-4)
 
 
-def test_wilson_rejects_scores_above_one():
-    for wrong in (1.5, -0.5):
-        with pytest.raises(ValueError, match=f"{wrong}.*in \\[0, 1\\]"):
-            accuracy_interval([0.5, wrong, 2.5])
+@pytest.mark.parametrize("wrong", [1.5, -0.5, math.nan])
+def test_wilson_rejects_scores_outside_of_0_to_1(wrong):
+    with pytest.raises(ValueError, match=f"{wrong}.*in \\[0, 1\\]"):
+        accuracy_interval([0.0, 1.0, wrong])
 
 
 @pytest.mark.parametrize(
@@ -74,13 +82,9 @@ def test_wilson_covers_the_truth(prompts, samples, mean, min_coverage):
     assert samples == 1 or naive < covered
 
 
-def test_bootstrap_covers_the_truth():
-    rng = np.random.default_rng(1)
-    covered = 0
-    for _ in range(200):
-        low, high = bootstrap_interval(rng.normal(0.3, 1.0, 40).tolist())
-        covered += low <= 0.3 <= high
-    assert 0.89 <= covered / 200 <= 0.99
+def test_bootstrap_of_binary_values_is_binomial():
+    """15 of 60: the number in a resample is 9 at the 2.5 % quantile and 22 at the 97.5 % one."""
+    assert bootstrap_interval([0.0] * 45 + [1.0] * 15) == (9 / 60, 22 / 60)
 
 
 def test_paired_difference_is_narrower_than_two_intervals():
@@ -94,8 +98,9 @@ def test_paired_difference_is_narrower_than_two_intervals():
         paired_difference([1, 2, 3], [1, 2])
 
 
-def test_one_pair_has_no_interval():
+def test_one_pair_has_no_interval_but_two_have():
     assert all(map(math.isnan, paired_difference([1.0], [0.0]).ci95))
+    assert paired_difference([True, True], [False, True]) == (0.5, (0.0, 1.0), 2)
 
 
 def test_accuracy_interval_uses_the_sample_variance():
@@ -117,9 +122,17 @@ def test_two_values_have_intervals():
     assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("count", [3, 900])  # one chunk of resamples, three chunks
-def test_bootstrap_uses_every_resample(count, monkeypatch):
-    empty = np.empty
+@pytest.mark.parametrize(("count", "chunks"), [(3, 1), (900, 3)])
+def test_bootstrap_uses_every_resample(count, chunks, monkeypatch):
+    """In chunks of limited size."""
+    empty, draws = np.empty, []
+    integers = np.random.default_rng(0).integers
+
+    def record(*arguments, size):
+        draws.append(size)
+        return integers(*arguments, size=size)
+
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: SimpleNamespace(integers=record))
 
     def poisoned(shape, *dtype, **options):
         array = empty(shape, *dtype, **options)
@@ -129,3 +142,4 @@ def test_bootstrap_uses_every_resample(count, monkeypatch):
 
     monkeypatch.setattr(np, "empty", poisoned)
     assert bootstrap_interval([2.0] * count) == (2.0, 2.0)
+    assert len(draws) == chunks and sum(rows for rows, _ in draws) == 10_000

@@ -47,7 +47,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     """95 % Wilson interval of the mean score over prompts.
 
     The effective sample size is n p (1 - p) / variance, but at least n. It equals n for one binary
-    sample per prompt or a mean of 0 or 1, and grows with the number of samples per prompt.
+    sample per prompt or equal means, and grows with the number of samples per prompt.
 
     Args:
         means: the mean score of each prompt, in [0, 1].
@@ -65,12 +65,12 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     n = len(values)
     if not n:
         return math.nan, math.nan
-    if not ((values >= 0) & (values <= 1)).all():
-        worst = values[~((values >= 0) & (values <= 1))][0]
-        raise ValueError(f"means has {worst!r}: a Wilson interval requires scores in [0, 1]")
-    p = float(values.mean())
-    variance = float(values.var(ddof=1)) if n > 1 else 0.0
-    size = max(n, n * p * (1 - p) / variance) if variance > 0 else n
+    outside = values[~((values >= 0) & (values <= 1))]
+    if outside.size:
+        raise ValueError(f"means has {outside[0]!r}: a Wilson interval requires scores in [0, 1]")
+    p, size = float(values.mean()), float(n)
+    if values.min() < values.max():  # the variance of equal values may be inexact
+        size = max(size, float(n * p * (1 - p) / values.var(ddof=1)))
     square = Z95 * Z95 / size
     middle = (p + square / 2) / (1 + square)
     half = Z95 / (1 + square) * math.sqrt(p * (1 - p) / size + square / (4 * size))
@@ -79,12 +79,12 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """95 % percentile bootstrap interval of the mean; (nan, nan) for fewer than two values."""
-    data = np.asarray(values, dtype=float)
+    data = np.asarray(values)
     if len(data) < 2:
         return math.nan, math.nan
     rng = np.random.default_rng(seed)
     means = np.empty(BOOTSTRAP_RESAMPLES)
-    chunk = max(1, 4_000_000 // len(data))  # 32 MB of indices at a time
+    chunk = 1 + 4_000_000 // len(data)  # 32 MB of indices at a time
     for start in range(0, BOOTSTRAP_RESAMPLES, chunk):
         count = min(chunk, BOOTSTRAP_RESAMPLES - start)
         rows = rng.integers(len(data), size=(count, len(data)))

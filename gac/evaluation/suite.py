@@ -45,6 +45,7 @@ from .task import (
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
+DAMAGE = ValueError, KeyError, TypeError, AttributeError  # not JSON, or not ours
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
             for line in lines:
                 row = json.loads(line)
                 answers.setdefault(row.pop("task"), []).append(Answer(**row))
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, *DAMAGE) as error:
         raise _damaged(path, error) from error
     return answers
 
@@ -242,7 +243,7 @@ def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, li
     try:
         results = json.loads(path.read_text())
         settings = {name: row["setting"] for name, row in results["tasks"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         raise _damaged(path, error) from error
     for name, setting in settings.items():
         task = config.tasks.get(name)
@@ -265,11 +266,10 @@ def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) ->
     first, second = prompt_means(answers), prompt_means(other)
     shared = [i for i in first if i in second]
     paired = paired_difference([first[i] for i in shared], [second[i] for i in shared])
-    has_interval = not math.isnan(paired.ci95[0])
     return {
         "results": str(source),
         "difference": paired.difference if shared else None,
-        "ci95": list(paired.ci95) if has_interval else None,
+        "ci95": list(paired.ci95) if math.isfinite(sum(paired.ci95)) else None,
         "prompts": paired.pairs,
     }
 

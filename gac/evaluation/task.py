@@ -203,10 +203,9 @@ def _accuracy(answers: Sequence[Answer]) -> dict[str, Any]:
     means = [sum(s) / len(s) for s in scored.values()]
     in_unit_interval = all(0 <= m <= 1 for m in means)
     interval = accuracy_interval(means) if in_unit_interval else bootstrap_interval(means)
-    has_interval = all(map(math.isfinite, interval))
     return {
         "accuracy": _mean(means),
-        "ci95": list(interval) if has_interval else None,
+        "ci95": list(interval) if math.isfinite(sum(interval)) else None,
         "prompts": len(means),
     }
 
