@@ -1,9 +1,9 @@
 """Configurations: every field type, every error, the YAML round trip."""
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -31,7 +31,7 @@ class Color(enum.Enum):
 class Optimizer:
     """AdamW."""
 
-    lr: float = 1e-3
+    lr: float
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0  # decoupled
@@ -60,7 +60,7 @@ class Mixed(Method):
     optimizer: Optimizer = Optimizer(lr=0.5)
 
 
-TABLE = {"sft": Sft, "mixed": Mixed}
+TABLE = {"sft": Sft, "mixed": Mixed, "its-earlier-name": Mixed}
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,13 @@ class Config:
     kl: float | None = None
     color: Color = Color.RED
     scheduler: Literal["cosine", "off"] = "cosine"
-    out: Path = Path("runs/a")
-    names: list[str] = field(default_factory=list)
-    sizes: tuple[int, ...] = ()
+    names: tuple[str, ...] | str = ()
+    sizes: tuple[int, ...] = (
+        4,
+        5,
+    )  # of the groups
     reward: str | Mapping[str, Any] = "math"
-    optimizer: Optimizer = Optimizer(weight_decay=0.1)
+    optimizer: Optimizer = Optimizer(lr=1e-3, weight_decay=0.1)
     teacher: Optimizer | None = None
     method: Annotated[Method, Choice(lambda: TABLE)] = Sft()
     extra: Mapping[str, float] = field(default_factory=dict)
@@ -112,8 +114,8 @@ def test_absent_keys_keep_the_defaults():
         ("scheduler: off", "scheduler", "off"),  # YAML 1.1 would call this False
         ("color: dark-blue", "color", Color.DARK_BLUE),
         ("color: dark_blue", "color", Color.DARK_BLUE),
-        ("out: runs/b", "out", Path("runs/b")),
-        ("names: [a, b]", "names", ["a", "b"]),
+        ("names: [a, b]", "names", ("a", "b")),
+        ("names: a,b", "names", "a,b"),
         ("sizes: [010, 2]", "sizes", (10, 2)),  # YAML 1.1 would read an octal 8
         ("reward: exact", "reward", "exact"),
         ("reward: {name: format, pattern: x}", "reward", {"name": "format", "pattern": "x"}),
@@ -136,7 +138,8 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
         ("kl=1e-2", "kl", 0.01),
         ("kl=none", "kl", None),
         ("resume=false", "resume", False),
-        ("names=a,b", "names", ["a", "b"]),
+        ("names=a,b", "names", ("a", "b")),
+        ("optimizer={lr: 2}", "optimizer", Optimizer(lr=2.0, weight_decay=0.1)),
         ("sizes=[1, 2]", "sizes", (1, 2)),
         ("scheduler=off", "scheduler", "off"),
         ("reward={name: format}", "reward", {"name": "format"}),
@@ -170,6 +173,8 @@ def test_a_choice_takes_its_fields_next_to_its_name():
     default = Mixed(optimizer=Optimizer(lr=9))
     expected = Mixed(ema_decay=0.1, optimizer=Optimizer(lr=9))
     assert choose(TABLE, {"ema_decay": 0.1}, default=default) == expected
+    with pytest.raises(ConfigError, match=r"^method: `name` is missing; use one of sft, mixed, "):
+        choose(TABLE, {"ema_decay": 0.1})
 
 
 def test_round_trip_through_a_file(tmp_path):
@@ -179,18 +184,22 @@ def test_round_trip_through_a_file(tmp_path):
         kl=float("inf"),
         color=Color.DARK_BLUE,
         scheduler="off",
-        names=["yes", "null", "010", "2020-01-01"],
+        names=("yes", "null", "010", "2020-01-01"),
         sizes=(1, 2),
         reward={"sum": [{"reward": "math", "weight": 0.5}]},
-        teacher=Optimizer(betas=(0.1, 1e-8)),
+        teacher=Optimizer(1.0, betas=(0.1, 1e-8)),
         method=Mixed(ema_decay=0.5),
         extra={"a": 1.5},
     )
-    save(config, tmp_path / "deep" / "config.yaml")
-    assert load(Config, tmp_path / "deep" / "config.yaml") == config
+    path = tmp_path / "very" / "deep" / "config.yaml"
+    for written in (build(), config):
+        save(written, path)
+        assert load(Config, path) == written
     assert load(Config, dump(config)) == config
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["config.yaml"]
+    assert list(path.parent.iterdir()) == [path]
     assert dump(config)["method"]["name"] == "mixed"
+    with pytest.raises(ConfigError, match="^Method is not one of sft, mixed, its-earlier-name$"):
+        dump(Config("m", method=Method()))
 
 
 @pytest.mark.parametrize(
@@ -201,22 +210,36 @@ def test_round_trip_through_a_file(tmp_path):
         ({"optimizer": {"lrr": 1}}, (), ["optimizer.lrr", "did you mean 'lr'", "weight_decay"]),
         ({}, ("optimizer.beta=1",), ["optimizer.beta", "did you mean 'betas'"]),
         ({"method": "mixd"}, (), ["method.name", "'mixd'", "did you mean 'mixed'", "sft, mixed"]),
+        ({"method": {"name": "sft", "x": 1}}, (), ["keys: none (method has no keys)"]),
         ({"method": {"name": "mixed", "ema": 1}}, (), ["method.ema", "did you mean 'ema_decay'"]),
         ({"method": {"name": "sft", "ema_decay": 1}}, (), ["method.ema_decay", "unknown key"]),
         ({"method": 3}, (), ["method", "a name or a mapping", "3"]),
         ({"steps": "many"}, (), ["steps: expected a whole number, got 'many'"]),
         ({"steps": 1.5}, (), ["steps: expected a whole number, got 1.5"]),
         ({"steps": True}, (), ["steps: expected a whole number, got True"]),
+        ({"steps": ".inf"}, (), ["steps: expected a whole number, got '.inf'"]),
+        ({"steps": math.inf}, (), ["steps: expected a whole number, got inf"]),
+        ({"steps": "[7"}, (), ["steps: expected a whole number, got '[7'"]),
         ({}, ("kl=abc",), ["kl: expected a number, got 'abc'"]),
+        ({"kl": True}, (), ["kl: expected a number, got True"]),
+        ({"optimizer": {"lr": None}}, (), ["optimizer.lr: expected a number, got None"]),
         ({"resume": 2}, (), ["resume: expected true or false, got 2"]),
+        ({"resume": "maybe"}, (), ["resume: expected true or false, got 'maybe'"]),
+        ({"resume": "x" * 58}, (), [f"got '{'x' * 58}'"]),
+        ({"resume": "x" * 59}, (), [f"got '{'x' * 56}..."]),
         ({"model": 5}, (), ["model: expected text (put it in quotes), got 5"]),
+        ({"model": [5]}, (), ["model: expected text, got [5]"]),
         ({"scheduler": "cosin"}, (), ["'cosin' is not one of cosine, off", "mean 'cosine'"]),
-        ({"color": "blue"}, (), ["color: 'blue' is not one of red, dark_blue"]),
+        ({"color": "drak_blue"}, (), ["is not one of red, dark_blue; did you mean 'dark_blue'?"]),
         ({"optimizer": {"betas": [1]}}, (), ["optimizer.betas: expected 2 values, got [1]"]),
         ({"sizes": [1, "x"]}, (), ["sizes[1]: expected a whole number, got 'x'"]),
-        ({"names": "ab"}, (), ["names: expected a list", "'ab'"]),
+        ({"sizes": "ab"}, (), ["sizes: expected a list", "'ab'"]),
+        ({"names": 3}, (), ["names: expected list of text | text, got 3"]),
+        ({"extra": {"a": "x"}}, (), ["extra.a: expected a number, got 'x'"]),
+        ({"extra": [1]}, (), ["extra: expected a mapping like {key: value}, got [1]"]),
         ({"optimizer": 3}, (), ["optimizer: expected a mapping of Optimizer, got 3"]),
         ({"reward": 3}, (), ["reward: expected text | mapping, got 3"]),
+        ({"reward": None}, (), ["reward: expected text | mapping, got None"]),
         ({"optimizer": {"lr": -1}}, (), ["optimizer: lr must be >= 0, got -1.0"]),
         ({}, ("steps",), ["override 'steps'", "key=value"]),
         ({}, (".steps=1",), ["override '.steps=1'"]),
@@ -244,6 +267,8 @@ def test_file_errors_name_the_file(tmp_path):
         ("- a", "expected `key: value` lines"),
         ("model: m\nsteps: 1\nsteps: 2", "duplicate key 'steps'"),
         ("model: m\nstps: 1", "did you mean 'steps'"),
+        ("model: {{NAME}}", "put a key that begins with [ or { in quotes"),
+        ("names: &x [*x]", "recursive"),
     ]:
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
@@ -253,26 +278,89 @@ def test_file_errors_name_the_file(tmp_path):
 
 
 def test_yaml_text_reads_back_what_it_writes():
-    data = {"a": ["1e-4", "off", "1:30", "12", ".5", "=", "~", 1e-5, 1, True, None, "ü\nx"]}
-    assert parse_yaml(to_yaml(data)) == data
+    texts = ["1e-4", "off", "1:30", "12", ".5", "=", "~", "+1", "1.", "-.inf", ".nan", "TRUE", ""]
+    data = {"b": [1e-5, -1, -math.inf, 1.5, True, False, None, "ü\nx"], "a": texts}
+    assert parse_yaml(to_yaml(data)) == parse_yaml(to_yaml(data, inline=True)) == data
+    assert math.isnan(parse_yaml(to_yaml(math.nan)))
+
+
+def test_yaml_text_is_wrapped_unless_it_is_inline():
+    data = {"ü": [30 * "a", 30 * "b"], "b": f"{97 * 'c'} d {99 * 'e'} f"}
+    block = f"ü:\n- {30 * 'a'}\n- {30 * 'b'}\nb: {97 * 'c'} d\n  {99 * 'e'}\n  f\n"
+    assert to_yaml(data) == block
+    line = f"{{ü: [{30 * 'a'}, {30 * 'b'}], b: {data['b']}}}"
+    assert to_yaml(data, inline=True) == line
+
+
+@pytest.mark.parametrize("count", [40, 41])
+def test_a_long_list_of_valid_names_is_abbreviated(count):
+    names = [f"aa{i * 'b'}" for i in range(1, count + 1)]
+    with pytest.raises(ConfigError) as caught:
+        choose(dict.fromkeys(names, Sft), "aa")
+    shown = names if count == 40 else [*names[:7], f"{names[7]} and 33 more; the help lists them"]
+    start = "method.name: unknown name 'aa'; did you mean 'aab'? Valid names: "
+    assert str(caught.value) == start + ", ".join(shown)
+
+
+EIGHT = {f"kind-{i}": Sft for i in range(8)}
+NINE = {82 * "x": Mixed, 50 * "x": Mixed, f"y-{35 * 'y'}": Mixed} | dict.fromkeys("abcdef", Sft)
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Texts that fill a line, or are one too long for it."""
+
+    short: Annotated[Any, Choice(lambda: EIGHT)] = Sft()
+    """aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa b
+    cccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccc dddd
+    """
+    long: Annotated[Any, Choice(lambda: NINE, lambda cls: cls.__name__)] = Mixed()
+
+
+HELP = """\
+model: text  (required)
+    Path of the model, or its name on the Hub.
+steps: int = 100
+    Optimizer steps.
+resume: bool = true
+kl: float | null = null
+color: red | dark_blue = red
+scheduler: cosine | off = cosine
+names: list of text | text = []
+sizes: list of int = [4, 5]
+    of the groups
+reward: text | mapping = math
+method: sft | mixed | its-earlier-name = sft
+extra: mapping = {}
+
+optimizer: Optimizer
+optimizer.lr: float = 0.001
+    Peak learning rate.
+optimizer.betas: [float, float] = [0.9, 0.99]
+optimizer.weight_decay: float = 0.1
+    decoupled
+
+teacher: Optimizer | null = null
+teacher.lr: float  (required)
+    Peak learning rate.
+teacher.betas: [float, float] = [0.9, 0.99]
+teacher.weight_decay: float = 0.0
+    decoupled"""  # defaults of nested keys are those of the outer class
+HELP_OF_WIDE = f"""\
+x.short: kind-0 | kind-1 | kind-2 | kind-3 | kind-4 | kind-5 | kind-6 | kind-7 = kind-0
+    {90 * "a"} b
+    {88 * "c"}
+    dddd
+x.long: one of the names below = {82 * "x"}
+      Mixed: {82 * "x"},
+        {50 * "x"},
+        y-{35 * "y"}
+      Sft: a, b, c, d, e, f"""
 
 
 def test_describe_shows_types_defaults_and_field_docs():
-    text = describe(Config)
-    lines = text.splitlines()
-    assert "model: text  (required)" in lines
-    assert "    Path of the model, or its name on the Hub." in lines
-    assert "steps: int = 100" in lines
-    assert "kl: float | null = null" in lines
-    assert "scheduler: cosine | off = cosine" in lines
-    assert "color: red | dark_blue = red" in lines
-    assert "optimizer.weight_decay: float = 0.1" in lines  # Config's default, not Optimizer's
-    assert "    decoupled" in lines  # without a docstring, the trailing comment is used
-    assert "method: sft | mixed = sft" in lines
-    assert "optimizer.betas: [float, float] = [0.9, 0.99]" in lines
-    assert "teacher: Optimizer | null = null" in lines
-    assert "teacher.lr: float = 0.001" in lines
-    assert describe(Mixed, "method").startswith("method.ema_decay: float = 0.99")
+    assert describe(Config) == HELP
+    assert describe(Wide, "x") == HELP_OF_WIDE
 
 
 def test_a_prior_is_chosen_by_its_name():
@@ -303,9 +391,9 @@ def test_a_prior_is_chosen_by_its_name():
 
 
 def test_a_file_overrides_the_values_of_its_base(tmp_path):
-    (tmp_path / "base.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: text\nc: 3\n")
-    (tmp_path / "run.yaml").write_text("base: base.yaml\na: {y: [3]}\nb: {z: 4}\n")
-    merged = {"a": {"x": 1, "y": [3]}, "b": {"z": 4}, "c": 3}
+    (tmp_path / "base.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: text\nc: 3\nd: {w: 1}\n")
+    (tmp_path / "run.yaml").write_text("base: base.yaml\na: {y: [3]}\nb: {z: 4}\nd: 5\n")
+    merged = {"a": {"x": 1, "y": [3]}, "b": {"z": 4}, "c": 3, "d": 5}
     assert read_yaml(tmp_path / "run.yaml") == merged
     for base, message in (
         ("none.yaml", "none.yaml: cannot be read"),
@@ -314,6 +402,8 @@ def test_a_file_overrides_the_values_of_its_base(tmp_path):
         (tmp_path / "other.yaml").write_text(f"base: {base}\n")
         with pytest.raises(ConfigError, match=message):
             read_yaml(tmp_path / "other.yaml")
+    (tmp_path / "empty.yaml").touch()
+    assert read_yaml(tmp_path / "empty.yaml") == {}
 
 
 def test_a_run_with_the_earlier_default_adapters_can_resume():

@@ -5,7 +5,7 @@ This package may import `errors`.
 
 from .build import choose, load
 from .dump import dump, save, save_text
-from .help import Key, describe, field_docs, keys
+from .help import Key, describe, keys
 from .types import Choice, ConfigError
 from .yaml_text import YamlError, parse_yaml, read_yaml, to_yaml
 
@@ -17,7 +17,6 @@ __all__ = [
     "choose",
     "describe",
     "dump",
-    "field_docs",
     "keys",
     "load",
     "parse_yaml",

@@ -7,12 +7,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from .types import (
-    Choice,
     ConfigError,
     Override,
+    choice_of,
     convert_enum,
     convert_literal,
     convert_scalar,
@@ -91,15 +91,16 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
     return result
 
 
-def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
-    """Build `cls` from a mapping; its keys replace the fields of `default`, if there is one."""
+def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
+    """Build `cls` from a mapping; its keys replace the fields of `default`, if it is a `cls`."""
+    default = default if isinstance(default, cls) else None
     if isinstance(data, Override):
         data = parse_value(data, where)
     if isinstance(data, cls):
         return data
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected a mapping of {cls.__name__}, got {short_repr(data)}")
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
     for key, value in data.items():
@@ -113,34 +114,28 @@ def _build(cls: type, data: Any, where: str, default: Any = None) -> Any:
         raise ConfigError(f"{join(where, missing[0])}: missing; it has no default ({cls.__name__})")
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
-    except ConfigError:
-        raise
     except (TypeError, ValueError) as error:  # raised by the dataclass's own validation
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     """Convert `value` to the type `hint`, or raise ConfigError."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        choices = [annotation for annotation in args[1:] if isinstance(annotation, Choice)]
-        if choices:
-            if isinstance(value, Override) and value.lstrip().startswith("{"):
-                value = parse_value(value, where)
-            return choose(choices[0].table(), value, where, default)
-        return _convert(args[0], value, where, default)
+    origin, args, choice = get_origin(hint), get_args(hint), choice_of(hint)
+    if choice is not None:
+        if isinstance(value, Override):
+            value = parse_value(value, where)
+        return choose(choice.table(), value, where, default)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, where, default)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, where, default if isinstance(default, hint) else None)
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where, default)
     if origin is Literal:
         return convert_literal(args, value, where)
-    base = origin or hint
-    if isinstance(base, type) and issubclass(base, (list, tuple, Sequence)) and base is not str:
-        return _convert_sequence(base, args, value, where)
-    if isinstance(base, type) and issubclass(base, Mapping):
+    if origin is tuple:
+        return _convert_tuple(args, value, where)
+    if origin is Mapping:
         return _convert_mapping(args, value, where)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if issubclass(hint, enum.Enum):
         return convert_enum(hint, value, where)
     return convert_scalar(hint, value, where)
 
@@ -151,37 +146,26 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
     null_text = isinstance(value, Override) and value.lower() in NULL_TEXTS
     if none_allowed and (value is None or null_text):
         return None
-    if len(members) == 1:
-        return _convert(members[0], value, where, default)
-    if isinstance(value, Override):
-        members.sort(key=lambda member: member is str)  # str accepts any text, so try it last
-    exact = [member for member in members if member is type(value)]
-    for member in exact + members:
+    for member in sorted(members, key=lambda member: member is str):  # str accepts any text
         try:
             return _convert(member, value, where, default)
         except ConfigError:
-            continue
+            if len(members) == 1:
+                raise
     expected = " | ".join(map(type_name, args))
     raise ConfigError(f"{where}: expected {expected}, got {short_repr(value)}")
 
 
-def _convert_sequence(base: type, args: tuple, value: Any, where: str) -> Any:
+def _convert_tuple(args: tuple, value: Any, where: str) -> tuple:
     if isinstance(value, Override):
         items = parse_value(value, where)
         value = items if isinstance(items, list) else [Override(v) for v in value.split(",")]
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{where}: expected a list like [a, b], got {short_repr(value)}")
-    if base is tuple and args and Ellipsis not in args:
-        if len(value) != len(args):
-            raise ConfigError(f"{where}: expected {len(args)} values, got {short_repr(value)}")
-        hints: Sequence[Any] = args
-    else:
-        hints = [args[0] if args else Any] * len(value)
-    converted = [
-        _convert(hint, item, f"{where}[{i}]")
-        for i, (hint, item) in enumerate(zip(hints, value, strict=True))
-    ]
-    return converted if base is list else tuple(converted)
+    hints = args[:1] * len(value) if Ellipsis in args else args
+    if len(value) != len(hints):
+        raise ConfigError(f"{where}: expected {len(hints)} values, got {short_repr(value)}")
+    return tuple(_convert(hints[i], item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
 def _convert_mapping(args: tuple, value: Any, where: str) -> dict:
@@ -190,7 +174,7 @@ def _convert_mapping(args: tuple, value: Any, where: str) -> dict:
     if not isinstance(value, Mapping):
         shown = short_repr(value)
         raise ConfigError(f"{where}: expected a mapping like {{key: value}}, got {shown}")
-    key_hint, value_hint = args or (Any, Any)
+    key_hint, value_hint = args
     return {
         _convert(key_hint, key, where): _convert(value_hint, item, join(where, key))
         for key, item in value.items()

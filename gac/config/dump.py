@@ -5,7 +5,7 @@ import enum
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from .types import ConfigError, choice_of
 from .yaml_text import to_yaml
@@ -14,8 +14,8 @@ from .yaml_text import to_yaml
 def dump(obj: Any) -> dict[str, Any]:
     """Convert a dataclass instance to plain YAML types, which `load` converts back."""
     hints = typing.get_type_hints(type(obj), include_extras=True)
-    fields = (field.name for field in dataclasses.fields(obj) if field.init)
-    return {name: to_plain(getattr(obj, name), hints[name]) for name in fields}
+    names = (field.name for field in dataclasses.fields(obj))
+    return {name: to_plain(getattr(obj, name), hints[name]) for name in names}
 
 
 def save(obj: Any, path: Path) -> None:
@@ -31,9 +31,9 @@ def save_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def to_plain(value: Any, hint: Any) -> Any:
+def to_plain(value: Any, hint: Any = None) -> Any:
     """Convert `value` to plain YAML types; add `name` if `hint` declares a choice."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value):
         choice = choice_of(hint)
         if choice is None:
             return dump(value)
@@ -43,11 +43,8 @@ def to_plain(value: Any, hint: Any) -> Any:
         return {"name": names[0], **dump(value)}
     if isinstance(value, enum.Enum):
         return value.name.lower()
-    if isinstance(value, Path):
-        return str(value)
-    inner = get_args(hint)[-1] if get_args(hint) else None
     if isinstance(value, Mapping):
-        return {key: to_plain(item, inner) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(item, inner) for item in value]
+        return [to_plain(item) for item in value]
     return value

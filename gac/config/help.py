@@ -58,7 +58,7 @@ def keys(cls: type, prefix: str = "") -> list[Key]:
     return _keys(cls, None, f"{prefix}." if prefix else "")
 
 
-def field_docs(cls: type) -> dict[str, str]:
+def _field_docs(cls: type) -> dict[str, str]:
     """Field name -> its docstring or trailing comment, including inherited fields."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -91,17 +91,13 @@ def _own_docs(cls: type) -> dict[str, str]:
 def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
     """Keys of `cls`; defaults are those of `cls`, or the values of `instance` if it is given."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    docs = field_docs(cls)
+    docs = _field_docs(cls)
     plain: list[Key] = []
     nested: list[Key] = []
     for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
         hint, default = hints[field.name], _default(field, instance)
         name, nested_class = f"{prefix}{field.name}", _nested_class(hint)
-        choice = choice_of(hint)
-        names = _names(choice) if choice and len(choice.table()) > MAX_INLINE_NAMES else []
-        doc = docs.get(field.name, "")
+        names, doc = _names(choice_of(hint)), docs.get(field.name, "")
         key = Key(name, _kind(hint, default), doc, names, nested_class is not None)
         if nested_class:
             nested_default = default if dataclasses.is_dataclass(default) else None
@@ -114,10 +110,12 @@ def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
 def _kind(hint: Any, default: Any) -> str:
     """Format the type and default of a key."""
     choice = choice_of(hint)
-    kind = type_name(hint)
-    if choice:
-        inline = len(choice.table()) <= MAX_INLINE_NAMES
-        kind = " | ".join(choice.table()) if inline else "one of the names below"
+    if choice is None:
+        kind = type_name(hint)
+    elif len(choice.table()) <= MAX_INLINE_NAMES:
+        kind = " | ".join(choice.table())
+    else:
+        kind = "one of the names below"
     if default is dataclasses.MISSING:
         return f"{kind}  (required)"
     if dataclasses.is_dataclass(default) and not choice:
@@ -125,11 +123,13 @@ def _kind(hint: Any, default: Any) -> str:
     return f"{kind} = {_inline(default, hint)}"
 
 
-def _names(choice: Choice) -> list[str]:
-    """The names of a long choice, grouped by family."""
+def _names(choice: Choice | None) -> list[str]:
+    """The names of a long choice, grouped by family; none of a short one."""
+    if choice is None or len(choice.table()) <= MAX_INLINE_NAMES:
+        return []
     families: dict[str, list[str]] = {}
     for name, cls in choice.table().items():
-        families.setdefault(choice.family(cls) if choice.family else "names", []).append(name)
+        families.setdefault(choice.family(cls), []).append(name)
     return [f"{family}: {', '.join(names)}" for family, names in families.items()]
 
 
@@ -141,19 +141,17 @@ def _default(field: dataclasses.Field, instance: Any) -> Any:
     return field.default
 
 
-def _nested_class(hint: Any) -> type | None:
+def _nested_class(hint: Any) -> Any:
     """The dataclass of a nested field; None for a Choice, which is described by its names."""
     if choice_of(hint):
         return None
     candidates = [hint, *typing.get_args(hint)]
-    return next(
-        (c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None
-    )
+    return next(filter(dataclasses.is_dataclass, candidates), None)
 
 
 def _inline(default: Any, hint: Any) -> str:
     """Format a default as one line of YAML."""
     choice = choice_of(hint)
-    if choice and default is not None:
+    if choice:
         return next(name for name, cls in choice.table().items() if cls is type(default))
     return to_yaml(to_plain(default, hint), inline=True)

@@ -2,12 +2,10 @@
 
 import difflib
 import enum
-import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from gac.errors import ConfigError
 
@@ -27,8 +25,8 @@ class Choice:
 
     table: Callable[[], Mapping[str, type]]
     """Returns name -> dataclass; a function, so that the table can be imported lazily."""
-    family: Callable[[type], str] | None = None
-    """Returns the heading under which the help lists a class; None: one list without headings."""
+    family: Callable[[type], str] = lambda cls: "names"
+    """Returns the heading under which the help lists a class."""
 
 
 class Override(str):
@@ -36,42 +34,33 @@ class Override(str):
 
 
 def choice_of(hint: Any) -> Choice | None:
-    """The Choice in an annotation `A` or `A | None`; None if there is no Choice."""
-    if get_origin(hint) is Annotated:
-        return next((a for a in get_args(hint)[1:] if isinstance(a, Choice)), None)
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(filter(None, map(choice_of, get_args(hint))), None)
-    return None
+    """The Choice in an annotation; None if there is no Choice."""
+    return next((arg for arg in get_args(hint) if isinstance(arg, Choice)), None)
 
 
 def type_name(hint: Any) -> str:
     """Format an annotation for the help: `float | null`, `list of int`, `a | b`."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return type_name(args[0])
     if origin in (Union, types.UnionType):
         return " | ".join(map(type_name, args))
     if origin is Literal:
         return " | ".join(map(str, args))
     if hint is type(None):
         return "null"
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return " | ".join(member.name.lower() for member in hint)
-    base = origin or hint
-    if isinstance(base, type) and issubclass(base, Mapping):
+    if origin is Mapping:
         return "mapping"
-    if isinstance(base, type) and issubclass(base, Sequence) and base is not str:
-        items = [type_name(arg) for arg in args if arg is not Ellipsis]
-        fixed = base is tuple and Ellipsis not in args
-        return f"[{', '.join(items)}]" if fixed else f"list of {', '.join(items)}"
-    return {str: "text", Path: "path", Any: "text | mapping"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    if origin is tuple:
+        if Ellipsis in args:
+            return f"list of {type_name(args[0])}"
+        return f"[{', '.join(map(type_name, args))}]"
+    if issubclass(hint, enum.Enum):
+        return " | ".join(member.name.lower() for member in hint)
+    return {str: "text", Any: "text | mapping"}.get(hint, hint.__name__)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the closest valid name, or an empty string."""
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, list(valid), cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
@@ -119,19 +108,18 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     """Convert `value` to `hint`; if `hint` is no scalar type, only parse overrides in `value`."""
     convert: dict[Any, Callable[[Any], Any]] = {
         str: _as_str,
-        Path: Path,
         bool: _as_bool,
         int: _as_int,
         float: _as_float,
     }
     if hint not in convert:
         return parse_overrides(value)  # Any, object and types that have no YAML equivalent
-    if isinstance(value, Override) and hint not in (str, Path):
+    if isinstance(value, Override) and hint is not str:
         value = parse_value(value, where)
     try:
         return convert[hint](value)
     except (TypeError, ValueError, OverflowError):
-        expected = {str: "text", Path: "a path", bool: "true or false", int: "a whole number"}
+        expected = {str: "text", bool: "true or false", int: "a whole number"}
         kind = expected.get(hint, "a number")
         if hint is str and not isinstance(value, dict | list):
             kind += " (put it in quotes)"
@@ -153,7 +141,7 @@ def _as_bool(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool):
         raise TypeError
     return float(value)
 
@@ -164,17 +152,15 @@ def _as_int(value: Any) -> int:
     if isinstance(value, int):
         return value
     number = float(value)  # 1e3 is a whole number too
-    if not math.isfinite(number) or number != int(number):
+    if number != int(number):
         raise ValueError
     return int(number)
 
 
 def convert_literal(options: tuple, value: Any, where: str) -> Any:
     """The literal in `options` that equals `value`. Raises ConfigError if there is none."""
-    candidates = [value, parse_value(value, where)] if isinstance(value, Override) else [value]
-    for option in options:
-        if any(option == item and isinstance(item, type(option)) for item in candidates):
-            return option
+    if value in options:
+        return options[options.index(value)]  # `value` may be an Override
     listed = ", ".join(map(str, options))
     suggestion = did_you_mean(str(value), map(str, options))
     raise ConfigError(f"{where}: {short_repr(value)} is not one of {listed}{suggestion}")

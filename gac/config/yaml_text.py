@@ -1,5 +1,6 @@
 """Reads and writes YAML 1.2: 1e-4 is a number, `off` is text, and a duplicate key is an error."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,18 @@ for _kind in (_Loader, _Dumper):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
-    seen: dict[Any, yaml.Node] = {}
+    seen = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"duplicate key {key!r}", key_node.start_mark
+        key = loader.construct_object(key_node)
+        single = isinstance(key_node, yaml.ScalarNode)
+        if not single or key in seen:
+            problem = (
+                f"duplicate key {key!r}"
+                if single
+                else "put a key that begins with [ or { in quotes"
             )
-        seen[key] = key_node
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -100,7 +105,7 @@ def to_yaml(data: Any, inline: bool = False) -> str:
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
-        width=10**6 if inline else 100,
+        width=math.inf if inline else 100,
         default_flow_style=inline,
     )
     return text.removesuffix("\n...\n").rstrip() if inline else text
