@@ -101,6 +101,8 @@ def test_log_probs_of_rows_and_of_the_teacher(monkeypatch, micro) -> None:
         [-103, -108],
     ]
     assert resharded == [policy, other]
+    monkeypatch.setattr(collectives, "largest", lambda counts: [1.0, 1.0])
+    assert passes.row_logprobs([]) == []  # another rank has rows
     passed = []
     monkeypatch.setattr(Forward, "row_logprobs", lambda self, seen: passed.extend(seen) or values)
     first, second, third = passes.teacher_logprobs(rows)
@@ -140,6 +142,8 @@ def test_the_reference_is_a_model_or_the_policy_without_adapters() -> None:
         events.append("used")
     assert events == ["disabled", "enabled"] * 2 + ["disabled", "used", "enabled"]
     assert passes.reference_logprobs(batch, True).tolist() == [[0, 0, 0]]
+    elsewhere = batch._replace(targets=batch.targets.to("meta"))
+    assert passes.reference_logprobs(elsewhere, True).is_meta
     passes = Forward(passes.accelerator, policy, reference, 0.5, passes.micro, 0)
     assert passes.reference_logprobs(batch, False).tolist() == [[-3, -4, 0]]
 

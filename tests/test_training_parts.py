@@ -166,15 +166,6 @@ def test_a_fresh_run_starts_with_empty_logs(tmp_path) -> None:
         assert [row["step"] for row in book.read()] == kept
 
 
-def test_the_longest_row_is_sought_in_all_demonstrations_of_the_prompts() -> None:
-    first, second = ([SimpleNamespace(prompt=(1,), demo=(2,) * n)] for n in (9, 3))
-    feed = SimpleNamespace(orders={"prompt_order": None}, uses_teacher=False)
-    feed.longest_start, feed.sources = lambda: 4, lambda: [first, second]
-    for of_prompts, longest in ((True, 10), (False, 6)):
-        feed.trains_on_prompt_demos = of_prompts
-        assert Feed.longest_row(feed, 2) == longest
-
-
 def test_prompts_and_demonstrations_are_shuffled_differently(task, tmp_path) -> None:
     data = dict.fromkeys(("prompts", "demos"), str(task / "prompts.jsonl"))
     config = tiny_config(task, tmp_path, data=data)

@@ -50,7 +50,7 @@ class Forward:
         counts = collectives.largest([len(parts) for parts in splits.values()])
         micro_batches: list[tuple[bool, list[Row]]] = []
         for (demo, parts), count in zip(splits.items(), map(int, counts), strict=True):
-            if len(kinds[demo]) == 1 and len(parts) < count:
+            if len(kinds[demo]) == 1:
                 # smaller micro-batches instead of empty ones
                 parts = self.micro.split(kinds[demo][0], count)
             micro_batches += [(demo, part) for part in parts + [[]] * (count - len(parts))]
