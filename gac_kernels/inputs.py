@@ -34,13 +34,14 @@ class BatchInputs(NamedTuple):
         return x.shape == (self.sequences,)
 
     def to_targets_device(self) -> BatchInputs:
-        """Move all tensors to the targets' device, without blocking the host.
+        """Detach all tensors and move them to the targets' device, without blocking the host.
 
         Tensors are moved before any conversion: a CUDA graph can capture copies from pinned memory
         only, and the result of a conversion on the CPU is not pinned.
         """
+        device = self.targets.device
 
         def to_device(x: Any) -> Any:
-            return x.to(self.targets.device, non_blocking=True) if isinstance(x, Tensor) else x
+            return x.detach().to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
         return BatchInputs(*(to_device(x) for x in self))

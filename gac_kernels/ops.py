@@ -39,7 +39,7 @@ def _to_tensors(inputs: BatchInputs) -> BatchInputs:
     def tensor(value: Any) -> Any:
         if value is None or isinstance(value, Tensor):
             return value
-        return torch.full((), value, dtype=torch.float64)
+        return torch.full((), value, dtype=torch.float64, device="cpu")
 
     scalars = {name: tensor(getattr(inputs, name)) for name in _SCALAR_INPUTS}
     return inputs._replace(**scalars)

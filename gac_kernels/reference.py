@@ -212,7 +212,8 @@ def token_derivatives(
     """Derivatives of sum(upstream * loss) with respect to logps, in closed form, [N].
 
     They equal autograd's of `token_terms`, which is not available inside a custom operator.
-    `upstream` [N] is constant over the rollout tokens of a sequence.
+    `upstream` [N] is constant over the rollout tokens of a sequence. Tokens without a loss have no
+    meaningful value.
     """
     a, p, c = tokens.advantages, logps.exp(), spec.demo_shape
     ratio, overflows = _ratio(logps, tokens, spec)
@@ -264,8 +265,7 @@ def token_derivatives(
             demonstration = (weighted / total * -a - weighted * (-a * p / total / total)) * p
         case DemoWeight.TRUST:
             demonstration = -(weighted / p.clamp(min=c)) * p
-    on_demo = torch.where(tokens.live & tokens.demo, demonstration, 0)
-    return torch.where(tokens.rollout, through_ratio + direct, on_demo)
+    return torch.where(tokens.rollout, through_ratio + direct, demonstration)
 
 
 def linearize(
@@ -278,25 +278,21 @@ def linearize(
     on its own. Without `logps` [N], the coefficients must not depend on them (see `coupling`), and
     the KL is left to the row kernels.
     """
-    known = logps is not None
-    policy_spec = spec if known else replace(spec, kl_coef=0.0)
-    coefficients = -token_derivatives(
-        torch.zeros_like(tokens.scale) if logps is None else logps, tokens, policy_spec, 1.0
-    )
-    advantages = torch.where(tokens.demo, tokens.advantages, coefficients)
+    without_kl = replace(spec, kl_coef=0.0)
+    if logps is None:
+        derivatives = token_derivatives(torch.zeros_like(tokens.scale), tokens, without_kl, 1.0)
+    else:
+        derivatives = token_derivatives(logps, tokens, spec, 1.0)
+        spec = without_kl
+    advantages = torch.where(tokens.demo, tokens.advantages, -derivatives)
     scale = tokens.scale
     if tokens.factor is not None:
         scale = torch.where(tokens.demo, scale * tokens.factor, scale)
     tokens = tokens._replace(
         advantages=advantages, scale=scale, old=None, factor=None, rollout_logps=None
     )
-    if known:
-        tokens = tokens._replace(ref=None)
-    # on-policy, the gradient of "clip" without bounds is -A
-    linear = replace(spec, policy="clip", clip_low=None, clip_high=None, dual_clip=None)
-    kl_coef = 0.0 if known else spec.kl_coef
-    linear = replace(linear, ratio="token", correction="none", kl_coef=kl_coef, kl_ratio=False)
-    return tokens, linear
+    # on-policy, the gradient of "clip" is -A
+    return tokens, replace(spec, policy="clip", clip_low=None, clip_high=None, ratio="token")
 
 
 class Coupling(enum.Enum):

@@ -55,9 +55,9 @@ class HeadSketch:
 
     def vocabulary(self, width: int) -> Tensor:
         """R as a dense float32 [size, width] matrix, for the reference and tests."""
-        entries = torch.arange(width)
-        dense = torch.zeros(self.size, width)
-        dense[entries % self.size, entries] = self.signs(width, torch.device("cpu"))
+        dense = torch.zeros(self.size, width, dtype=torch.float32, device="cpu")
+        entries = torch.arange(width, device="cpu")
+        dense[entries % self.size, entries] = self.signs(width, dense.device)
         return dense
 
     def hidden(self, width: int) -> Tensor:
@@ -93,8 +93,8 @@ def _signs(count: int, seed: int, stream: int, device: torch.device) -> Tensor:
 
     Computed once on the CPU, so that all devices get the same values.
     """
-    key = _hash(torch.tensor([(2 * seed + stream) & _MASK_32]))
-    bits = _hash(torch.arange(count) ^ key) >> 31
+    key = _hash(torch.tensor([(2 * seed + stream) & _MASK_32], device="cpu"))
+    bits = _hash(torch.arange(count, device="cpu") ^ key) >> 31
     return (1 - 2 * bits).to(torch.float32).to(device)
 
 

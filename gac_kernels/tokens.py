@@ -124,7 +124,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     zero = torch.zeros((), dtype=dtype, device=device)
     advantages = torch.where(uses_advantage, advantages, zero)
     old, ref = (
-        None if x is None else torch.where(live & ~demo, x.detach().reshape(-1).to(dtype), zero)
+        None if x is None else torch.where(live & ~demo, x.reshape(-1).to(dtype), zero)
         for x in (inputs.old_logps, inputs.ref_logps)
     )
 
@@ -155,11 +155,11 @@ def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
     inputs = inputs.to_targets_device()
     dtype = tokens.weight.dtype
     if inputs.weights is not None:
-        weights = inputs.weights.detach().to(dtype)
+        weights = inputs.weights.to(dtype)
         weights = tokens.spread(weights) if inputs.is_per_sequence(weights) else weights.reshape(-1)
         tokens = tokens._replace(factor=torch.where(tokens.live, weights, 0))
     if inputs.rollout_logps is not None:
-        rollout_logps = inputs.rollout_logps.detach().reshape(-1).to(dtype)
+        rollout_logps = inputs.rollout_logps.reshape(-1).to(dtype)
         tokens = tokens._replace(rollout_logps=rollout_logps)
     if tokens.old is None:
         return tokens

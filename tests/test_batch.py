@@ -161,6 +161,11 @@ EDGES: dict[str, Callable[[], PlanArgs]] = {
         targets=torch.where(torch.arange(4)[:, None] < 3, -100, SMALL.inputs.targets),
         is_demo=torch.tensor([[0] * 6, [1] * 6, [1, 0] * 3, [0, 1] * 3]).bool(),
     )._replace(spec=CONSTANT),
+    "an empty sequence with a role per token is a rollout": lambda: (
+        packed([2, 0, 3, 0])
+        .change(is_demo=torch.tensor([0, 1, 1, 1, 0]).bool(), advantages=torch.randn(5))
+        ._replace(spec=CONSTANT)
+    ),
     "other float dtypes": lambda: SMALL.change(
         advantages=SMALL.inputs.advantages.double(),
         old_logps=torch.randn(4, 6).bfloat16(),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from gac_kernels import (
+    HeadSketch,
     LossSpec,
     fused_gac_loss,
     fused_linear_gac_loss,
@@ -17,7 +22,10 @@ from gac_kernels import (
     ops,
     token_logprobs,
 )
+from gac_kernels.contract import MORE_OUTPUTS, RATIOS
+from gac_kernels.sketch import _signs as sketch_signs
 
+from . import test_options as options
 from .cases import BY_NAME, Batch, build, require_backend
 
 
@@ -274,6 +282,129 @@ def test_opcheck(form: str, backend: str) -> None:
 
 
 def test_spec_encode_decode_round_trip() -> None:
-    spec = LossSpec(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99)
+    spec = LossSpec(
+        *(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99, 0.7),
+        *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True),
+    )
     assert ops.decode(*ops.encode(spec)) == spec
     assert ops.decode(*ops.encode(LossSpec())) == LossSpec()
+
+
+def compiling(operators: bool = True) -> Any:
+    """Use the operators of torch.compile, without compiling anything."""
+    return mock.patch.object(torch.compiler, "is_compiling", return_value=operators)
+
+
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(options.batches())
+def test_operators(batch: options.Batch) -> None:
+    with compiling():
+        options.check_kernels(batch, require_backend("native"))
+
+
+def test_operators_check_values() -> None:
+    batch, _ = options.make(LossSpec())
+    hidden, weight, _ = batch.leaves
+    targets, *rest = batch.inputs
+    wrong = targets.clone()
+    wrong[3] = options.V
+    with compiling():
+        for changes, message in (
+            ({"weights": torch.tensor([1.0, -2.0, 0.0])}, r"weights\[1\] = -2.0"),
+            ({"cu_seqlens": torch.tensor([0, 4, 8, 11])}, "cu_seqlens ends at 11"),
+            ({"targets": wrong}, r"targets\[3\] = 13"),
+        ):
+            keywords = {"targets": targets, **batch.keywords, **changes}
+            inputs = keywords.pop("targets"), *rest
+            with pytest.raises(ValueError, match=message):
+                fused_linear_gac_loss(hidden, weight, *inputs, **keywords)
+            with pytest.raises(ValueError, match=message):
+                fused_gac_loss(hidden @ weight.T, *inputs, **keywords)
+        with pytest.raises(ValueError, match=message):
+            linear_token_logprobs(hidden, weight, wrong)
+
+
+LOSSES: dict[str, Any] = {
+    "fused": lambda x, w, batch: fused_gac_loss(x @ w.T, *batch.inputs, **batch.keywords).loss,
+    "linear": lambda x, w, batch: fused_linear_gac_loss(x, w, *batch.inputs, **batch.keywords).loss,
+    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[0].sum(),
+    "linear logprobs": lambda x, w, batch: linear_token_logprobs(x, w, batch.inputs[0])[0].sum(),
+}
+
+
+class Cut(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_double_backward_is_refused_and_a_missing_gradient_passed_on(
+    name: str, operators: bool
+) -> None:
+    require_backend("native")
+    batch, _ = options.make(LossSpec())
+    hidden, weight, _ = options.copies(batch.leaves, torch.float32)
+    with compiling(operators):
+        loss = LOSSES[name](hidden, weight, batch)
+    Cut.apply(loss).backward(retain_graph=True)
+    assert hidden.grad is None or not hidden.grad.any()
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ratio", "operators"),
+    [
+        *itertools.product(["native", "reference"], RATIOS, [False, True]),
+        ("triton", "token", False),
+    ],
+)
+def test_torchs_default_dtype_and_device_are_not_used(
+    backend: str, ratio: str, operators: bool
+) -> None:
+    """All results are on the device of the inputs, with the same values."""
+    require_backend(backend)
+    spec = LossSpec(ratio=ratio, correction="token_truncate", kl_coef=0.1, entropy_coef=0.1)
+    batch, logps = options.make(spec, rollout_norm=3.0, demo_norm=torch.tensor(5.0))
+    columns = {f"{name}_logps": logps + 0.1 for name in ("old", "ref", "rollout")}
+    keywords = {**batch.keywords, **columns, "weights": torch.tensor([1.0, 0.5, 2.0])}
+    more = {"outputs": MORE_OUTPUTS, "backend": backend}
+
+    def results() -> list[torch.Tensor]:
+        leaves = options.copies(batch.leaves, torch.float32)
+        logits = torch.nn.functional.linear(*leaves)
+        outs = [fused_gac_loss(logits, *batch.inputs, **keywords, backend=backend)]
+        stats = token_logprobs(logits, batch.inputs[0], **more)
+        if backend != "triton":  # the interpreter is slow
+            linear_keywords = {**keywords, "bias": leaves[2], "sketch": HeadSketch(4, 1)}
+            outs.append(
+                fused_linear_gac_loss(
+                    *leaves[:2], *batch.inputs, **linear_keywords, backend=backend
+                )
+            )
+            stats += linear_token_logprobs(*leaves[:2], batch.inputs[0], **more)
+            outs.append(loss_from_logprobs(stats[0], *batch.inputs, entropy=stats[1], **keywords))
+        parts = [x for out in outs for x in (*out[:7], *vars(out.moments).values(), out.sketch)]
+        grads = options.gradients(sum(out.loss for out in outs) + stats[-4].sum(), leaves)
+        return [*(x for x in parts if x is not None), *stats, *grads]
+
+    sketch_signs.cache_clear()
+    with compiling(operators):
+        with torch.device("meta"):
+            torch.set_default_dtype(torch.float64)
+            try:
+                actual = results()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        sketch_signs.cache_clear()
+        expected = results()
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)

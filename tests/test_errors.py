@@ -9,6 +9,7 @@ import torch
 
 from gac_kernels import (
     LossSpec,
+    checks,
     fused_gac_loss,
     fused_linear_gac_loss,
     linear_token_logprobs,
@@ -142,6 +143,7 @@ PADDED = {
     "mu below 0": (ValueError, "mu=-0.1", {"mu": -0.1}),
     "mu is nan": (ValueError, "mu=nan", {"mu": math.nan}),
     "mu is a string": (TypeError, "mu='half'", {"mu": "half"}),
+    "mu is a bool": (TypeError, "mu=True: use a number", {"mu": True}),
     "mu is not a scalar": (ValueError, r"mu has shape \[1\]", {"mu": torch.tensor([0.5])}),
     "negative norm": (ValueError, "rollout_norm=-1", {"rollout_norm": -1}),
     "norm is nan": (ValueError, "demo_norm=nan", {"demo_norm": math.nan}),
@@ -238,8 +240,9 @@ def test_temperature(form: str, value: float) -> None:
 
 
 def test_temperature_must_be_a_number() -> None:
-    with pytest.raises(TypeError, match="temperature=None: use a number"):
-        token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=None)
+    for value in (None, True):
+        with pytest.raises(TypeError, match=f"temperature={value}: use a number"):
+            token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=value)
 
 
 def test_a_backend_that_cannot_run_says_why() -> None:
@@ -301,17 +304,40 @@ def test_linear(name: str) -> None:
         linear_token_logprobs(**changed)
 
 
-def test_autocast_does_not_touch_float64() -> None:
-    arguments = padded() | {
-        "hidden": torch.randn(3, 4, H),
-        "weight": torch.randn(V, H, dtype=torch.float64),
-    }
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_autocast_converts_only_narrow_floats(dtype: torch.dtype) -> None:
+    arguments = padded() | {"hidden": torch.randn(3, 4, H), "weight": torch.ones(V, H, dtype=dtype)}
     del arguments["logits"]
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match="weight has dtype torch.float64"),
+        pytest.raises(TypeError, match=f"weight has dtype {dtype}"),
     ):
         fused_linear_gac_loss(**arguments)
+    if dtype == torch.float64:
+        arguments["hidden"] = arguments["hidden"].double()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert fused_linear_gac_loss(**arguments).loss.dtype == torch.float64
+
+
+def test_values_on_an_accelerator_are_read_only_on_request(monkeypatch) -> None:
+    """A meta tensor has no values: reading them raises an error."""
+    targets, ends = torch.zeros(2).long(), torch.tensor([0, 2])
+    for columns in (
+        {"targets": targets.to("meta")},
+        {"targets": targets, "cu_seqlens": ends.to("meta")},
+        {"targets": targets, "weights": torch.ones(2, device="meta")},
+    ):
+        monkeypatch.delenv("GAC_CHECK", raising=False)
+        checks.values(vocabulary=3, **columns)
+        monkeypatch.setenv("GAC_CHECK", "1")
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            checks.values(vocabulary=3, **columns)
+
+
+def test_a_vocabulary_of_one_token_needs_no_contiguous_logits() -> None:
+    logits = torch.zeros(3, 4).as_strided((3, 4, 1), (4, 1, 7))
+    logps, _ = token_logprobs(logits, torch.zeros(3, 4).long())
+    assert not logps.any()
 
 
 def test_sharded_tensors_are_refused() -> None:

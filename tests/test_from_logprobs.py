@@ -81,6 +81,22 @@ def test_differentiable_twice_in_logps_and_entropy() -> None:
     assert torch.autograd.grad(first.sum(), logps)[0].isfinite().all()
 
 
+def test_only_logps_and_entropy_are_differentiated() -> None:
+    """All other inputs are constants, even if they require a gradient."""
+    batch, logps, entropy = leaves("k3")
+    spec = LossSpec(kl_coef=0.1, correction="token_truncate")
+    columns = {
+        name: (logps.detach() + shift).requires_grad_()
+        for name, shift in (("old_logps", 0.1), ("ref_logps", 0.2), ("rollout_logps", -0.1))
+    }
+    weights = torch.rand_like(batch.advantages).requires_grad_()
+    constants = *columns.values(), weights, batch.advantages.requires_grad_()
+    out = call(batch, logps, entropy, spec=spec, weights=weights, **columns)
+    out.loss.backward()
+    assert logps.grad.any() and not any(x.grad is not None for x in constants)
+    assert not any(x.requires_grad for x in (*out[1:7], *vars(out.moments).values()))
+
+
 def test_masked_tokens_are_not_read() -> None:
     batch, logps, entropy = leaves("packed")
     masked = batch.targets == -100

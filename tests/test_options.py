@@ -274,6 +274,10 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
         (LossSpec(correction="sequence_mask"), ["rollout_logps", "old_logps"], 1),
         (LossSpec(correction="token_mask"), ["rollout_logps"], 1),
         (LossSpec(ratio="sequence", policy="reinforce"), ["old_logps"], 1),
+        (LossSpec(ratio="sequence", policy="cispo"), ["old_logps"], 2),
+        (LossSpec(ratio="sequence", kl_ratio=True), ["ref_logps"], 1),
+        (LossSpec(ratio="sequence", policy="cispo", correction="token_mask"), ["rollout_logps"], 1),
+        (LossSpec(ratio="sequence", correction="token_mask"), ["rollout_logps"], 2),
         (LossSpec(ratio="sequence"), ["old_logps"], 2),
         (LossSpec(correction="sequence_truncate"), ["rollout_logps"], 2),
         (LossSpec(ratio="sequence", kl_coef=0.1, kl_ratio=True), ["ref_logps"], 2),
@@ -314,11 +318,13 @@ def test_two_passes_synchronize_once(
         spec = LossSpec(correction="sequence_mask")
     batch, logps = make(spec)
     shifted = logps - 0.5 * (torch.arange(12) < 4)
-    extra = {"rollout_logps" if dead == "correction" else "old_logps": shifted}
-    if dead == "advantage":  # of a token whose sequence has others
+    extra: dict[str, Tensor] = {"rollout_logps" if dead == "correction" else "old_logps": shifted}
+    if dead == "advantage":  # of a token whose sequence has others; their sum is 0
         targets, _, is_demo = batch.inputs
-        advantages = torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0])
+        advantages, weights = torch.zeros(12), torch.ones(12)
+        advantages[:2], weights[2] = torch.tensor([1.0, -1.0]), 0
         batch = batch._replace(inputs=(targets, advantages, is_demo))
+        extra["weights"] = weights
     rows, syncs = [], []
     logits, read_counts = linear.Projection.logits, linear.read_counts
     monkeypatch.setattr(
@@ -376,19 +382,24 @@ def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> No
         assert_near(name, *values, 1e-7)
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_weight_0_removes_an_impossible_token(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
     """The token's log-probability is -inf; its loss is 0, not nan."""
     require_backend(backend)
     logits = torch.zeros(1, 2, 3)
     logits[0, 0, 1] = -torch.inf
     logits.requires_grad_()
-    targets, advantages = torch.tensor([[1, 2]]), torch.ones(1)
-    for demo, policy in ((True, "clip"), (False, "reinforce")):
+    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
+    for demo, policy, weights, advantages in (
+        (True, "clip", share, torch.ones(1)),
+        (False, "reinforce", share, torch.ones(1)),
+        (False, "reinforce", None, share),
+        (False, "cispo", None, share),
+    ):
         spec = LossSpec(policy=policy, demo_weight="one")
         arguments = logits, targets, advantages, torch.tensor([demo])
-        weights = torch.tensor([[0.0, 1.0]])
-        out = fused_gac_loss(*arguments, weights=weights, spec=spec, backend=backend)
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, logits)
         assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
 

@@ -37,6 +37,7 @@ from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
 from gac.training.optim import OptimConfig
 from gac.training.run_config import TrainConfig
+from gac_kernels import LossSpec
 
 GRAM = Gram(2.0, 0.5, 1.0)
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
@@ -59,15 +60,15 @@ def vllm(**fields):
     return VLLMConfig(url="http://localhost:8000", **fields)
 
 
-def solver(function, *arguments):
-    return lambda **options: function(*arguments, **options)
+def solver(function, *arguments, **fixed):
+    return lambda **options: function(*arguments, **fixed, **options)
 
 
 def method(name: str, **required):
     return lambda **fields: METHODS[name](**required, **fields)
 
 
-NUMBERS = [  # callable, interval, names of its arguments
+CONTROL = [  # callable, interval, names of its arguments
     (ControllerConfig, BELOW_ONE, "ema_decay signal_decay kl_decay"),
     (ControllerConfig, UNIT, "prior_blend"),
     (lambda mu_max: ControllerConfig(mu_min=0, mu_init=0, mu_max=mu_max), UNIT, "mu_max"),
@@ -96,12 +97,15 @@ NUMBERS = [  # callable, interval, names of its arguments
     (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
     (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
     (solver(cagrad, GRAM), FREE, "radius"),
-    (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
     (solver(sdmgrad, GRAM), FREE, "regularization"),
     (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), FREE, "lr"),
     (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), POSITIVE, "bound"),
     (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
     (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
+]
+NUMBERS = [
+    *CONTROL,
+    (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
     (GuardConfig, ABOVE_ZERO, "max_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO, "lr"),
@@ -115,6 +119,13 @@ NUMBERS = [  # callable, interval, names of its arguments
     (ParallelConfig, ABOVE_ZERO, "timeout"),
     (lambda **fields: RolloutConfig(max_new_tokens=8, **fields), "[1, 8]", "overlong_tokens"),
     (lambda pass_at: EvalTask(samples=2, temperature=1, pass_at=(pass_at,)), "[1, 2]", "pass_at"),
+    (LossSpec, FREE, "clip_low clip_high correction_max"),
+    (solver(LossSpec, None, policy="cispo"), "[-1, inf)", "clip_high"),
+    (solver(LossSpec, 0.25, policy="cispo"), "[-0.25, inf)", "clip_high"),
+    (solver(LossSpec, correction_max=None), FREE, "correction_min"),
+    (LossSpec, "(1, inf)", "dual_clip"),
+    (LossSpec, "(-inf, inf)", "kl_coef entropy_coef"),
+    (LossSpec, POSITIVE, "temperature demo_shape"),
 ]
 METHOD_NUMBERS = [
     ("constant", UNIT, "mu"),
@@ -143,7 +154,7 @@ METHOD_NUMBERS = [
     ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
 NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]
-COUNTS = [  # callable, minimum, names of its arguments
+CONTROL_COUNTS = [  # callable, minimum, names of its arguments
     (ControllerConfig, 1, "update_every early_update_every"),
     (ControllerConfig, 0, "early_steps"),
     (Alarm, 2, "warmup"),
@@ -152,6 +163,9 @@ COUNTS = [  # callable, minimum, names of its arguments
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
     (ShuffledDisagreement, 2, "window"),
     (solver(dwa_step, DWAState(), (1.0, 1.0)), 1, "window"),
+]
+COUNTS = [
+    *CONTROL_COUNTS,
     (method("uft"), 1, "hint_steps pieces"),
     (method("dwa"), 1, "window"),
     (method("amft"), 0, "warmup"),
@@ -176,7 +190,7 @@ COUNTS = [  # callable, minimum, names of its arguments
 ]
 
 
-def accepts(call, name: str, value: float) -> bool:
+def accepts(call, name: str, value: object) -> bool:
     """Whether `call` accepts the argument; an error must name it with its value."""
     try:
         call(**{name: value})
@@ -203,6 +217,12 @@ def test_counts_are_accepted_from_their_minimum(call, minimum: int, names: str) 
         assert accepted == [False, False, True, True], name
 
 
+@pytest.mark.parametrize(("call", "_", "names"), [*CONTROL, *CONTROL_COUNTS])
+def test_texts_and_booleans_are_not_numbers(call, _, names: str) -> None:
+    for name in names.split():
+        assert not accepts(call, name, "0.5") and not accepts(call, name, True), name
+
+
 @pytest.mark.parametrize("name", ["mu", "alpha"])
 def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
     low, high, init = f"{name}_min", f"{name}_max", f"{name}_init"
@@ -211,6 +231,7 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
         return ControllerConfig(**{low: 0.2, high: 0.6, init: 0.6, **fields})
 
     assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
+    assert not accepts(limited, init, "0.3")
     assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
     assert not accepts(RandomPrior, "low", 0.95)  # above the default of `high`
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, reference
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import plan, scale_for_float16
 
 E = math.e
 
@@ -229,6 +231,37 @@ def test_detached_weights_match_the_closed_form_gradient(weight: DemoWeight) -> 
     p = softmax.gather(-1, targets.clamp(min=0)[..., None])
     expected = COEFFICIENTS[weight](p) * (onehot - softmax) / 1.3 / mask.sum()
     torch.testing.assert_close(grad, expected * mask[..., None], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("scale", "advantage", "changes", "spec", "power"),
+    [
+        (0.3, 2.0, {}, LossSpec(), 0.5),
+        (0.5, 2.0, {}, LossSpec(), 1.0),
+        (0.0, 2.0, {}, LossSpec(), 1.0),
+        (math.inf, 2.0, {}, LossSpec(), 1.0),
+        (0.3, -3 * 2.0**14, {}, LossSpec(), 4.0),  # 0.3 x 3 x 2^14 / 2^12 = 3.6
+        (0.3, -3 * 2.0**14, {}, LossSpec(temperature=0.4), 16.0),  # 3.6 / 0.4 = 9
+        (0.3, -3 * 2.0**14, {"factor": 3.0}, LossSpec(), 16.0),  # 3.6 x 3 = 10.8
+        (0.3, 0.1, {"factor": 2.0**15}, LossSpec(), 4.0),  # 0.3 x 2^15 / 2^12 = 2.4
+        (0.3, 2.0, {"factor": 1e-3}, LossSpec(), 0.5),
+        (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=3.0), 4.0),  # 1.2 x 3
+        (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=None), 2.0),
+        (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=1e9), 2.0**13),
+    ],
+)
+def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
+    scale: float, advantage: float, changes: dict, spec: LossSpec, power: float
+) -> None:
+    """The power of two above the largest weight, or above weight times advantage / 2^12."""
+    batch = BatchInputs(torch.tensor([[0, 0]]), torch.zeros(1), torch.zeros(1).bool())
+    columns = {"scale": scale, "advantages": advantage, **changes}
+    tokens = plan(batch, LossSpec())._replace(
+        **{name: torch.tensor([0.0, value]) for name, value in columns.items()}
+    )
+    inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
+    assert inv_scale == power and scaled.scale.tolist() == [0, torch.tensor(scale) / power]
+    assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
 
 
 def test_only_the_loss_requires_grad() -> None:

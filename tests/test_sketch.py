@@ -157,6 +157,20 @@ def test_rows_with_zero_weight_have_nan_sketches(mu):
     torch.testing.assert_close(sketches[~zero_weight], expected[~zero_weight], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("function", [reference.fused_linear_gac_loss, fused_linear_gac_loss])
+def test_masked_hidden_states_are_not_sketched(function):
+    batch = build(CASES[0])
+    expected = call(batch, function, sketch=SKETCH).sketch
+    batch.hidden.data[batch.targets == -100] = torch.nan
+    assert torch.equal(call(batch, function, sketch=SKETCH).sketch, expected)
+
+
+def test_sketch_does_not_depend_on_the_block_size(monkeypatch):
+    expected = call(build(WIDE), sketch=SKETCH).sketch
+    monkeypatch.setattr("gac_kernels.sketch.BLOCK", 4)  # sequences of up to seven tokens
+    torch.testing.assert_close(call(build(WIDE), sketch=SKETCH).sketch, expected)
+
+
 def test_sketch_does_not_depend_on_mu():
     a, b = (call(build(WIDE), sketch=SKETCH, mu=mu).sketch for mu in (0.2, 0.9))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

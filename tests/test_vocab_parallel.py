@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from gac_kernels import DemoWeight, LossSpec, fused_linear_gac_loss
+from gac_kernels import DemoWeight, LossSpec, TokenMoments, fused_linear_gac_loss
 from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
 
 from . import ranks
@@ -75,7 +77,6 @@ CASES = {
     "uneven-chunks": {"chunk_bytes": 212},
     "softcap": {"softcap": 2.0, "logit_scale": 0.5, "spec": LossSpec(policy="cispo")},
     "two-passes": {"spec": LossSpec(ratio="sequence", kl_coef=0.1, kl_ratio=True)},
-    "global-norms": {"rollout_norm": 9.0, "demo_norm": 40.0},
 }
 
 
@@ -94,6 +95,38 @@ def test_sharded_head_matches_unsharded_head(count, case):
     torch.testing.assert_close(torch.cat(weights), d_weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat(biases), d_bias, rtol=1e-5, atol=1e-6)
     assert d_weight.abs().max() > 1e-3
+
+
+def run_groups(data, settings):
+    """Two groups of two ranks; the second has other hidden states."""
+    torch.distributed.init_process_group("gloo")
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pair, rank = divmod(torch.distributed.get_rank(), 2)
+    start, stop = shard_bounds(V, 2, rank)
+    leaves = [data["hidden"] * (1 + pair), data["weight"][start:stop], data["bias"][start:stop]]
+    rest = {k: x for k, x in data.items() if k not in ("hidden", "weight", "bias")}
+    results = evaluate(vocab_parallel_gac_loss, *leaves, group=groups[pair], **rest, **settings)
+    merged = moments_of_rank(rank).all_reduce(groups[pair])
+    return *results, merged.totals.tolist()
+
+
+def moments_of_rank(rank):
+    return dataclasses.replace(TokenMoments.zeros(), totals=torch.arange(6) + 10.0 * rank)
+
+
+def test_groups_of_ranks_are_independent():
+    data, settings = batch(), {"rollout_norm": 9.0, "demo_norm": 40.0}
+    results = ranks.run(run_groups, data, settings, ranks=4)
+    for pair in (0, 1):
+        scaled = {**data, "hidden": data["hidden"] * (1 + pair)}
+        (loss, *_), _, (d_hidden, d_weight, _) = run_unsharded(scaled, settings)
+        mine = results[2 * pair : 2 * pair + 2]
+        for values, _, grads, totals in mine:
+            torch.testing.assert_close(values[0], loss, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
+            assert totals == [10.0, 12.0, 14.0, 16.0, 18.0, 20.0]
+        weights = torch.cat([grads[1] for _, _, grads, _ in mine])
+        torch.testing.assert_close(weights, d_weight, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_head():

@@ -241,7 +241,7 @@ def loss_kernel(
                 kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
                 if KL_RATIO:
                     d_kl = ratio * (d_kl + tl.where(overflows, 0.0, kl))
-                    loss += tl.where(kl_coef == 0, 0.0, kl_coef * ratio * kl)
+                    loss += kl_coef * ratio * kl
                 else:
                     loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
                 d_logp += tl.where(kl_coef == 0, 0.0, kl_coef * d_kl)

@@ -288,8 +288,8 @@ def tokens_launch(
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
-    """Detach and flatten to a contiguous [N] or [S] tensor, keeping the dtype."""
-    return None if x is None else x.detach().reshape(-1).contiguous()
+    """Flatten to a contiguous [N] or [S] tensor, keeping the dtype."""
+    return None if x is None else x.reshape(-1).contiguous()
 
 
 def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
