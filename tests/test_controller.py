@@ -69,6 +69,8 @@ def test_paper_configuration_is_algorithm_1_as_printed() -> None:
     controller = GuidedController(ControllerConfig.paper())
     mus = [controller.update(*pair) for pair in steps]
     assert mus == pytest.approx(algorithm_1(steps), abs=1e-13)
+    changed = ControllerConfig.paper(signal_decay=0.5)
+    assert (changed.signal_decay, changed.ema) == (0.5, "literal")
 
 
 def test_default_first_steps_by_hand() -> None:
@@ -147,6 +149,20 @@ def test_a_negative_unbiased_estimate_counts_as_zero_after_averaging() -> None:
     assert controller.mu_star == 0.75
     controller.update(Signals(1.0, 3.0, 6.0))  # the average keeps the sign: (-2 + 6) / 2
     assert controller.mu_star == mu_star(0.7, 2.0, 1.0, 3.0)
+    for signals, expected in ((Signals(-1.0, 3.0, 0.0), 1.0), (Signals(1.0, -3.0, 0.0), 0.0)):
+        for estimator in ("independent", "biased_paper"):
+            controller = GuidedController(ControllerConfig(estimator=estimator))
+            controller.update(signals, corrections=Corrections(bias_gap_sq=-1e-9))
+            assert controller.mu_star == expected
+
+
+def test_corrections_are_averaged_and_skip_nan() -> None:
+    config = ControllerConfig(estimator="correlated", signal_decay=0.75)
+    state = step(config, initial_state(config), corrections=Corrections(0.4, math.nan, 0.8))
+    assert state.corrections == (0.4, 0.0, 0.8, 0.0, 0.0)
+    state = step(config, state, corrections=Corrections(0.8, 2.0, math.inf, 4.0))
+    assert state.corrections == pytest.approx((0.5, 0.5, 0.8, 1.0, 0.0), abs=1e-15)
+    assert step(config, state).corrections == state.corrections
 
 
 def test_fixed_points_of_the_two_averages() -> None:
