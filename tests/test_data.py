@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
-import os
-import subprocess
 import sys
 import tempfile
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -68,18 +68,19 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
 
 def test_rows_stay_on_the_disk(tmp_path, tokenizer):
     """In memory are one chunk of rows while loading, and eight bytes per row afterwards."""
-    size = 2000
-    rows = [{**addition_row(i), "notes": f"{i}" * (size // len(f"{i}"))} for i in range(3000)]
+    size = 6000
+    rows = [{**addition_row(i), "notes": f"{i}" * (size // len(f"{i}"))} for i in range(1000)]
     path = write(tmp_path / "a.jsonl", *rows)
     tracemalloc.start()
-    with patch("gac.data.examples.CHUNK", 100):
+    with patch("gac.data.examples.CHUNK", 33):
         examples = load_prompts(DataConfig(prompts=path), tokenizer)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 0.05 * len(rows) * size and peak < 0.3 * len(rows) * size
     assert [e.extra for e in examples] == rows
-    assert [e.index for e in examples[-3:]] == [2997, 2998, 2999]
-    assert examples[-1] == examples[2999]
+    assert [e.index for e in examples[-3:]] == [997, 998, 999]
+    position = examples._file.tell()  # shared with forked processes
+    assert examples[-1] == examples[999] and examples._file.tell() == position
 
 
 def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path, tokenizer):
@@ -141,21 +142,44 @@ def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, toke
     [example] = load_prompts(config, tokenizer)
     assert example.prompt_text == "[system]Be brief.[user]0+1=?[assistant]"
     assert tokenizer.decode(example.prompt) == example.prompt_text
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
+    with pytest.raises(ValueError, match="the tokenizer has no chat template: set template"):
+        load_prompts(config, bare)
+    with pytest.raises(ValueError, match="system is 'Be brief.' but chat is false"):
+        load_prompts(replace(config, chat=False), tokenizer)
+
+
+def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
+    turns = [{"role": "user", "content": "b"}]
+    path = write(tmp_path / "a.jsonl", *({"id": 7, "prompt": x} for x in ("a", turns, "c")))
+    config = DataConfig(prompts=path, answer_field=None, source_field="id")
+    examples = load_prompts(config, tokenizer)
+    texts = [tokenizer.decode(example.prompt) for example in examples]
+    assert texts == ["<s>a", "[user]b[assistant]", "<s>c"]
+    assert {(example.id, example.source) for example in examples} == {("7", "7")}
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
+    message = "line 1, field 'prompt': the tokenizer produces no tokens for 'a'"
+    with pytest.raises(DataError, match=message):
+        load_prompts(replace(config, limit=1), bare)
 
 
 def test_answer_pattern_takes_the_last_match(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 1 no\n#### 1,234"})
-    config = DataConfig(prompts=path, answer_pattern=r"#### *(.+)")
+    path = write(tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 1 no\n#### 1,234 \n"})
+    config = DataConfig(prompts=path, answer_pattern=r"####(.+)")
     assert load_prompts(config, tokenizer)[0].answer == "1,234"
 
 
 def test_where_matches_a_value_or_a_list_and_limit_counts_kept_rows(tmp_path, tokenizer):
-    rows = [{**addition_row(i), "split": ["train", "test", "dev"][i % 3]} for i in range(9)]
+    rows = [
+        {**addition_row(i), "split": ["train", "test", "dev"][i % 3], "odd": i % 2}
+        for i in range(9)
+    ]
     path = write(tmp_path / "a.jsonl", *rows)
-    config = DataConfig(prompts=path, where={"split": ["train", "dev"]}, limit=4)
-    examples = load_prompts(config, tokenizer)
-    assert [e.id for e in examples] == ["r0", "r2", "r3", "r5"]
-    assert examples.dropped == {"excluded by where": 2}
+    for splits in (["train", "dev"], ("train", "dev")):
+        config = DataConfig(prompts=path, where={"split": splits, "odd": 0}, limit=3)
+        examples = load_prompts(config, tokenizer)
+        assert [e.id for e in examples] == ["r0", "r2", "r6"]
+        assert examples.dropped == {"excluded by where": 4}
     single = load_prompts(DataConfig(prompts=path, where={"split": "test"}), tokenizer)
     assert [e.id for e in single] == ["r1", "r4", "r7"]
 
@@ -182,6 +206,9 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     assert [e.demo is None for e in load_prompts(config, tokenizer)] == [False, True, False]
     with pytest.raises(ValueError, match="demonstration field 'expert'.*set demo_field"):
         load_demos(DataConfig(prompts=path, demo_field="expert"), tokenizer)
+    for none in (DataConfig(prompts=path, demo_field=None), DataConfig()):
+        with pytest.raises(ValueError, match="no demonstrations are configured"):
+            load_demos(none, tokenizer)
 
 
 def test_a_row_of_the_demo_file_without_demonstration_is_an_error(tmp_path, tokenizer):
@@ -232,8 +259,10 @@ def test_long_rows_are_dropped_counted_and_logged_once(tmp_path, tokenizer, capl
 
 def test_filtering_out_every_row_is_an_error_with_the_reason(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", addition_row())
-    with pytest.raises(ValueError, match="no rows left .*1 prompt longer than 2 tokens"):
-        load_prompts(DataConfig(prompts=path, max_prompt_tokens=2), tokenizer)
+    for limit, reasons in ((2, "1 prompt longer than 2 tokens"), (None, "nothing")):
+        with pytest.raises(ValueError, match=rf"a.jsonl: no rows left \(dropped: {reasons}\)"):
+            load_prompts(DataConfig(prompts=path, max_prompt_tokens=limit), tokenizer)
+        write(tmp_path / "a.jsonl")
 
 
 # --- bad rows and bad settings
@@ -278,7 +307,9 @@ def test_settings_that_a_row_cannot_satisfy_name_row_and_field(tmp_path, tokeniz
     path = write(tmp_path / "a.jsonl", addition_row())
     for setting, message in (
         ({"template": "{prompt} {unit}"}, "line 1, field 'unit': is missing.*template"),
-        ({"where": {"split": "x"}}, "line 1, field 'split': is missing"),
+        ({"demo_template": "{demo} {unit}"}, "line 1, field 'unit': is missing.*template"),
+        ({"where": {"split": "x"}}, "line 1, field 'split': is missing.*: set where"),
+        ({"source_field": "set"}, "line 1, field 'set': is missing.*: set source_field"),
         ({"answer_pattern": r"#### (.+)"}, "line 1, field 'answer': answer_pattern .*not match"),
     ):
         with pytest.raises(DataError, match=message):
@@ -287,6 +318,9 @@ def test_settings_that_a_row_cannot_satisfy_name_row_and_field(tmp_path, tokeniz
 
 BAD_SETTINGS = {
     "a limit of zero": ({"limit": 0}, "limit must be at least 1 or null, got 0"),
+    "prompts of 0 tokens": ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
+    "demos of 0 tokens": ({"max_demo_tokens": 0}, "max_demo_tokens must be at least 1"),
+    "no {demo}": ({"demo_template": "{prompt}"}, r"demo_template must contain \{demo\}"),
     "no {prompt}": ({"template": "Q:"}, r"template must contain \{prompt\}, got 'Q:'"),
     "a lone brace": ({"template": "{prompt} {"}, r"template: .* write \{\{ for a literal brace"),
     "one name for two": (
@@ -294,6 +328,7 @@ BAD_SETTINGS = {
         r"sources: the names \['a', 'a'\] are not distinct",
     ),
     "no group": ({"answer_pattern": "####"}, "answer_pattern .*exactly one group.*'####'"),
+    "two groups": ({"answer_pattern": "(#)(1)"}, "answer_pattern must have exactly one group"),
 }
 
 
@@ -353,18 +388,8 @@ def test_order_depends_on_seed_and_epoch():
     assert first != second and Order(50, seed=2).take(50) != first
 
 
-def test_order_is_the_same_in_another_process_with_another_hash_seed():
-    code = "from gac.data.order import Order; print(Order(30, seed=7).take(45))"
-    environment = {**os.environ, "PYTHONHASHSEED": "99"}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert json.loads(run.stdout) == Order(30, seed=7).take(45)
+def test_order_is_the_same_in_every_process_and_version():
+    assert Order(5, seed=1).take(10) == [2, 1, 0, 4, 3, 1, 4, 2, 0, 3]
 
 
 def test_order_rejects_the_state_of_other_data_and_an_empty_dataset():
@@ -375,6 +400,8 @@ def test_order_rejects_the_state_of_other_data_and_an_empty_dataset():
         Order(5, seed=2).load_state_dict(saved)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         Order(0, seed=1)
+    with pytest.raises(ValueError, match="k must not be negative, got -1"):
+        Order(5, seed=1).take(-1)
 
 
 # --- real files, by configuration only
@@ -416,6 +443,15 @@ def test_rows_in_the_layout_of_math_with_the_answer_inside_the_solution(tmp_path
     config = DataConfig(prompts=path, prompt_field="problem", answer_field="solution")
     [example] = load_prompts(config, tokenizer)
     assert example.answer == row["solution"] and example.demo is not None
+
+
+def test_other_errors_of_the_temporary_file_are_not_about_space(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: SimpleNamespace(write=fail))
+    with pytest.raises(OSError, match="the disk is broken"):
+        Examples([Example("1", (1,), "a", None, None, {})], {})
 
 
 FULL = Path("/dev/full")

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gac.config import ConfigError, load
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
-from gac.data.examples import load_references, prompt_order
-from gac.data.order import MixedOrder
+from gac.data.examples import Source, load_references, prompt_order
+from gac.data.order import MixedOrder, Order
+from gac.data.source import SourceRow
 from gac.demo.task import make_tokenizer
+from gac.errors import MissingData
 
-ROWS = [{"prompt": f"+{i}1=", "answer": f"{i}.", "solution": f"{i}.0"} for i in range(4)]
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+ROWS = [
+    {"prompt": f"+{i}1=", "answer": f"{i}.", "solution": f"{i}.0", "note": note}
+    for i, note in enumerate(("\u00fc,\t;", None, '"x"\r\ny', "z"))
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +42,8 @@ def chat_tokenizer():
 
 
 def write(path: Path) -> str:
-    """Write ROWS in the format of the suffix."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps(ROWS, indent=1))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ROWS[0])
-            writer.writeheader()
-            writer.writerows(ROWS)
-    else:
+    """Write ROWS in the format of the suffixes."""
+    if path.suffix in (".parquet", ".arrow"):
         datasets = pytest.importorskip("datasets", reason="needs the extra `hub`")
         table = datasets.Dataset.from_list(ROWS)
         if path.suffix == ".parquet":
@@ -48,23 +51,63 @@ def write(path: Path) -> str:
         else:
             table.save_to_disk(path.with_suffix(""))
             (path.with_suffix("") / "data-00000-of-00001.arrow").rename(path)
+        return str(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    encoding = "utf-8" if "json" in path.name else "utf-8-sig"  # as spreadsheet programs write
+    with opener(path, "wt", newline="", encoding=encoding) as file:
+        if ".json" in path.suffixes:
+            json.dump(ROWS, file, indent=1)
+        elif ".ndjson" in path.suffixes:
+            file.writelines(json.dumps(row) + "\n" for row in ROWS)
+        else:
+            writer = csv.DictWriter(file, ROWS[0], delimiter=",\t"[".tsv" in path.suffixes])
+            writer.writeheader()
+            writer.writerows(ROWS)
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet", ".arrow"])
-def test_every_format_gives_the_same_rows(tmp_path, suffix):
-    source = write(tmp_path / f"data{suffix}")
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder in which `datasets` keeps copies."""
+    datasets = pytest.importorskip("datasets", reason="needs the extra `hub`")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.json", "a.json.gz", "a.ndjson", "a.csv", "a.csv.gz", "a.tsv", "a.parquet", "a.arrow"],
+)
+def test_every_format_gives_the_same_rows(tmp_path, name, cache):
+    source = write(tmp_path / name)
     assert [dict(row.fields) for row in read_rows(source)] == ROWS
+    assert not list(cache.rglob("*.arrow"))  # read in place
 
 
-def test_a_folder_of_data_files(tmp_path):
-    write(tmp_path / "train.parquet")
-    assert [dict(row.fields) for row in read_rows(str(tmp_path))] == ROWS
+def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    with pytest.raises(DataError, match=r"set' is a folder without a dataset: put a \.jsonl"):
+        read_rows(str(folder))
+    write(folder / "train.parquet")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (str(folder), "~/set"):
+        rows = list(read_rows(source))
+        assert [dict(row.fields) for row in rows] == ROWS
+        assert rows[1].location == f"{folder}:train, line 2"
+    assert not list(cache.rglob("*.arrow"))
+    write(folder / "test.parquet")
+    with pytest.raises(
+        ValueError, match=f"split '' is not one of .*train.*; write '{folder}:SPLIT"
+    ):
+        read_rows(str(folder))
+    assert len(list(read_rows("~/set:test"))) == len(list(read_rows("~/set/test.parquet"))) == 4
 
 
 def test_json_lines_in_a_json_file(tmp_path):
-    (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert [dict(row.fields) for row in read_rows(str(tmp_path / "a.json"))] == ROWS
+    for rows in (ROWS, [{"prompt": "p", "choices": ["a"]}], [{"prompt": "p"}]):
+        (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert [dict(row.fields) for row in read_rows(str(tmp_path / "a.json"))] == rows
 
 
 def test_rows_of_a_saved_dataset_name_their_split(tmp_path):
@@ -87,15 +130,21 @@ def test_references_have_the_ids_of_their_rows(tmp_path):
 
 def test_sources_are_visited_in_proportion_to_their_weights(tokenizer, tmp_path):
     sources = []
-    for name, count, weight in (("a", 3, 3.0), ("b", 4, 1.0)):
-        path = tmp_path / f"{name}.jsonl"
+    for name, count, weight in (("a", 3, 3.0), ("", 4, 1.0)):
+        path = tmp_path / f"{count}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:count]))
         sources.append({"path": str(path), "name": name, "weight": weight})
     config = load(DataConfig, {"sources": sources})
     prompts = load_prompts(config, tokenizer)
-    order = prompt_order(config, prompts, 0)
-    drawn = [prompts[i].source for i in order.take(40)]
-    assert Counter(drawn) == {"a": 30, "b": 10}
+    taken = prompt_order(config, prompts, 5).take(40)
+    assert Counter(prompts[i].source for i in taken) == {"a": 30, str(path): 10}
+    assert taken == MixedOrder([3, 4], [3, 1], 5).take(40)
+    single = DataConfig(prompts=str(path))
+    taken = prompt_order(single, load_prompts(single, tokenizer), 5).take(9)
+    assert taken == Order(4, 5).take(9)
+
+
+GZIP = b"\x1f\x8b\x08" + b"\x00" * 6 + b"\x03"  # the header of a compressed file
 
 
 def test_a_json_object_with_one_list(tmp_path):
@@ -106,15 +155,26 @@ def test_a_json_object_with_one_list(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[1]", "a.json, row 1: expected an object, found int"),
-        ("a.json", "[{]", "a.json, line 1: not valid JSON"),
+        ("a.json", "[{}, 1]", "a.json, row 2: expected an object, found int"),
+        ("a.json", "1", "a.json, row 1: expected an object, found int"),
+        ("a.json", "\n[{]", "a.json, line 2: not valid JSON"),
+        ("a.json", b"\xff", "a.json: not valid UTF-8"),
+        (
+            "a.json.gz",
+            b"\x1f\x8b\x08\x00",
+            "a.json.gz: the compressed file is corrupt or truncated",
+        ),
+        ("a.csv.gz", "a,b", "a.csv.gz: the compressed file is corrupt"),
+        ("a.jsonl.gz", GZIP + b"\xff" * 9, "a.jsonl.gz: the compressed file is corrupt"),
+        ("a.csv", b"a,b\n1,\xff\n", "a.csv: not valid UTF-8 CSV"),
+        ("a.csv", 'a,b\n1,"2\n', "a.csv: not valid UTF-8 CSV"),
         ("a.csv", "prompt,answer\n1\n", "a.csv, row 2: the number of fields differs from the 2"),
         ("a.csv", "prompt,answer\n1,2,3\n", "a.csv, row 2: the number of fields differs from"),
         ("a.parquet", "x", "a.parquet: not a valid parquet file"),
     ],
 )
 def test_invalid_files(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         list(read_rows(str(tmp_path / name)))
 
@@ -137,6 +197,14 @@ SYSTEM = {"role": "system", "content": "0"}
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"prompt": [USER], "completion": "2"},
         {"prompt": [USER], "solution": "2"},
+        # fields are not replaced
+        {"messages": [USER, {**ASSISTANT, "content": "7"}], "solution": "2"},
+        {"prompt": [USER], "completion": "7", "solution": "2"},
+        {
+            "prompt": [USER],
+            "messages": [ASSISTANT, USER, {**ASSISTANT, "content": "2"}],
+            "solution": "2",
+        },
     ],
 )
 def test_conversations(tmp_path, chat_tokenizer, row):
@@ -153,7 +221,9 @@ def test_conversations(tmp_path, chat_tokenizer, row):
     [
         ({"prompt": []}, "field 'prompt': expected a list of messages"),
         ({"prompt": [{"role": "user"}]}, "message 1 needs `role` and `content`"),
+        ({"prompt": [USER, {"content": "1"}]}, "message 2 needs `role` and `content`"),
         ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
+        ({"prompt": [USER], "completion": [ASSISTANT] * 2}, "one assistant message"),
     ],
 )
 def test_invalid_conversations(tmp_path, chat_tokenizer, row, message):
@@ -166,7 +236,7 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer, chat_tokenize
     config = DataConfig(prompts=conversation(tmp_path, {"messages": [USER]}), answer_field=None)
     with pytest.raises(DataError, match=r"needs a chat template, .* set model\.tokenizer"):
         load_prompts(config, tokenizer)
-    chat_tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    chat_tokenizer.chat_template = "{{ raise_exception('no\n users') }}"
     with pytest.raises(DataError, match=r"the chat template rejects it \(no users\)"):
         load_prompts(config, chat_tokenizer)
 
@@ -179,14 +249,100 @@ def test_several_sources(tmp_path, tokenizer):
     assert len(load_demos(config, tokenizer)) == 8
     unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": second}]})
     assert {demo.source for demo in load_demos(unnamed, tokenizer)} == {first, second}
+    assert len(load_demos(replace(config, demos=second), tokenizer)) == 4  # those only
     with pytest.raises(ConfigError, match="either prompts or sources"):
         load(DataConfig, {"sources": sources, "prompts": first})
+    marked = conversation(tmp_path, {**ROWS[0], "canary": "x"})
+    config = load(DataConfig, {"sources": [{"path": marked}]})
+    assert len(load_prompts(config, tokenizer)) == 1
+    with pytest.raises(DataError, match="field 'canary'"):
+        load_prompts(config, tokenizer, training=True)
 
 
-def test_mixed_order_keeps_the_shares_and_resumes():
-    order, resumed = MixedOrder([10, 2], [3, 1], 0), MixedOrder([10, 2], [3, 1], 0)
-    taken = order.take(40)
-    assert sum(index >= 10 for index in taken) == 10
-    assert sorted(i for i in taken[:13] if i < 10) == list(range(10))
+@pytest.mark.parametrize("weight", [0.0, float("inf"), float("nan")])
+def test_weights_of_sources_are_positive(weight):
+    assert (Source("a").weight, Source("a", weight=0.5).weight) == (1.0, 0.5)
+    with pytest.raises(ValueError, match=f"weight={weight}: use a number > 0"):
+        Source("a", weight=weight)
+
+
+def test_mixed_order_takes_from_the_source_that_is_furthest_behind():
+    """With shares of 1/4, 1/2 and 1/4, this repeats after four rows."""
+    sizes, weights = [4, 3, 5], [1, 2, 1]
+    order, resumed = (MixedOrder(sizes, weights, 7) for _ in range(2))
+    alone, starts = [Order(size, 7 + i) for i, size in enumerate(sizes)], (0, 4, 7)
+    expected = [starts[i] + alone[i].take(1)[0] for i in [1, 0, 2, 1] * 5]
+    assert order.take(13) == expected[:13]
     resumed.load_state_dict(json.loads(json.dumps(order.state_dict())))
-    assert resumed.take(9) == order.take(9)
+    assert resumed.take(7) == order.take(7) == expected[13:]
+    with pytest.raises(ValueError, match="this run has 2 sources, but the saved order has 3"):
+        MixedOrder(sizes[:2], weights[:2], 7).load_state_dict(order.state_dict())
+
+
+@pytest.mark.parametrize("source", ["", "name", "owner/name:", ":train", "a/b:c:d:e"])
+def test_names_that_the_hub_cannot_have(source):
+    with pytest.raises(ValueError, match="no such file, and not a Hub dataset 'name:split' or"):
+        read_rows(source)
+
+
+@pytest.mark.parametrize("source", ["/no/rows", "./rows", "~/rows", "$NO_FOLDER/rows", "rows.tsv"])
+def test_paths_are_not_looked_up_on_the_hub(source, monkeypatch):
+    monkeypatch.delenv("NO_FOLDER", raising=False)
+    with pytest.raises(MissingData, match="no such file or folder"):
+        read_rows(source)
+
+
+def test_errors_of_the_hub_become_one_line(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="needs the extra `hub`")
+
+    def fail(*_, **__):
+        raise ValueError("no\n such split")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    message = "data source 'a/b:c' could not be read from the Hub: no such split"
+    with pytest.raises(DataError, match=message):
+        read_rows("a/b:c")
+
+
+def test_numbers_are_text_and_missing_fields_list_the_others():
+    row = SourceRow({"b": 2.5, "a": 0, "c": None}, "rows", 3)
+    assert (row.text("a"), row.text("b"), row.text("c", required=False)) == ("0", "2.5", None)
+    for field, key, message in (
+        ("c", "key", "is null; the row's fields are a, b, c: set key"),
+        ("d", None, "is missing; the row's fields are a, b, c"),
+    ):
+        with pytest.raises(DataError, match=f"^rows, line 3, field '{field}': {message}$"):
+            row.get(field, key=key)
+    with pytest.raises(DataError, match="fields are none$"):
+        SourceRow({}, "rows", 1).get("a")
+
+
+def test_a_conversation_without_a_demonstration(tmp_path, chat_tokenizer):
+    source = conversation(tmp_path, {"messages": [ASSISTANT]}, {"messages": [USER, ASSISTANT]})
+    config = DataConfig(prompts=source, answer_field=None, demo_field=None)
+    examples = load_prompts(config, chat_tokenizer)
+    assert [(e.prompt_text, e.demo) for e in examples] == [("a:2;a:", None), ("u:1+1;a:", None)]
+
+
+def test_references_are_solutions_or_answers(tmp_path):
+    source = conversation(
+        tmp_path,
+        {"prompt": "p", "answer": 1, "solution": "s"},
+        {"messages": [SYSTEM, USER, ASSISTANT], "answer": "3"},
+        {"prompt": "q", "answer": "5"},
+    )
+    config = DataConfig(prompts=source)
+    for field, expected in (
+        ("solution", [("p", "1", "s"), ("0\n1+1", "3", "2")]),
+        (None, [("p", "1", "1"), ("0\n1+1", "3", "3"), ("q", "5", "5")]),
+    ):
+        pairs = load_references(replace(config, demo_field=field))
+        assert [(e.prompt_text, e.answer, text) for e, text in pairs] == expected
+    assert pairs[0][0].extra == {"prompt": "p", "answer": 1, "solution": "s"}
+    config = replace(config, demo_field="none", limit=1)
+    for reasons in ("1 without 'none'", "nothing"):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl: no rows left \(dropped: {reasons}\)"):
+            load_references(config)
+        conversation(tmp_path)  # an empty file
+    with pytest.raises(ValueError, match="prompts is not set"):
+        load_references(DataConfig())

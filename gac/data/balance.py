@@ -34,10 +34,10 @@ def assign_rows(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list
         group = (*first.kind, first.is_demo or first.advantage != 0)
         groups.setdefault(group, []).append((sum(len(rows[i].ids) for i in unit), unit))
     owner, total = [0] * len(rows), [0] * ranks
-    for group in sorted(groups):
+    for sized in groups.values():
         load = [0] * ranks
-        for tokens, unit in sorted(groups[group], key=lambda u: (-u[0], u[1])):
-            chosen = min(range(ranks), key=lambda r: (load[r], total[r], r))
+        for tokens, unit in sorted(sized, key=lambda u: -u[0]):
+            chosen = min(range(ranks), key=lambda r: (load[r], total[r]))
             load[chosen] += tokens
             total[chosen] += tokens
             for i in unit:

@@ -42,8 +42,9 @@ class MicroBatches:
         return sum(lengths) if self.packed else len(lengths) * max(lengths)
 
     def _check(self, units: Sequence[Unit]) -> None:
+        assert self.tokens is not None
         longest = max(map(self._cost, units), default=0)
-        if self.tokens is not None and longest > self.tokens:
+        if longest > self.tokens:
             what = "a row" if self.unit == 1 else f"a unit of {self.unit} rows"
             raise ValueError(
                 f"micro_tokens={self.tokens}: this step has {what} with {longest} tokens, which "
@@ -57,7 +58,7 @@ class MicroBatches:
         """
         assert self.tokens is not None
         costs = list(map(self._cost, units))
-        order = sorted(range(len(units)), key=lambda i: (-costs[i], i))
+        order = sorted(range(len(units)), key=lambda i: -costs[i])
         count = max(-(-sum(costs) // self.tokens), min(min_count, len(units)))
         while True:
             heap = [(0, part) for part in range(count)]

@@ -81,8 +81,8 @@ class Order:
 class MixedOrder:
     """Infinite epochs over several sources, visited in fixed proportions.
 
-    Row indices continue from one source to the next. Every prefix of the order has each source's
-    share, to within one row.
+    Row indices continue from one source to the next. Each row comes from the source that is
+    furthest below its share.
 
     Args:
         sizes: number of rows of each source.

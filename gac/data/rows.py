@@ -111,7 +111,7 @@ def token_ids(parts: Iterable[Sequence[int]]) -> np.ndarray:
 def collate(
     rows: Sequence[Row], pad_token: int, device: torch.device | str = "cpu", packed: bool = False
 ) -> Batch:
-    """Pad or pack `rows` into a batch; without rows, a batch of one dummy token without loss."""
+    """Pad or pack `rows`, of one kind, into a batch; without rows, one dummy token without loss."""
     rows = rows or (Row((pad_token,), 1, False),)
     lengths = np.array([len(row.ids) for row in rows])
     first = np.array([row.start for row in rows])  # no position predicts a row's first token
@@ -132,9 +132,9 @@ def collate(
     is_demo = torch.tensor([row.is_demo for row in rows])
     units = torch.tensor([row.unit for row in rows])
     bounds = starts if packed else None
-    if any(row.mixed for row in rows):
+    if rows[0].mixed:
         # position t predicts token t + 1, so the demonstration part ends one position earlier
-        parts = [(at, at + max(row.switch, 1) - 1) for at, row in zip(starts, rows, strict=False)]
+        parts = [(at, at + row.switch - 1) for at, row in zip(starts, rows, strict=False)]
         bounds = (*itertools.chain(*parts), starts[-1])
         advantages, units = (x.repeat_interleave(2) for x in (advantages, units))
         is_demo = torch.tensor([True, False]).repeat(len(rows))

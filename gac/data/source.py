@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,7 +86,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     if path.is_file():
         return _read_file(path)
     folder, _, split = source.partition(":")
-    if Path(folder).expanduser().is_dir():
+    if folder and Path(folder).expanduser().is_dir():
         return _read_saved(Path(folder).expanduser(), split)
     if source.endswith(SUFFIXES) or source.startswith(("/", ".", "~", "$")):
         raise MissingData(f"data source {source!r}: no such file or folder")
@@ -94,14 +94,19 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def _read_file(path: Path) -> Iterator[SourceRow]:
+    """Yield the file's rows; raise DataError if it is compressed and corrupt."""
     suffix = Path(path.name.removesuffix(".gz")).suffix
-    if suffix in TABLES:
-        return _read_table(path, TABLES[suffix])
-    if suffix in (".csv", ".tsv"):
-        return _read_csv(path, "," if suffix == ".csv" else "\t")
-    if suffix == ".json":
-        return _read_json(path)
-    return _read_lines(path)
+    try:
+        if suffix in TABLES:
+            yield from _read_table(path, TABLES[suffix])
+        elif suffix in (".csv", ".tsv"):
+            yield from _read_csv(path, "," if suffix == ".csv" else "\t")
+        elif suffix == ".json":
+            yield from _read_json(path)
+        else:
+            yield from _read_lines(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: the compressed file is corrupt or truncated ({error})") from error
 
 
 def _read_table(path: Path, kind: str) -> Iterator[SourceRow]:
@@ -144,10 +149,12 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
             yield from _read_lines(path)
             return
         raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
-    if isinstance(rows, dict):
-        lists = [value for value in rows.values() if isinstance(value, list)]
-        rows = lists[0] if len(rows) == len(lists) == 1 else [rows]
-    for number, fields in enumerate(rows, start=1):
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not valid UTF-8 ({error})") from error
+    if isinstance(rows, dict) and len(rows) == 1:
+        (value,) = rows.values()
+        rows = value if isinstance(value, list) else rows
+    for number, fields in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         if not isinstance(fields, dict):
             raise DataError(
                 f"{path}, row {number}: expected an object, found {type(fields).__name__}"
@@ -158,7 +165,7 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
 def _read_lines(path: Path) -> Iterator[SourceRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as lines:
-        for number, line in enumerate(_undamaged(lines, path), start=1):
+        for number, line in enumerate(lines, start=1):
             location = f"{path}, line {number}"
             if not line.strip():
                 raise DataError(f"{location}: the line is empty; delete it")
@@ -169,14 +176,6 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
             if not isinstance(fields, dict):
                 raise DataError(f"{location}: expected an object, found {type(fields).__name__}")
             yield SourceRow(fields, str(path), number)
-
-
-def _undamaged(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """Yield `lines`; raise DataError if the compressed file is corrupt."""
-    try:
-        yield from lines
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: the compressed file is corrupt or truncated ({error})") from error
 
 
 def _datasets() -> Any:

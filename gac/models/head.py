@@ -53,7 +53,7 @@ class Head:
         if self.logits is not None:
             return fused_gac_loss(self.logits, targets, *batch, overwrite=True, **keywords)
         assert self.hidden is not None and self.weight is not None
-        keywords |= {"bias": self.bias, **self._scaling_keywords()}
+        keywords |= self._linear_keywords()
         return fused_linear_gac_loss(self.hidden, self.weight, targets, *batch, **keywords)
 
     def packed(self) -> Head:
@@ -73,7 +73,7 @@ class Head:
             logps, entropy = token_logprobs(self.logits, targets, temperature=temperature)
             return logps, entropy
         assert self.hidden is not None and self.weight is not None
-        keywords = {"bias": self.bias, "temperature": temperature, **self._scaling_keywords()}
+        keywords = {"temperature": temperature, **self._linear_keywords()}
         logps, entropy = linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
         return logps, entropy
 
@@ -83,10 +83,9 @@ class Head:
         logits = outputs * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def _scaling_keywords(self) -> dict[str, Any]:
-        if self.scaling == (1.0, None):
-            return {}
-        return dict(zip(("logit_scale", "softcap"), self.scaling, strict=True))
+    def _linear_keywords(self) -> dict[str, Any]:
+        scale, softcap = self.scaling
+        return {"bias": self.bias, "logit_scale": scale, "softcap": softcap}
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:
@@ -230,13 +229,9 @@ def _patched_model(model: nn.Module) -> Any:
     return next(m for m in model.modules() if "plain_head" in m.__dict__)
 
 
-def _test_ids(patched: Any, device: torch.device) -> Tensor:
-    return torch.arange(4, device=device)[None] % patched.get_input_embeddings().weight.shape[0]
-
-
 def _check_causal(model: nn.Module, patched: Any) -> None:
     """Raise ConfigError if the logits of a token depend on later tokens."""
-    ids = _test_ids(patched, next(model.parameters()).device)
+    ids = torch.arange(4, device=next(model.parameters()).device)[None]
     other = ids.clone()
     other[0, -1] = ids[0, 0]
     first, second = (
@@ -256,7 +251,7 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
     The head's output is replaced by numbers of all magnitudes that logits can have, so that a
     softcap is detected even if this model's own logits are small.
     """
-    ids = _test_ids(patched, next(model.parameters()).device)
+    ids = torch.arange(4, device=next(model.parameters()).device)[None]
     ramps: list[Tensor] = []
 
     def ramp(hidden: Tensor) -> Tensor:
