@@ -77,6 +77,7 @@ def test_default_first_steps_by_hand() -> None:
     controller = GuidedController()
     signals = Signals(sft_variance=0.1, rl_variance=0.9, disagreement=1.0)
     assert controller.update(signals, kl=0.04) == 0.51  # the cap
+    assert controller.trust == 1.0  # without a gate
     alpha = 0.7 * math.exp(0.2)
     target = (alpha + 0.9) / 2.0
     assert controller.alpha == pytest.approx(alpha, abs=1e-15)
@@ -332,6 +333,8 @@ def test_a_prior_out_of_range_is_named_with_its_step() -> None:
     controller.update()
     with pytest.raises(ValueError, match=r"prior\(1\)=1.5"):
         controller.update()
+    with pytest.raises(ValueError, match=r"prior\(0\)=-0.5"):
+        GuidedController(ControllerConfig(prior=lambda t: -0.5)).update()
 
 
 @pytest.mark.parametrize(

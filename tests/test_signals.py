@@ -9,17 +9,22 @@ import pytest
 import torch
 
 from gac.control.estimators import mu_star_biased
+from gac.control.evidence import Reading, Sketches, SourceNeeds
+from gac.control.schedules import uniform
 from gac.control.signals import (
     ConstantVariance,
+    DegradedSignals,
     Evidence,
     GradientSignals,
     ProxySignals,
     RandomDisagreement,
     ShuffledDisagreement,
+    SketchSignals,
     bias_moments,
     gradient_moments,
+    sketch_moments,
 )
-from gac_kernels import TokenMoments, fused_gac_loss
+from gac_kernels import Signals, TokenMoments, fused_gac_loss
 
 
 def moments(seed: int) -> TokenMoments:
@@ -55,15 +60,29 @@ def test_constant_variance_replaces_only_one_signal() -> None:
 
 
 def test_random_disagreement_is_uniform_noise_that_depends_on_the_step() -> None:
-    plain, _ = read_all(ProxySignals(), range(200))
-    ablated, _ = read_all(RandomDisagreement(seed=4), range(200))
-    draws = [signals.disagreement for signals in ablated]
-    assert [s._replace(disagreement=0) for s in ablated] == [
-        s._replace(disagreement=0) for s in plain
-    ]
-    assert 0 <= min(draws) < 0.05 and 0.95 < max(draws) < 1 and len(set(draws)) == 200
-    assert read_all(RandomDisagreement(seed=4), range(50, 60))[0] == ablated[50:60]
-    assert read_all(RandomDisagreement(seed=5), range(50, 60))[0] != ablated[50:60]
+    source = RandomDisagreement(low=0.25, high=0.75, seed=4)
+    for step, (plain, ablated) in enumerate(
+        zip(*(read_all(x, range(3))[0] for x in (ProxySignals(), source)), strict=True)
+    ):
+        noise = 0.25 + 0.5 * uniform("disagreement", 4, step)
+        assert ablated == plain._replace(disagreement=pytest.approx(noise, abs=1e-15))
+    with pytest.raises(NotImplementedError):
+        DegradedSignals().degrade(plain, 0)
+
+
+class Steps(ProxySignals):
+    """A source whose disagreement is the step."""
+
+    def read(self, evidence, state):
+        return Reading(Signals(1.0, 2.0, float(evidence.step))), state
+
+
+def test_shuffling_draws_from_the_last_refreshes() -> None:
+    """The draws of seed 1 are 0.64, 0.35, 0.89, 0.85, 0.24, 0.19, 0.51 and 0.18."""
+    source = ShuffledDisagreement(Steps(), window=3, seed=1)
+    signals, state = read_all(source, range(8))
+    assert [s.disagreement for s in signals] == [0, 0, 2, 3, 2, 3, 5, 5]
+    assert signals[0][:2] == (1.0, 2.0) and state == {"source": {}, "past": [5.0, 6.0, 7.0]}
 
 
 def test_shuffling_keeps_recent_values_and_breaks_their_order() -> None:
@@ -150,7 +169,31 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=3)
     reading, _ = GradientSignals(paired=True).read(evidence, {})
     assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
-    assert GradientSignals().needs.gram and ConstantVariance(GradientSignals()).needs.gram
+    assert GradientSignals().needs == ConstantVariance(GradientSignals()).needs
+    assert GradientSignals().needs == SourceNeeds(gram=True)
+    assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
+    assert SketchSignals(8).needs == SourceNeeds(sketch=8)
+
+
+def test_moments_are_computed_in_float64() -> None:
+    gradients = torch.randn(4, 9) + 100
+    gram = gradients @ gradients.T
+    assert gradient_moments(gram, 2) == gradient_moments(gram.double(), 2)
+    assert bias_moments(gram) == bias_moments(gram.double())
+
+
+def test_sketches_are_scaled_by_their_number() -> None:
+    """Each unit's contribution, times the number of units, estimates the term's gradient."""
+    demos, rollouts = torch.randn(2, 9, dtype=torch.float64), torch.randn(3, 9).double()
+    units = torch.cat([2 * demos, 3 * rollouts])
+    expected = gradient_moments(units @ units.T, 2)
+    evidence = Evidence(0, sketches=Sketches(demos, rollouts))
+    for ours, truth in zip(SketchSignals(8).read(evidence, {})[0], expected, strict=True):
+        assert ours == pytest.approx(truth)
+    signals, corrections, aligned = sketch_moments(Sketches(demos, rollouts[:0]))
+    assert signals.sft_variance == pytest.approx(expected.signals.sft_variance)
+    assert math.isnan(signals.rl_variance) and corrections == (0.0,) * 5
+    assert math.isnan(aligned.inner) and aligned.sft_square == expected.alignment.sft_square
 
 
 def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
@@ -163,6 +206,12 @@ def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
     assert reading.signals.disagreement == pytest.approx(gap.dot(gap).item())
     assert reading.corrections == bias_moments(bias_gram)
     assert abs(gap.norm() - (used_s - used_r).norm()) > 0.1  # the two pairs differ
+    paired, _ = GradientSignals(bias=True, paired=True).read(evidence, {})
+    covariance = gradient_moments(evidence.gram, 2, paired=True).corrections.covariance
+    assert covariance != 0 and paired.corrections == bias_moments(bias_gram, covariance)
+    single = evidence._replace(gram=evidence.gram[:2, :2], sft_count=1)  # unknown covariance
+    reading, _ = GradientSignals(bias=True, paired=True).read(single, {})
+    assert reading.corrections == bias_moments(bias_gram)
 
 
 def test_bias_moments_give_the_exact_optimum() -> None:
@@ -184,6 +233,15 @@ def test_bias_moments_give_the_exact_optimum() -> None:
     [
         (lambda: ProxySignals().read(Evidence(0), {}), "evidence.moments=None"),
         (lambda: GradientSignals().read(Evidence(0), {}), "evidence.gram=None"),
+        (
+            lambda: GradientSignals(bias=True).read(
+                Evidence(0, gram=torch.eye(2), sft_count=1), {}
+            ),
+            "evidence.bias_gram=None",
+        ),
+        (lambda: SketchSignals().read(Evidence(0), {}), "evidence.sketches=None"),
+        (lambda: SketchSignals(7), "size=7"),
+        (lambda: gradient_moments(torch.ones(3), 1), "gram=(3,): use a square matrix"),
         (lambda: gradient_moments(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
         (lambda: gradient_moments(torch.eye(3), 0), "sft_count=0: use an integer in [1, 2]"),
         (lambda: gradient_moments(torch.ones(3, 2), 1), "gram=(3, 2): use a square matrix"),
