@@ -18,7 +18,7 @@ from gac.report.groups import Group, differences, group_runs
 from gac.report.reading import read_run, shared_setting
 from gac.report.samples import read_samples, samples, time_shares
 from gac.report.statistics import band, smooth
-from gac.report.table import Column, context_of, write_cell
+from gac.report.table import Column, Context, context_of, write_cell
 
 
 def write_lines(path: Path, rows: list[Any]) -> None:
@@ -128,7 +128,9 @@ def test_tables(runs: list[Path]) -> None:
 
 
 def test_texts_of_the_page(runs: list[Path], groups: list[Group], monkeypatch: Any) -> None:
+    assert context_of([]) == Context(10, None)
     context = context_of([run for group in groups for run in group.runs])
+    assert context == Context(2, 0.5)
     assert page.headline(groups, context) == (
         "Highest final accuracy: gac with 60.0 ± 28.3 %, 10.0 points above sft (50.0 %). "
         "Without several seeds for each, a small gap is not evidence."
@@ -231,11 +233,16 @@ def test_labels(tmp_path: Path) -> None:
         {"name": "same", "a": 1, "nested": {"b": 3, "seed": 8}, "path": long + "y", "c": 4, "d": 5},
         {"name": "same", "a": 1, "path": long},
         {"name": "seed7", "seed": 7, "e": 6},
-        {"name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71"},
-        {"name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71"},
-        {"name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71"},
+        {"name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71 ok"},
+        {"name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71 ok"},
+        {"name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71 ok"},
         {"method": "plain", "f": 7},
         {"g": 8},
+        {"name": "y seed71", "seed": 7},
+        {"name": "s", "u": 1, "v": 2, "seed": 1},
+        {"v": 2, "name": "s", "u": 1, "seed": 2},
+        {"name": "z-seed1", "seed": 1},
+        {"name": "z_seed2", "seed": 2},
     ]
     paths = [one_run(tmp_path / f"run{i}", 0.5, **values) for i, values in enumerate(settings)]
     groups = group_runs([read_run(path) for path in paths])
@@ -245,12 +252,16 @@ def test_labels(tmp_path: Path) -> None:
         "same (b=3, c=4)",
         "same (run3)",
         "seed7",
-        "x (d=seed* seed-* seed71)",
-        "x (d=seed* seed-* seed*)",
+        "x (d=seed* seed-* seed71 ok)",
+        "x (d=seed* seed-* seed* ok)",
         "plain",
         "run9",
+        "y seed71",
+        "s",
+        "z (run13)",
+        "z (run14)",
     ]
-    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, 1, 1, 1]
+    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, *([1] * 4), 2, 1, 1]
     assert differences(groups[2:4]) == {
         "nested.b": [3, None],
         "path": [long + "y", long],
@@ -260,7 +271,7 @@ def test_labels(tmp_path: Path) -> None:
 
 
 def test_only_numbers_are_read(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", {"seed": "x", "steps": None, "eval": 3}, {}, [])
+    path = write_run(tmp_path / "run", {"seed": "x", "steps": "y", "eval": 3}, {}, [])
     lines = [
         {"step": 1, "ok": True, "a": 2},
         [1],
