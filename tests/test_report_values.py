@@ -284,7 +284,9 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
     assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
     assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
     np.testing.assert_array_equal(run.metrics["a"], [2, math.nan])
-    other = write_run(tmp_path / "other", {"x": {"kl_target": 0.5}, "kl_target": "none"}, {}, [])
+    settings = {"x": {"kl_target": 0.5}, "kl_target": "none", "eval": {"tasks": {"a": {}, "b": {}}}}
+    other = write_run(tmp_path / "other", settings, {}, [{"step": 0, "accuracy/b": 0.5}])
+    assert read_run(other).tasks == ["b"]
     assert shared_setting([run, read_run(other)], "kl_target") == 0.5
 
 

@@ -87,7 +87,7 @@ def headline(groups: Sequence[Group], context: Context) -> str:
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
     key, where, start = "final", "", _start_sentence(groups, context)
     if tasks and all(math.isnan(run["final"]) for group in summaries for run in group):
-        key, where, start = f"accuracy/{tasks[0]}", f" on {tasks[0]}", ""
+        key, where = f"accuracy/{tasks[0]}", f" on {tasks[0]}"
     accuracies = [[run.get(key, math.nan) for run in group] for group in summaries]
     scored = [(mean_sd(values), group) for values, group in zip(accuracies, groups, strict=True)]
     scored = [item for item in scored if math.isfinite(item[0][0])]

@@ -1,0 +1,301 @@
+"""The parts of the TRL trainers that need no training: masks, units, divisors, fallbacks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", minversion="1.15")
+
+from trl import GRPOTrainer  # noqa: E402 - after the skip
+
+from gac import Mixer  # noqa: E402 - after the skip
+from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
+from gac.integrations import trl_grpo  # noqa: E402 - after the skip
+from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
+from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
+from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
+
+
+class Host:
+    """A trainer whose loss is that of its inputs."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return inputs["loss"]
+
+
+class Trainer(GACMixin, Host):
+    """Records what is observed, with a demonstration loss of 10 per micro-batch."""
+
+    def __init__(self, controller: Any, training: bool) -> None:
+        self.mixer = Mixer(controller, rows=4, batch=2, sketches=True)
+        self.model = SimpleNamespace(training=training)
+        self.accelerator = SimpleNamespace(sync_gradients=False)
+        self.observed: list[Any] = []
+        self.units: list[Any] = []
+        self._demos = SimpleNamespace(select=lambda rows: [])
+
+    def observe_rollouts(self, mask: Any, advantages: Any, ref: Any) -> None:
+        self.observed.append((mask.tolist(), advantages, ref))
+
+    def _demo_loss(self, model: Any) -> torch.Tensor:
+        return torch.tensor(10.0)
+
+
+def batch(**changes: Any) -> dict[str, Any]:
+    return {
+        "loss": torch.tensor(2.0),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+        "advantages": "advantages",
+        **changes,
+    }
+
+
+def test_masked_tool_tokens_are_not_observed() -> None:
+    trainer = Trainer(Constant(mu=0.25), training=True)
+    tools = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    assert trainer._compute_loss(None, batch(tool_mask=tools)).item() == 0.75 * 2 + 0.25 * 10
+    assert trainer._compute_loss(None, batch(ref_per_token_logps="ref")).item() == 4
+    assert trainer.observed == [
+        ([[1, 0, 0], [1, 1, 0]], "advantages", None),
+        ([[1, 1, 0], [1, 1, 1]], "advantages", "ref"),
+    ]
+    assert trainer._micro_batch == 2
+
+
+def test_evaluation_uses_the_loss_of_trl() -> None:
+    trainer = Trainer(Constant(mu=0.25), training=False)
+    assert trainer._compute_loss(None, batch()).item() == 2 and not trainer.observed
+
+
+def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
+    """However much padding precedes them."""
+    trainer = Trainer(METHODS["gac-gated-sketch"](), training=True)
+    units: list[Any] = []
+    monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: units.append(call))
+    monkeypatch.setattr(
+        trl_grpo.FusedGRPOMixin, "_compute_loss", lambda self, model, inputs: inputs["loss"]
+    )
+    ids = torch.tensor([[0, 0, 5, 6], [9, 9, 5, 6], [0, 5, 6, 7], [0, 0, 6, 5]])
+    prompts = {"prompt_ids": ids, "prompt_mask": torch.tensor([[0, 0, 1, 1]]).repeat(4, 1)}
+    prompts["prompt_mask"][2, 1] = 1
+    trainer.rollout_out = "out"
+    trainer._compute_loss(None, batch(**prompts))
+    (((first, second, third, fourth), is_demo, out),) = units
+    assert first == second and len({first, third, fourth}) == 3 and min(first, third, fourth) >= 0
+    assert (is_demo, out) == (False, "out")
+    trainer.rollout_out = None
+    with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
+        trainer._compute_loss(None, batch(**prompts))
+
+
+@pytest.mark.parametrize("sketched", [True, False])
+def test_the_demonstration_loss_of_a_micro_batch(monkeypatch: Any, sketched: bool) -> None:
+    """Three demonstrations of 2, 1 and 1 tokens over two ranks; this rank has the second."""
+    controller = METHODS["gac-gated-sketch" if sketched else "gac"]()
+    trainer: Any = Trainer(controller, training=True)
+    rows = [gac_trl.row_of({"ids": ids, "start": 1}) for ids in ([3, 4, 5], [6, 7], [8, 9])]
+    trainer._step_demos, trainer._micro_batch = rows, 0
+    trainer.accelerator = SimpleNamespace(num_processes=2, process_index=1, device="cpu")
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.processing_class = SimpleNamespace(pad_token_id=None, eos_token_id=1)
+    seen: dict[str, Any] = {}
+    out = SimpleNamespace(loss=torch.tensor(4.0), moments="moments")
+
+    def model(**inputs: Any) -> Any:
+        seen.update(inputs)
+        return out
+
+    calls: list[Any] = []
+    monkeypatch.setattr(trainer.mixer, "observe", calls.append)
+    monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: calls.append(call))
+    assert GACMixin._demo_loss(trainer, model) is out.loss
+    assert seen["input_ids"].tolist() == [[6, 7]]
+    _, spec, norm, sketch = seen["request"].args
+    assert (spec, norm, sketch) == (trainer.mixer.spec, 4 / 2, trainer.mixer.sketch)
+    assert calls == ["moments", *([([-1], True, out)] if sketched else [])]
+    trainer.accelerator.process_index = 0
+    GACMixin._demo_loss(trainer, model)
+    assert seen["input_ids"].tolist() == [[3, 4, 5], [8, 9, 1]]
+    trainer._micro_batch = 2
+    assert GACMixin._demo_loss(trainer, model).item() == 0
+
+
+def test_the_head_s_precision_is_that_of_its_weight() -> None:
+    from gac.models.causal_lm import Head
+
+    rows = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    head: Any = Head(hidden=rows, weight=torch.ones(3, 2))
+    losses: list[Any] = []
+
+    def loss(self: Any, *args: Any, **options: Any) -> None:
+        losses.append((self.hidden.dtype, args, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "loss", loss)
+        terms: Any = SimpleNamespace(targets="t", advantages="a", is_demo="d")
+        _score(terms, "spec", 4.0, "sketch", head)
+    options = {"mu": 1.0, "spec": "spec", "demo_norm": 4.0, "sketch": "sketch"}
+    assert losses == [(torch.float32, ("t", "a", "d"), options)]
+
+
+# --- the fused loss
+
+
+def settings(**changes: Any) -> Any:
+    """The fields of a trainer that `_fused_loss` reads."""
+    args = {"delta": None, "use_bias_correction_kl": False}
+    args |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.5, "steps_per_generation": 2}
+    defaults: dict[str, Any] = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.25,
+        "epsilon_high": 0.5,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "current_gradient_accumulation_steps": 3,
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(num_processes=2),
+        "max_completion_length": 7,
+        "use_adaptive_entropy": False,
+        "entropy_coef": 0.5,
+        "_last_world_entropy": 2.0,
+        "args": SimpleNamespace(**(args | changes.pop("args", {}))),
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "off_policy", "expected"),
+    [
+        ({}, True, {"clip_low": 0.25, "clip_high": 0.5}),
+        ({"args": {"delta": 1.5}}, True, {"clip_low": 0.25, "clip_high": 0.5, "dual_clip": 1.5}),
+        ({"args": {"delta": 1.49}}, True, "delta=1.49 below 1"),
+        ({"loss_type": "cispo"}, True, "loss_type=cispo"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 1.0},
+            True,
+            {"policy": "cispo", "clip_low": None, "clip_high": 0.0},
+        ),
+        ({"loss_type": "sapo"}, True, {"policy": "sapo", "sapo_tau": (1.0, 1.5)}),
+        ({"loss_type": "vespo"}, False, {"policy": "reinforce"}),
+        ({"loss_type": "vespo"}, True, "loss_type=vespo"),
+        ({"top_entropy_quantile": 0.9}, False, "top_entropy_quantile"),
+    ],
+)
+def test_losses_of_trl_as_settings(changes: Any, off_policy: bool, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(Inexpressible, match=expected):
+            FusedGRPOTrainer._policy(settings(**changes), off_policy)
+        return
+    assert FusedGRPOTrainer._policy(settings(**changes), off_policy) == expected
+    by_sequence = settings(**changes, importance_sampling_level="sequence")
+    assert FusedGRPOTrainer._policy(by_sequence, off_policy) == expected | {"ratio": "sequence"}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "training", "expected"),
+    [
+        ("dapo", True, 10 / 2 * 3 / 2),
+        ("dapo", False, 10 / 2),
+        ("bnpo", True, 4 * 3),
+        ("bnpo", False, 4),
+        ("dr_grpo", True, 2 * 7 * 3),
+        ("dr_grpo", False, 2 * 7),
+        ("grpo", True, 2 * 3),
+        ("grpo", False, 2),
+    ],
+)
+def test_divisors_of_trl(loss_type: str, training: bool, expected: float) -> None:
+    """Of two rollouts with 4 tokens in three micro-batches; two ranks have 10 tokens."""
+    trainer = settings(loss_type=loss_type, model=SimpleNamespace(training=training))
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    inputs = {"num_items_in_batch": torch.tensor(10)}
+    assert FusedGRPOTrainer._norm(trainer, inputs, mask) == expected
+    empty = FusedGRPOTrainer._norm(trainer, {"num_items_in_batch": torch.tensor(0)}, 0 * mask)
+    assert empty == {"dapo": expected / 10, "bnpo": expected / 4}.get(loss_type, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.5 * 24 / (4 * 3)),
+        ({"model": SimpleNamespace(training=False)}, 0.5 * 24 / 4),
+        ({"use_adaptive_entropy": True, "args": {"entropy_target": 2.0}}, 0.5 * 24 / (4 * 3)),
+        ({"use_adaptive_entropy": True, "args": {"entropy_target": 1.9}}, 0),
+        ({"loss_type": "sapo"}, None),
+        ({"loss_type": "grpo"}, None),
+    ],
+)
+def test_entropy_bonus_of_trl(changes: Any, expected: float | None) -> None:
+    trainer, mask = settings(**{"loss_type": "dapo", **changes}), torch.tensor([[1, 1], [1, 1]])
+    if expected is None:
+        with pytest.raises(
+            Inexpressible, match=f"entropy_coef with loss_type={changes['loss_type']}"
+        ):
+            FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0)
+    else:
+        assert FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0) == pytest.approx(expected)
+
+
+def test_weights_known_before_the_forward_pass() -> None:
+    weights, mask = FusedGRPOTrainer._weights, torch.ones(2, 3)
+    ratio = torch.tensor([[0.5], [2.0]])
+    inputs = {"advantages": torch.tensor([1.0, 2.0]), "importance_sampling_ratio": ratio}
+    assert weights(settings(), inputs, mask, None) is None
+    uncorrected = settings(use_vllm=True, vllm_importance_sampling_correction=False)
+    assert weights(uncorrected, inputs, mask, None) is None
+    assert weights(settings(use_vllm=True), inputs, mask, None).tolist() == [[0.5] * 3, [2.0] * 3]
+    masking = settings(off_policy_mask_threshold=0.5)
+    assert weights(masking, inputs, mask, None) is None
+    for given, old in ((inputs, mask), (inputs | {"sampling_per_token_logps": mask}, None)):
+        with pytest.raises(Inexpressible, match="off_policy_mask_threshold"):
+            weights(masking, given, mask, old)
+    calls: list[Any] = []
+
+    def gamma(**options: Any) -> torch.Tensor:
+        calls.append(options)
+        return torch.ones(2, 1)
+
+    names = {"k_pos": 1, "lambda_pos": 2, "k_neg": 3, "lambda_neg": 4}
+    args = {f"vespo_{name}": value for name, value in names.items()}
+    trainer = settings(loss_type="vespo", get_gamma_weights=gamma, args=args)
+    assert weights(trainer, inputs, mask, None).shape == (2, 3)
+    (options,) = calls
+    assert {name: options[name] for name in names} == names
+    assert options["advantages"].tolist() == [[1], [2]] and options["mask"] is mask
+    assert options["importance_sampling_ratio"] is ratio
+    assert options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
+
+
+def test_the_request_is_forgotten_after_each_micro_batch(monkeypatch: Any) -> None:
+    """Also if TRL's loss fails, and without gradients there is none."""
+    trainer = object.__new__(FusedGRPOTrainer)
+    requests: list[Any] = []
+    request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out="out")  # type: ignore[arg-type]
+
+    def compute(self: Any, model: Any, inputs: Any) -> torch.Tensor:
+        requests.append(self._request)
+        if inputs == "fail":
+            raise RuntimeError("out of memory")
+        self._surrogate = torch.tensor(5.0, requires_grad=True) if inputs == "scored" else None
+        return torch.tensor(2.0)
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", compute)
+    monkeypatch.setattr(FusedGRPOTrainer, "_check_host", staticmethod(lambda function: None))
+    monkeypatch.setattr(FusedGRPOTrainer, "_fused_loss", lambda self, inputs: request)
+    loss = trainer._compute_loss(None, "scored")  # type: ignore[arg-type]
+    assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
+    assert not trainer._compute_loss(None, "plain").requires_grad  # type: ignore[arg-type]
+    with torch.no_grad():
+        trainer._compute_loss(None, "plain")  # type: ignore[arg-type]
+    assert trainer.rollout_out is None
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer._compute_loss(None, "fail")  # type: ignore[arg-type]
+    assert requests == [request, request, None, request]
+    assert (trainer._request, trainer._surrogate) == (None, None)
