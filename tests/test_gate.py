@@ -53,6 +53,8 @@ def test_alignment_equals_direct_computation(s: int, r: int) -> None:
     assert estimate.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
     noise = y.var(dim=0).sum().item() / r
     assert estimate.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
+    totals = [z.mean(0).square().sum().item() for z in (x, y)]
+    assert estimate[4:] == pytest.approx(totals, rel=1e-12)
 
 
 def test_alignment_and_its_error_estimate_are_unbiased() -> None:
@@ -71,11 +73,24 @@ def test_alignment_and_its_error_estimate_are_unbiased() -> None:
     assert estimate[:, 0].var().item() == pytest.approx(spread, rel=0.1)
 
 
-def test_one_micro_batch_gives_no_error_estimate() -> None:
-    gradients = torch.randn(4, 6, dtype=torch.float64)
-    estimate = alignment(gradients @ gradients.T, 1)
-    assert math.isfinite(estimate.inner) and math.isfinite(estimate.rl_square)
-    assert math.isnan(estimate.inner_variance) and math.isnan(estimate.sft_square)
+@pytest.mark.parametrize(("s", "r"), [(1, 1), (1, 3), (3, 1)])
+def test_one_micro_batch_gives_no_error_estimate(s: int, r: int) -> None:
+    gradients = torch.randn(s + r, 6, dtype=torch.float64)
+    estimate = alignment(gradients @ gradients.T, s)
+    unknown = [math.isnan(value) for value in estimate]
+    assert unknown == [False, True, s == 1, r == 1, False, False]
+
+
+def test_normalized_alignment_by_hand() -> None:
+    measured = Alignment(0.1, 0.02, 3.0, 5.0, sft_total=0.25, rl_total=0.16)  # norms 0.5 and 0.4
+    assert measured.normalized() == pytest.approx((0.5, 0.5, 1.0, 1.0, 1.0, 1.0))
+    for total in (0.0, -0.1):
+        for name in ("sft_total", "rl_total"):
+            zero = measured._replace(**{name: total}).normalized()
+            assert zero == (0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    # the product of the two totals is infinite
+    huge = Alignment(1e160, 1.0, 1.0, 1.0, 4e160, 1e160)
+    assert huge.normalized().inner == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

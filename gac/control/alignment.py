@@ -32,7 +32,7 @@ class Alignment(NamedTuple):
         size = math.sqrt(max(self.sft_total, 0.0)) * math.sqrt(max(self.rl_total, 0.0))
         if size == 0:
             return Alignment(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
-        return Alignment(self.inner / size, self.inner_variance / size**2, 1.0, 1.0, 1.0, 1.0)
+        return Alignment(self.inner / size, self.inner_variance / size / size, 1.0, 1.0, 1.0, 1.0)
 
 
 def alignment(gram: Tensor, sft_count: int) -> Alignment:
@@ -61,17 +61,14 @@ def alignment(gram: Tensor, sft_count: int) -> Alignment:
 
 
 def _square_of_mean(cross: Tensor) -> float:
-    """Mean of C_ij C_kl over i != k and j != l, by inclusion-exclusion."""
+    """Mean of C_ij C_kl over i != k and j != l, by inclusion-exclusion; nan if there are none."""
     rows, columns = cross.shape
-    if rows < 2 or columns < 2:
-        return math.nan
     total = cross.sum() ** 2 + cross.square().sum()
     shared = cross.sum(1).square().sum() + cross.sum(0).square().sum()
     return ((total - shared) / (rows * (rows - 1) * columns * (columns - 1))).item()
 
 
 def _off_diagonal(block: Tensor) -> float:
-    count = block.shape[0]
-    if count < 2:
-        return math.nan
+    """Mean of <x_i, x_j> over i != j; nan if there are none."""
+    count = len(block)
     return ((block.sum() - block.diagonal().sum()) / (count * (count - 1))).item()
