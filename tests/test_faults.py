@@ -15,17 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row
 from gac.errors import CheckpointError, ConfigError, RunError
 from gac.faults import checkpoint
 from gac.faults.guard import Guard, GuardConfig
-from gac.methods import Mix, Observation
-from gac.methods.base import StepNeeds, next_mix
-from gac.training import skipped
+from gac.methods import Observation
+from gac.methods.base import next_mix
 from gac.training.record import Logbook
 from gac.training.replay import replay
-from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
 
 from . import ranks
@@ -152,20 +148,6 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
         recorded, recomputed = replayed["recorded"], replayed["recomputed"]
         for name in ("grad_norm", "rollout_loss", "demo_loss"):
             assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
-
-
-def test_replay_of_several_ranks_keeps_each_rows_own_log_probs(tmp_path, monkeypatch):
-    for rank in (0, 1):
-        monkeypatch.setattr(skipped, "rank", lambda rank=rank: rank)
-        rows = tuple(Row((1, 2, 3 + rank), 1, False, sequence=i) for i in (0, 1))
-        old = tuple(torch.full((2,), 10.0 * rank + row.sequence) for row in rows)
-        counts, rewards = Counts(4, 8, 0, 0, 4, 12), Rewards(4, 0, 0)
-        step = Step(0, rows, Mix(0.5), counts, rewards, StepNeeds(), old, seed=rank)
-        broken = skipped.SkippedStep(step, None, "grad_norm is nan", math.nan, TermPair(0.0, 0.0))
-        path = broken.save(tmp_path, torch.nn.Identity(), {}, tmp_path / "first")
-    step = skipped.load(path)[0].step
-    values = [(row.ids[-1], step.old_logps[row.sequence][0].item()) for row in step.rows]
-    assert values == [(3, 0.0), (3, 1.0), (4, 10.0), (4, 11.0)]
 
 
 def normal(completion, example):
