@@ -148,42 +148,46 @@ def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
         assert row["sampled_tokens"] >= row["response_length"] * 6 - 1e-6
 
 
-def test_missing_responses_end_the_run(policy, monkeypatch):
+def test_paged_settings_and_missing_responses(policy, monkeypatch):
     """By default, the cache holds all: 3 x (1 + 2 + 1) pages for 7, 13 and 6 tokens."""
-    configs = []
+    calls, errors = [], [None] * 9
 
-    def nothing(*_, continuous_batching_config, **__):
-        configs.append(continuous_batching_config)
-        return {i: SimpleNamespace(error=error) for i, error in enumerate((None, "full", None))}
+    def respond(prompts, *, generation_config, continuous_batching_config):
+        calls.append((prompts, generation_config, continuous_batching_config))
+        return {
+            f"{i}": SimpleNamespace(error=error, generated_tokens=[20 + i, 1])
+            for i, error in enumerate(errors)
+        }
 
-    monkeypatch.setattr(policy[0], "generate_batch", nothing, raising=False)
-    params = SamplingParams(4, 1.0, samples=3)
+    monkeypatch.setattr(policy[0], "generate_batch", respond, raising=False)
+    params = SamplingParams(4, 0.7, 0.9, samples=3, stop=(policy[1].decode([15]),))
     for settings in ({"page_size": 8}, {**PAGES, "page_size": 4}):
-        with pytest.raises(RunError, match=r"2 of 9 responses .* \(full\): lower .*rerun"):
-            paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
-    sizes = [(c.max_batch_tokens, c.num_blocks, c.page_size) for c in configs]
-    assert sizes == [(256, 12, 8), (32, 64, 4)]
-
-
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_no_row_leaves_a_batch_that_all_ranks_generate_together(monkeypatch, lockstep):
-    """Otherwise the ranks would call the model a different number of times."""
-    calls = []
-
-    def two_tokens(**keywords):
-        calls.append((len(keywords["stopping_criteria"]), keywords["synced_gpus"]))
-        return torch.tensor([[3, 4, 5, 1]])
-
-    monkeypatch.setattr(generation, "in_lockstep", lambda model: lockstep)
-    model, ids = SimpleNamespace(generate=two_tokens), torch.tensor([[3, 4]])
-    settings = generation.generation_config(SamplingParams(2, 1.0), [1], 0)
-    assert generation._continue(model, ids, torch.ones_like(ids), settings, [1]) == [[5, 1]]
-    assert calls == [(0, True) if lockstep else (1, False)]
+        torch.manual_seed(5)
+        responses = paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
+        assert responses == [(20 + i, 1) for i in range(9)]
+    for left, message in (
+        ([None, "full", None], r"2 of 9 responses were generated \(full\): lower .*rerun"),
+        ([*[None] * 8, "full"], r"8 of 9 responses were generated \(full\): lower"),
+        ([None] * 8, "8 of 9 responses were generated: lower"),
+    ):
+        errors[:] = left
+        with pytest.raises(RunError, match=message):
+            paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig())
+    sizes = [(c.max_batch_tokens, c.num_blocks, c.page_size) for *_, c in calls]
+    assert sizes[:3] == [(256, 12, 8), (32, 64, 4), (256, 9, 256)]
+    prompts, own, pages = calls[0]
+    assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
+    assert sorted(own.eos_token_id) == [1, 15] and (own.top_p, own.temperature) == (0.9, 0.7)
+    torch.manual_seed(5)
+    assert pages.seed == calls[1][2].seed == int(torch.randint(2**31, ()))
+    assert not pages.auto_switch_to_flash
 
 
 TOO_FEW_TOKENS = {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}
 INVALID = [
     ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged, vllm"),
+    ({"rollouts": {"advantages": "max"}}, "advantages='max': use one of std, centered, batch"),
+    ({"rollouts": {"correction": "max"}}, "correction='max': use one of "),
     ({"rollouts": TOO_FEW_TOKENS}, "batch_tokens=9: .* at least 18 tokens"),
     ({"rollouts": {"paged": {"page_size": 2}}}, "page_size=2: use a number >= 4"),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),

@@ -34,11 +34,24 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     assert set(SamplingStats()) == {0}
     stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
     columns = stats.columns()
-    assert columns["responses_per_second"] == 3 * ranks and columns["groups_without_signal"] == 0.25
-    assert columns["sampled_tokens"] == 24 and columns["reward_seconds"] == 0.5 / ranks
-    assert columns["sampling_seconds"] == 2 / ranks and columns["truncated"] == 1 / 3
+    assert columns == {
+        "sampled_responses": 6,
+        "sampled_tokens": 24,
+        "sampling_seconds": 2 / ranks,
+        "responses_per_second": 3 * ranks,
+        "reward_seconds": 0.5 / ranks,
+        "groups_without_signal": 0.25,
+        "resampled_prompts": 3,
+        "truncated": 1 / 3,
+    }
+    counts = "sampled_responses", "sampled_tokens", "resampled_prompts"
+    assert all(type(columns[name]) is int for name in counts)
     empty = SamplingStats().columns()
-    assert empty["responses_per_second"] is None and empty["groups_without_signal"] is None
+    assert {name for name, value in empty.items() if value is None} == {
+        "responses_per_second",
+        "groups_without_signal",
+        "truncated",
+    }
 
 
 def test_warning_after_ten_samplings_in_a_row_without_signal(caplog) -> None:
@@ -79,6 +92,28 @@ def test_groups_of_equal_rewards_are_flat() -> None:
 
     assert is_flat(group(0.5, 0.5)) and is_flat(group(0.5, math.nan, 0.5))
     assert not is_flat(group(0.5, 0.4)) and not is_flat(group(0.5, math.nan)) and not is_flat([])
+
+
+def test_advantages_and_credit_by_hand() -> None:
+    """Of a dropped rollout, of two and three rollouts, and of a demonstration in the group."""
+    table = torch.tensor(
+        [[1, 0, math.nan], [0.7, 0.7, math.nan], [math.nan] * 3], dtype=torch.float64
+    )
+    spread = math.sqrt((0.4**2 + 0.6**2 + 2 * 0.1**2) / 3)  # of 1, 0, 0.7, 0.7 about 0.6
+    for kind, scale in (("centered", 1), ("std", math.sqrt(0.5) + 1e-4), ("batch", spread + 1e-4)):
+        first, *others = group_advantages(table, kind).tolist()
+        assert first == pytest.approx([0.5 / scale, -0.5 / scale, 0], rel=1e-12)
+        assert others == [[0.0] * 3] * 2
+    pair = group_advantages(table[:1], "batch")
+    assert pair[0, 0].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4), rel=1e-12)
+    demos = torch.tensor([2.0, math.nan, 0.5], dtype=torch.float64)
+    credit = group_credit(table, demos, "centered")
+    assert credit.rollouts.tolist() == [[0, -1, 0], [0] * 3, [0] * 3]
+    assert credit.demos.tolist() == [1, 0, 0]
+    plain = group_credit(table, None, "std")
+    assert torch.equal(plain.rollouts, group_advantages(table, "std"))
+    ones = [plain.demos, plain.rollout_weight, plain.demo_weight, *credit[2:]]
+    assert all(x.tolist() == [1] * 3 for x in ones)
 
 
 def test_one_scored_response_has_no_advantage() -> None:

@@ -21,16 +21,15 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
     A group whose rewards are all equal gets exactly 0, so its rows have no policy gradient.
     """
     valid = ~rewards.isnan()
-    count = valid.sum(1, keepdim=True)
-    mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
-    centered = torch.where(valid, rewards - mean, 0)
+    centered = torch.where(valid, rewards - rewards.nanmean(1, keepdim=True), 0)
     low = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
     high = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
     centered = torch.where(low == high, 0, centered)  # the mean of equal numbers may be inexact
     if kind == "centered":
         return centered
     if kind == "std":
-        var = (centered * centered).sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        freedom = valid.sum(1, keepdim=True) - 1
+        var = (centered * centered).sum(1, keepdim=True) / freedom.clamp(min=1)
     else:
         flat = rewards[valid]
         var = flat.var() if flat.numel() > 1 else torch.ones(())
@@ -57,7 +56,7 @@ def group_credit(rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
         demonstration); None: demonstrations are outside the groups and have advantage 1. kind: see
         `group_advantages`.
     """
-    one = torch.ones(len(rewards), dtype=rewards.dtype)
+    one = torch.ones(len(rewards))
     if demos is None:
         return Credit(group_advantages(rewards, kind), one, one, one)
     table = group_advantages(torch.cat([rewards, demos[:, None]], 1), kind)

@@ -216,7 +216,7 @@ def generate(
             missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
             # left padding, because generation continues at the end
             padded = ((pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True))
-            ids = torch.from_numpy(token_ids(padded).reshape(len(texts), -1))
+            ids = torch.from_numpy(token_ids(padded)).view(len(texts), -1)
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
             rows = _continue(model, ids.to(device), mask.to(device), settings, stops)
@@ -323,20 +323,11 @@ def _supports_padding(model: Any, pad_token: int) -> bool:
     """
     if "supports_padding" in model.__dict__:
         return model.__dict__["supports_padding"]
-    device, settings = (
-        next(model.parameters()).device,
-        GenerationConfig(
-            max_new_tokens=1,
-            do_sample=False,
-            pad_token_id=pad_token,
-            output_logits=True,
-            return_dict_in_generate=True,
-        ),
-    )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = torch.tensor([[pad_token] * 3 + [1, 2, 3], [4, 5, 6, 3, 2, 1]], device=device)
-    rows, mask = rows % vocabulary, torch.ones_like(rows)
-    mask[0, :3] = 0
+    settings = GenerationConfig(max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+    weight = model.get_input_embeddings().weight
+    rows = torch.arange(12, device=weight.device).view(2, 6) % len(weight)
+    mask = torch.ones_like(rows)
+    rows[0, :3], mask[0, :3] = pad_token, 0
 
     def logits(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         out = model.generate(
