@@ -260,7 +260,7 @@ def scale_for_float16(
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
     largest = torch.nn.functional.pad(bounds, (0, 1)).max()
     power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
-    inv_scale = torch.where((largest > 0) & largest.isfinite(), power, 1)
+    inv_scale = torch.where(largest.isfinite(), power, 1)
     return inv_scale, tokens._replace(scale=tokens.scale / inv_scale)
 
 

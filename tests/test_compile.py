@@ -302,6 +302,23 @@ def test_operators(batch: options.Batch) -> None:
         options.check_kernels(batch, require_backend("native"))
 
 
+def test_shapes_of_a_packed_batch() -> None:
+    """The operator for fake tensors gives the shapes of all results, also with frozen inputs."""
+    batch, _ = options.make(LossSpec())
+    operator, encoded = torch.ops.gac_kernels.loss.default, ops.encode(LossSpec())
+    inputs = *batch.inputs, torch.tensor(0.3), None, None, batch.keywords["cu_seqlens"]
+    for dtype, needs in (
+        (torch.float32, [True, False, True]),
+        (torch.float16, [False, True, True]),
+    ):
+        operands = [
+            x.to(dtype).detach().requires_grad_(n) for x, n in zip(batch.leaves, needs, strict=True)
+        ]
+        settings = *encoded, 0.7, None, "reference", needs, dtype, None, [4, 1]
+        arguments = (*operands, *inputs, *(None,) * 4, *settings)
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
 def test_operators_check_values() -> None:
     batch, _ = options.make(LossSpec())
     hidden, weight, _ = batch.leaves

@@ -292,6 +292,19 @@ def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, ba
     assert grad.isfinite().all() == (coefficient == 0)
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_the_ratio_to_the_log_probs_of_the_same_logits_is_exactly_1(backend: str) -> None:
+    """The previous call's outputs are old and reference log-probs; neither bound leaves a gap."""
+    require_backend(backend)
+    batch = build(BY_NAME["entropy"])
+    spec = LossSpec(clip_low=0.0, clip_high=0.0, temperature=0.7)
+    args = batch.logits(), batch.targets, batch.advantages, batch.is_demo
+    logps = fused_gac_loss(*args, spec=spec, backend=backend).logps
+    columns = {"old_logps": logps, "ref_logps": logps}
+    out = fused_gac_loss(*args, spec=spec, backend=backend, **columns)
+    assert out.clip_fraction == 0 and out.kl == 0
+
+
 def unlikely_token(old: float = 0.0, ref: float = 0.0):
     """Build a rollout of two tokens; the first has the given logp - old and ref - logp."""
     logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).double()
