@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
+import warnings
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gac.config import ConfigError
-from gac.errors import RunError
+from gac.errors import CheckpointNotFound, RunError
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
 from gac.training.export import export_run
@@ -37,13 +42,14 @@ def save(folder: Path, *steps: int) -> list[Path]:
 
 def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
-    path = checkpoint.save(tmp_path, 7, model, optimizer, {"note": (1, 2)}, {"x": torch.ones(2)})
+    note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
+    path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
     assert extra["x"].tolist() == [1, 1]
-    assert (progress["step"], progress["note"]) == (7, [1, 2])
+    assert (progress["step"], progress["note"]) == (7, {"10": [1, 2], "9": 3})
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
     saved, loaded = (o.state_dict()["state"] for o in (optimizer, loaded_optimizer))
@@ -95,6 +101,102 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
     assert checkpoint.newest(tmp_path) == first
 
 
+def test_a_step_that_is_damaged_twice_is_renamed_twice(tmp_path):
+    damaged = tmp_path / "damaged-00000020"
+    for number in (1, 2):
+        (path,) = save(tmp_path, 20)
+        (path / "progress.json").write_text(f"{number}")
+        assert checkpoint.newest(tmp_path) is None
+        assert (damaged / "progress.json").read_text() == f"{number}"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"content": {}}'])
+def test_progress_that_is_not_progress_cannot_be_read(tmp_path, content):
+    (tmp_path / "progress.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"progress.json cannot be read"):
+        checkpoint.read_progress(tmp_path)
+
+
+def test_checksums_by_hand(tmp_path, monkeypatch):
+    assert checkpoint._checksum_of({"b": 2, "a": 1}) == zlib.crc32(b'{"a": 1, "b": 2}')
+    (tmp_path / "file").write_bytes(bytes(range(10)))
+    for block in (3, 5, 99):
+        monkeypatch.setattr(checkpoint, "BLOCK", block)
+        sums = checkpoint._checksums(tmp_path, ["file"])
+        assert sums == {"file": [10, zlib.crc32(bytes(range(10)))]}
+
+
+def as_rank(monkeypatch, rank: int) -> None:
+    """Pretend to be one of two ranks."""
+    monkeypatch.setattr(checkpoint, "rank", lambda: rank)
+    monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
+
+
+def test_each_file_is_written_and_checked_by_one_rank(tmp_path, monkeypatch):
+    for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__10_0.distcp"):
+        (tmp_path / name).touch()
+    own = []
+    for rank in (0, 1):
+        as_rank(monkeypatch, rank)
+        own.append(sorted(checkpoint._own_files(tmp_path)))
+    assert own == [[".metadata", "__0_0.distcp", "__0_1.distcp"], ["__1_0.distcp"]]
+    for step, name in enumerate(("__0_0.distcp", ".metadata")):
+        as_rank(monkeypatch, 0)
+        (path,) = save(tmp_path, step)
+        flip(path / name)
+        with pytest.raises(CheckpointError, match=f"damaged .{name} does not match its checksum"):
+            checkpoint.verify(path)
+        faults = []
+        for rank in (0, 1):
+            as_rank(monkeypatch, rank)
+            faults.append(checkpoint._fault(path))
+        assert sorted(map(bool, faults)) == [False, True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_renames_and_deletes_while_the_others_wait(tmp_path, monkeypatch, rank):
+    for path in save(tmp_path, 1, 2)[1:]:
+        (path / "progress.json").write_text("")
+    as_rank(monkeypatch, rank)
+    events, rename = [], Path.rename
+    monkeypatch.setattr(checkpoint, "gather", lambda x: (events.append("gather"), [None, x])[1])
+    monkeypatch.setattr(Path, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
+    assert checkpoint.newest(tmp_path).name == "step-00000001"
+    # the faults of step 2, all have read it, it is renamed; the faults of step 1
+    assert events == ["gather", "gather", *["rename"] * (rank == 0), "gather", "gather"]
+    (tmp_path / ".writing-00000003").mkdir()
+    checkpoint.prune(tmp_path, 1, best=None)
+    assert (tmp_path / ".writing-00000003").exists() == (rank == 1)
+
+
+def test_weights_without_an_optimizer_round_trip(tmp_path):
+    model, _ = small()
+    path = tmp_path / "replay" / "weights"
+    path.mkdir(parents=True)
+    (path / "__9_0.distcp").touch()
+    checkpoint.write_weights(path, model, {"x": torch.tensor([2.0, 3.0])})
+    assert not (path / "__9_0.distcp").exists()
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {"further.x", "model.0.weight"} < names.keys()  # earlier versions use the same names
+    torch.manual_seed(1)
+    loaded, _ = small()
+    extra = {"x": torch.zeros(2)}
+    checkpoint.load_weights(path, loaded, extra)
+    assert extra["x"].tolist() == [2, 3]
+    assert all(map(torch.equal, model.parameters(), loaded.parameters()))
+    checkpoint.write_weights(tmp_path / "new" / "weights", model, {})
+    checkpoint.load_weights(tmp_path / "new" / "weights", loaded)
+
+
+def test_only_the_warning_about_one_process_is_ignored():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.reload(checkpoint)
+        for text in ("torch.distributed is disabled, or unavailable", "another"):
+            warnings.warn(text, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another"]
+
+
 def test_half_written_checkpoints_are_ignored(tmp_path):
     (first,) = save(tmp_path, 10)
     partial = tmp_path / ".writing-00000020"
@@ -130,6 +232,35 @@ def test_the_cause_of_a_failed_write_is_one_line():
     assert str(checkpoint._cause(failure)) == "OSError: disk"
     failure = CheckpointException("write", {})
     assert str(checkpoint._cause(failure)).startswith("CheckpointException: ")
+    causes = [OSError("full"), KeyError("x"), KeyboardInterrupt()]
+    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes[:2])})
+    assert str(checkpoint._cause(failure)) == "OSError: full"
+    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes)})
+    assert isinstance(checkpoint._cause(failure), KeyboardInterrupt)
+
+
+def test_only_errors_of_the_system_are_explained(tmp_path, monkeypatch):
+    def fail(error: Exception) -> None:
+        raise error
+
+    disk = SimpleNamespace(free=5 * 10**12)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: disk)
+    for folder, free in ((tmp_path, "5000000.0"), (tmp_path / "missing", "nan")):
+        message = f"under {folder}, where {free} MB are free (rank 0: no disk); free some space"
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpoint._on_all_ranks(lambda: fail(OSError("no disk")), folder)
+    with pytest.raises(KeyError, match="bug"):
+        checkpoint._on_all_ranks(lambda: fail(KeyError("bug")), tmp_path)
+
+
+def test_a_missing_step_is_named_with_the_available_ones(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="step 3 in .*; available steps: none$"):
+        checkpoint.find(tmp_path, 3)
+    save(tmp_path, 10, 2)
+    save(tmp_path, 10)  # again, which replaces it
+    with pytest.raises(CheckpointNotFound, match="; available steps: 2, 10$"):
+        checkpoint.find(tmp_path, 3)
+    assert checkpoint.find(tmp_path, 10).name == "step-00000010"
 
 
 def test_an_interrupt_while_a_checkpoint_is_read(tmp_path, monkeypatch):

@@ -28,6 +28,10 @@ sizes = st.one_of(st.just(0.0), st.floats(1e-12, 1e12), st.floats(0, 1e308))
         ((0.5, 0.0, 1.0, 1.0, 1.0), 0.5),  # 0 / 0: both gradients carry the same noise
         ((0.5, 0.0, 1.0, 4.0, 2.5), 1.0),  # a / 0
         ((0.5, 0.0, 4.0, 1.0, 2.5), 0.0),  # -a / 0
+        ((0.5, 0.0, 1.0, 2.0, 1.25), 1.0),  # 0.75 / 0.5
+        ((0.5, 0.0, 2.0, 1.0, 1.25), 0.0),  # -0.25 / 0.5
+        ((0.5, 0.0, 1e308, 1.6e308), 1.6 / 2.6),  # their sum is infinite
+        ((0.5, 1e308, 1e308, 0.0), 0.25),
         ((0.5, 0.0, 1.0, 1.0, 3.0), 0.5),  # an impossible covariance: -2 / -4, as printed
     ],
 )
@@ -109,6 +113,7 @@ def test_mu_star_rises_with_rl_noise_and_falls_with_sft_noise(alpha, d, ss, rr, 
     ("arguments", "message"),
     [
         ((1.1, 1, 1, 1), "alpha=1.1: use a number in [0, 1]"),
+        ((-0.1, 1, 1, 1), "alpha=-0.1: use a number in [0, 1]"),
         ((math.nan, 1, 1, 1), "alpha=nan"),
         ((0.5, -1, 1, 1), "disagreement=-1: use a number >= 0"),
         ((0.5, 1, -1e-9, 1), "sft_variance=-1e-09"),
