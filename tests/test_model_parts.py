@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
@@ -21,13 +23,14 @@ from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
     apply_training_options,
+    load_meta_model,
+    load_model,
     load_tokenizer,
-    make_model,
     stop_tokens,
 )
 from gac.models.head import Head
 from gac.models.pretrained import check_source, one_line_errors
-from gac.models.weights import _check, base_folder
+from gac.models.weights import _check, base_folder, lazy_tensors, read_model
 from gac_kernels import LossSpec
 
 TINY = {
@@ -66,8 +69,30 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
         torch.testing.assert_close(
             full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
         )
+        assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
         losses = (h.loss(*batch, spec=LossSpec(temperature=0.7)).loss for h in (full, plain))
         torch.testing.assert_close(*losses)
+
+
+def test_the_gradient_of_logits_takes_their_place() -> None:
+    logits = torch.randn(1, 2, 7, requires_grad=True) * 1  # not a leaf
+    before = logits.detach().clone()
+    batch = torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True])
+    Head(None, logits=logits).loss(*batch).loss.backward()
+    assert not torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_forward_of_a_loss_keeps_no_cache(plain) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    assert head.attach_head(model)
+    model.__dict__["plain_head"] = plain
+    used: list = []
+    model.model.register_forward_hook(lambda *a: used.append(a[-1].past_key_values))
+    ids = torch.tensor([[3, 4]])
+    parts = model(input_ids=ids, request=lambda found: found)
+    assert (parts.hidden is None, parts.logits is None) == (not plain, plain)
+    assert used == [None] and model(input_ids=ids).past_key_values is not None
 
 
 @pytest.mark.parametrize(
@@ -124,6 +149,20 @@ def test_rounding_is_no_dependence_on_later_tokens(dtype, change, causal) -> Non
     assert len(seen) == 2
 
 
+def test_other_errors_of_the_check_are_explained() -> None:
+    class Model(torch.nn.Linear):
+        config = SimpleNamespace(model_type="fake")
+
+        def forward(self, input_ids, use_cache):
+            raise TypeError("needs\n pixels")
+
+    model = Model(1, 1)
+    model.__dict__["plain_head"] = True
+    message = r"'fake' does not work as a causal .* \(TypeError: needs pixels\)"
+    with pytest.raises(ConfigError, match=message):
+        head.check_head(model)
+
+
 def test_the_base_of_adapters(tmp_path) -> None:
     assert base_folder(str(tmp_path)) == str(tmp_path)
     for base, expected in (("other", "other"), (None, str(tmp_path))):
@@ -135,9 +174,40 @@ def test_the_base_of_adapters(tmp_path) -> None:
 def test_initial_weights_depend_only_on_the_seed(tmp_path) -> None:
     AutoConfig.for_model("qwen2", **TINY).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), random_init=True, dtype="bfloat16")
-    first, same, other = (make_model(config, seed).lm_head.weight for seed in (0, 0, 1))
-    assert torch.equal(first, same) and not torch.equal(first, other)
-    assert first.dtype == torch.bfloat16
+    first, same, other = (load_model(config, *seed) for seed in ((), (0,), (1,)))
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.lm_head.weight.dtype == torch.bfloat16
+    assert not any(module.training for module in first.modules())
+    assert all(module.training for module in load_model(replace(config, dropout=True)).modules())
+    meta = load_meta_model(config)
+    assert {(p.dtype, p.device.type) for p in meta.parameters()} == {(torch.bfloat16, "meta")}
+    assert meta.config.name_or_path == str(tmp_path)
+
+
+def test_the_head_is_checked_when_a_model_is_loaded(tmp_path) -> None:
+    AutoConfig.for_model("bert", **TINY).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model type 'bert' is an encoder"):
+        load_model(ModelConfig(path=str(tmp_path), random_init=True))
+
+
+def test_weights_in_one_file_are_read_lazily(tmp_path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    path = str(tmp_path)
+    model.config.save_pretrained(path)
+    assert lazy_tensors("model.path", path) is None
+    model.save_pretrained(path)
+    expected = load_file(tmp_path / "model.safetensors")
+    tensors = lazy_tensors("model.path", path)
+    assert {name: x[...].tolist() for name, x in tensors.items()} == {
+        name: x.tolist() for name, x in expected.items()
+    }
+    for lazily in (True, False):
+        loaded = read_model("model.path", path, lazily, dtype=torch.bfloat16)
+        assert loaded.config.name_or_path == path and loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert lazy_tensors("model.path", path) is None
 
 
 def test_stop_strings_are_encoded_without_special_tokens() -> None:
@@ -164,6 +234,10 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
         loaded = load_tokenizer(ModelConfig(path=str(tmp_path / name)))
         assert loaded.pad_token_id == (5 if pad else loaded.eos_token_id)
         assert loaded.eos_token_id != 5
+    words.eos_token = None
+    words.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model.tokenizer='.*': the tokenizer has no EOS token"):
+        load_tokenizer(ModelConfig(path="other", tokenizer=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["./no", "../no", "~/no", "/no", "a/b/c"])
@@ -172,6 +246,11 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=f"model.path='{name}': no such folder"):
         check_source("model.path", name)
     check_source("model.path", "owner/name")
+
+
+def test_names_that_the_hub_rejects() -> None:
+    with pytest.raises(ConfigError, match="and 'owner/a--b' is not a valid Hub name"):
+        check_source("model.path", "owner/a--b")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", None])
@@ -243,6 +322,57 @@ def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) 
     assert model.config._attn_implementation == before
 
 
+def test_wrapped_models_have_the_attention_of_their_module() -> None:
+    for name, by_row in (
+        (row_attention.NAME, True),
+        ("flash_attention_2", True),
+        ("sdpa", False),
+        ("eager", False),
+    ):
+        config = SimpleNamespace(_attn_implementation=name)
+        wrapped = SimpleNamespace(module=SimpleNamespace(config=config))
+        assert row_attention.is_by_row(wrapped) == by_row
+        assert row_attention.disable(wrapped) == (name == row_attention.NAME)
+        assert config._attn_implementation == ("sdpa" if name == row_attention.NAME else name)
+        # its module has no table of attention functions
+        assert not row_attention.enable(wrapped.module)
+
+
+def test_a_mask_takes_precedence_over_row_bounds() -> None:
+    module = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    parts = torch.randn(3, 1, 2, 5, 4)
+    mask = torch.eye(5, dtype=torch.bool)[None, None]  # each position sees itself
+    bounds = torch.tensor([0, 3, 5])
+    output, _ = row_attention._attention(module, *parts, mask, bounds, sliding_window=2)
+    torch.testing.assert_close(output, parts[2].transpose(1, 2))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), r".*\.v_proj"])
+def test_adapters_have_the_options_of_the_configuration(targets) -> None:
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj = type("ARouter", (torch.nn.Linear,), {})(16, 16)
+    config = LoraConfig(rank=3, alpha=5, dropout=0.25, targets=targets)
+    options = apply_training_options(model, ModelConfig(lora=config)).peft_config["default"]
+    assert (options.r, options.lora_alpha, options.lora_dropout) == (3, 5, 0.25)
+    assert options.task_type == "CAUSAL_LM"
+    adapted = {n for n in ("gate_proj", "up_proj") if hasattr(getattr(layer.mlp, n), "lora_A")}
+    assert adapted == ({"up_proj"} if targets == "all-linear" else set())
+    attention = {n for n in ("q_proj", "v_proj") if hasattr(getattr(layer.self_attn, n), "lora_A")}
+    expected = {"all-linear": {"q_proj", "v_proj"}, ("q_proj",): {"q_proj"}}
+    assert attention == expected.get(targets, {"v_proj"})
+
+
+def test_adapters_of_unknown_modules() -> None:
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    names = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    message = rf"model.lora.targets=\['x'\]: Target .*; use all-linear, or some of {names}$"
+    with pytest.raises(ConfigError, match=message):
+        apply_training_options(model, ModelConfig(lora=LoraConfig(targets=("x",))))
+
+
 @pytest.mark.parametrize(
     ("option", "wrong", "right"),
     [
@@ -275,7 +405,14 @@ def test_dropout_is_removed_unless_requested(tmp_path, keep, caplog) -> None:
     AutoConfig.for_model("gpt2", resid_pdrop=0.25, **others).save_pretrained(tmp_path)
     config = _training_config(ModelConfig(path=str(tmp_path), dropout=keep))
     assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)
-    assert ("training uses resid_pdrop=0.25, but sampling" in caplog.text) == keep
+    assert caplog.text.count("training uses resid_pdrop=0.25, but sampling") == keep
+
+
+def test_every_kind_of_dropout_is_removed(tmp_path) -> None:
+    noise = {"layerdrop": 0.5, "dropout": 0.25, "attention_dropout": 0.125}
+    AutoConfig.for_model("opt", **noise).save_pretrained(tmp_path)
+    config = _training_config(ModelConfig(path=str(tmp_path)))
+    assert [getattr(config, name) for name in noise] == [0.0] * 3
 
 
 def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> None:

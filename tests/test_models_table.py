@@ -66,6 +66,10 @@ def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatc
     assert families_table("init").splitlines()[0].split() == qwen2.split()
     with pytest.raises(ConfigError, match="NAME='a/b': no such local folder"):
         families_table("a/b")
+    *lines, _, _ = families_table().splitlines()
+    names = [line.split()[0] for line in lines]
+    starts = {line.index(line.split(maxsplit=1)[1]) for line in lines}
+    assert names == sorted(names) and starts == {max(map(len, names)) + 2}
     assert "refused: model type 'bert' is an encoder" in families_table()
     with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
         families_table("none")

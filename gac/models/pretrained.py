@@ -38,13 +38,15 @@ def check_source(key: str, name: str, example: str = "./base") -> None:
 def _check_hub(key: str, name: str) -> None:
     from huggingface_hub import auth_check, constants, errors, try_to_load_from_cache
 
-    cached = any(
-        isinstance(try_to_load_from_cache(name, file), str)
-        for file in ("config.json", "tokenizer_config.json")
-    )
-    if cached:
-        return
     missing = f"{key}={name!r}: no such local folder, and"
+    try:
+        cached = [
+            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
+        ]
+    except errors.HFValidationError:
+        raise ConfigError(f"{missing} {name!r} is not a valid Hub name") from None
+    if any(isinstance(file, str) for file in cached):
+        return
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
             f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset "
@@ -62,8 +64,6 @@ def _check_hub(key: str, name: str) -> None:
             f"{missing} no model of that name on the Hub; if it is private, log in with "
             "`hf auth login` or set HF_TOKEN"
         ) from None
-    except errors.HFValidationError:
-        raise ConfigError(f"{missing} {name!r} is not a valid Hub name") from None
     except errors.HfHubHTTPError:
         return  # a mirror that does not support auth_check; loading reports any problem
     # which exception a missing network raises depends on the Hub's HTTP client
