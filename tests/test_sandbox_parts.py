@@ -1,0 +1,445 @@
+"""Parts of the sandbox without programs: requests, results, limits, deadlines and identities."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+from gac.sandbox import confine, modules, pool, probe, server, zygote
+from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from gac.sandbox.server import Layers, Server
+from gac.sandbox.zygote import Job, Zygote
+
+# --- pool -----------------------------------------------------------------------------------------
+
+KILLED, ABORTED = float(signal.SIGKILL), float(signal.SIGABRT)  # wait statuses
+
+
+@pytest.mark.parametrize(
+    ("ends", "ending"),
+    [
+        ({"main": [0, 9]}, "ended"),
+        ({"main": [3 << 8, 9], "helper": [1 << 8, 9]}, "ended"),
+        ({"main": [KILLED, 2.0]}, "timeout"),
+        ({"main": [KILLED, 1.9]}, "crash"),  # killed for its memory, for example
+        ({"main": [ABORTED, 9]}, "crash"),
+        ({"main": [ABORTED, 0], "helper": [KILLED, 2.0]}, "timeout"),
+        ({"main": [KILLED, 9], "helper": [ABORTED, 9]}, "crash"),
+        ({"main": [KILLED, 9], "helper": [0, 0]}, "timeout"),
+    ],
+)
+def test_the_ending_follows_from_signals_and_cpu_time(ends, ending):
+    assert pool._ending({**ends, "stalled": False}, cpu_seconds=4) == ending
+    assert pool._ending({**ends, "stalled": True}, cpu_seconds=4) == "stalled"
+
+
+SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "stalled", "result"),
+    [
+        ("", False, RunResult("crash", (False, False))),
+        ('{"passed": [tr', True, RunResult("stalled", (False, False))),
+        ('{"row": "no test"}', False, RunResult("ended", row_problem="no test")),
+        ('{"passed": [true, true]}', False, RunResult("ended", (True, True))),
+        (
+            '{"passed": [true, false], "problem": "p", "suspect": "s"}',
+            True,
+            RunResult("stalled", (True, False), "p", suspect="s"),
+        ),
+    ],
+)
+def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
+    asked = []
+
+    def ask(kind, files, *limits):
+        asked.append((kind, *[json.loads(os.pread(file, 999, 0)) for file in files[:2]], *limits))
+        os.pwrite(files[2], written.encode(), 0)
+        return {"main": [0, 0.1], "stalled": stalled}
+
+    sandbox = Pool(workers=1)
+    monkeypatch.setattr(sandbox, "_ask", ask)
+    assert sandbox.check(Program("p", "i", "t", "f"), SPEC, 3, 70) == result
+    program = {"program": "p", "imports": "i", "prompt": "t", "entry_point": "f"}
+    tests = {"tests": ["a", "b"], "setup": "s", "entry_point": "e", "reference": "r", "all": True}
+    assert asked == [("check", program, tests, 3, 70)]
+
+
+def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(monkeypatch):
+    stdin = bytes(range(256)) * (65 << 10)  # more than one write
+
+    def ask(kind, files, *limits):
+        assert (kind, *limits) == ("script", 3, 70)
+        assert os.pread(files[1], len(stdin) + 1, 0) == stdin
+        assert [os.lseek(file, 0, os.SEEK_CUR) for file in files] == [0, 0, 0]
+        os.pwrite(files[2], b"12345", 0)
+        return {"main": [7 << 8, 0.1], "stalled": False}
+
+    sandbox = Pool(workers=1)
+    monkeypatch.setattr(sandbox, "_ask", ask)
+    result = sandbox.run(Program("p"), stdin, 3, 70, 4)
+    assert result == RunResult("ended", stdout=b"1234", status=7)
+
+
+def test_memory_is_reserved_for_each_process(monkeypatch):
+    monkeypatch.setattr(pool, "_memory_bytes", lambda: 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    sandbox, reserved = Pool(workers=1), []
+    assert sandbox._memory._total == 125
+    sandbox._memory = SimpleNamespace(reserved=lambda n: contextlib.nullcontext(reserved.append(n)))
+    monkeypatch.setattr(sandbox, "_try", lambda *arguments: arguments)
+    assert sandbox._ask("check", [1, 2, 3], 5, 6) == ("check", [1, 2, 3], 5, 6)
+    sandbox._ask("script", [], 5, 6)
+    assert reserved == [12 << 20, 6 << 20]
+
+
+def test_the_memory_of_a_container_is_its_limit(monkeypatch):
+    limits = {}
+    monkeypatch.setattr(pool.Path, "read_text", lambda path: limits[str(path)])
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 50, "SC_PAGE_SIZE": 4}.__getitem__)
+    new, old = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+    for texts, size in ((["max\n", "99\n"], 99), (["70\n", "9999"], 70), (["max", "201"], 200)):
+        limits.update(zip((new, old), texts, strict=True))
+        assert pool._memory_bytes() == size
+
+
+def test_a_request_is_sent_at_most_three_times(monkeypatch):
+    pauses, sent, dead = [], [], []
+
+    def ask(request, files):
+        sent.append(request)
+        position = [os.lseek(file, 0, os.SEEK_CUR) for file in files]
+        assert (position, os.fstat(files[2]).st_size) == ([0, 0, 0], 0)
+        for file in files[: len(sent)]:  # the second and third time, two files are read
+            os.read(file, 1)
+        os.write(files[2], b"partial")
+        answers = [None, {"failed": "full"}, {"main": [0, 0], "stalled": False}]
+        return answers[len(sent) - 1]
+
+    sandbox = Pool(workers=1)
+    monkeypatch.setattr(pool, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
+    monkeypatch.setattr(sandbox, "_discard", dead.append)
+    request = {"kind": "check", "cpu_seconds": 3, "memory_bytes": 7 << 20}
+    with pool._files({}, {}) as files:
+        assert sandbox._try("check", files, 3, 7) == {"main": [0, 0], "stalled": False}
+    assert sent == [request] * 3 and pauses == [0.2, 0.8] and len(dead) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "problem"),
+    [("check", 1, "before reading its input"), ("check", 2, ""), ("script", 1, "")],
+)
+def test_the_processes_must_have_read_their_files(monkeypatch, kind, read, problem):
+    requests = []
+
+    def ask(request, files):
+        requests.append(request)
+        for file in files[:read]:
+            os.read(file, 1)
+        return {"main": [0, 0], "stalled": False}
+
+    sandbox = Pool(workers=1)
+    monkeypatch.setattr(pool, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
+    expected = pytest.raises(SandboxError, match=problem) if problem else contextlib.nullcontext()
+    with pool._files({}, {}) as files, expected:
+        assert sandbox._try(kind, files, 3, 7)
+    assert len(requests) == (3 if problem else 1)
+
+
+class FakeServer:
+    def __init__(self, preload):
+        self.layers = Layers({"uid": "uid 7", "limits": "limits"}, {"landlock": "too old"})
+        self.stops = 0
+
+    def stop(self):
+        self.stops += 1
+
+
+def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
+    started = []
+    monkeypatch.setattr(server, "start", lambda p: started.append(FakeServer(p)) or started[-1])
+    with caplog.at_level(logging.INFO, "gac"):
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        Pool(workers=1).start()
+        assert not caplog.records  # only the first rank of a node logs them
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        sandbox = Pool(workers=1, require=["uid"])
+        assert sandbox.start() is started[1].layers and sandbox.start() is started[1].layers
+        assert [record.message for record in caplog.records] == [str(started[1].layers)]
+    assert str(started[1].layers) == "sandbox: limits, uid 7; no landlock: too old"
+    sandbox._discard(started[0])  # another thread has replaced it
+    sandbox.start()
+    assert (len(started), started[0].stops) == (2, 0)
+    sandbox._discard(started[1])
+    assert sandbox.map(lambda x: -x, [3, 1, 2]) == [-3, -1, -2]
+    sandbox.start()
+    sandbox.close()
+    sandbox.close()
+    assert [one.stops for one in started] == [0, 1, 1]
+    with pytest.raises(SandboxError, match=r"unavailable \(no landlock: too old\)"):
+        Pool(workers=1, require=["limits", "landlock"]).start()
+    assert started[3].stops == 1
+
+
+# --- the client of a server -----------------------------------------------------------------------
+
+
+def test_a_request_carries_its_limits_and_descriptors():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    waits = []
+
+    def wait(reader, seconds):
+        message, files, _, _ = socket.recv_fds(theirs, 1 << 16, 8)
+        os.write(files[0], b"reply")
+        waits.append((json.loads(message), os.read(reader, 99), len(files), seconds))
+        for file in files:
+            os.close(file)
+
+    client = SimpleNamespace(_control=ours, _wait=wait)
+    request = {"kind": "check", "cpu_seconds": 3}
+    Server.ask(client, request, [0, 1, 2])
+    limits = {"wall_seconds": 12, "most_seconds": 120}
+    assert waits == [({**request, **limits}, b"reply", 4, 150)]
+    theirs.close()
+    assert Server.ask(client, request, [0, 1, 2]) is None and len(waits) == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "dies", "result"),
+    [
+        (b'{"a": 1}', False, {"a": 1}),
+        (b'{"a": 1}', True, {"a": 1}),  # its last answer
+        (None, True, None),
+        (b"", False, None),  # end of file
+        (None, False, None),  # no answer in time
+    ],
+)
+def test_an_answer_is_awaited_until_the_server_dies(sent, dies, result):
+    (reader, writer), (death, alive) = os.pipe(), os.pipe()
+    ends = [reader, writer, death, alive]
+    if sent:
+        os.write(writer, sent)
+    elif sent is not None:
+        os.close(ends.pop(1))
+    if dies:
+        os.write(alive, b"x")
+    started = time.monotonic()
+    assert Server._wait(SimpleNamespace(_death=death), reader, 0.05) == result
+    assert (time.monotonic() - started >= 0.05) == (sent is None and not dies)
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_namespaces_hide_everything_that_is_not_needed(monkeypatch, uid):
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(sys, "path", ["/packages", ""])
+    attempts = server._namespace_attempts(["numpy"])
+    assert [("--cap-drop" in a, "--unshare-user" in a) for a in attempts] == (
+        [(True, False), (False, True)] if uid == 0 else [(False, True)]
+    )
+    for arguments in attempts:
+        text = " ".join(arguments)
+        for name in ("ipc", "pid", "net", "uts", "cgroup-try"):
+            assert f"--unshare-{name} " in text
+        assert "--as-pid-1 --proc /proc --dev /dev " in text
+        bound = [b for a, b in itertools.pairwise(arguments) if a == "--ro-bind-try"]
+        assert {"/usr", "/lib64", sys.prefix, sys.base_prefix, "/packages"} <= set(bound)
+        assert len(bound) == len(set(bound)) and "/" not in bound and "--bind" not in text
+        capabilities = text.count("--cap-add CAP_")
+        assert capabilities == (3 if "--cap-drop ALL" in text else 0)
+    assert "/packages" not in " ".join(server._namespace_attempts([])[0])
+
+
+# --- jobs and identities of the fork server -------------------------------------------------------
+
+
+def test_waiting_for_a_core_extends_a_deadline_up_to_a_limit(monkeypatch):
+    job = Job(0, 4.0, 40.0, main=11, helper=12)
+    start = job.started
+    assert job.deadline == start + 4 and job.running() == [11, 12]
+    waited = {11: 1.0, 12: 0.5}
+    monkeypatch.setattr(zygote, "_seconds_without_core", waited.__getitem__)
+    assert not job.overdue(start + 3.9) and job.deadline == start + 4
+    assert not job.overdue(start + 5) and job.deadline == start + 5.5
+    job.ends["helper"] = [0, 0.0]
+    assert job.running() == [11] and job.overdue(start + 5.6)  # 4 + 1
+    waited[11] = 100.0
+    assert not job.overdue(start + 39) and job.deadline == start + 40
+    assert job.overdue(start + 40)
+
+
+def test_a_job_with_too_many_threads_is_killed(monkeypatch):
+    killed, threads = [], {11: 64, 12: 64}
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    monkeypatch.setattr(confine, "threads_of", threads.__getitem__)
+    job = Job(0, 4.0, 40.0, main=11, helper=12)
+    job.kill_if_crowded()
+    assert not killed
+    threads[12] = 65
+    job.kill_if_crowded()
+    assert killed == [(11, signal.SIGKILL), (12, signal.SIGKILL)]
+
+
+def test_threads_of_other_processes_are_counted_once_a_second(monkeypatch):
+    tasks, checked = [50], []
+    job = SimpleNamespace(kill_if_crowded=lambda: checked.append(1))
+    monkeypatch.setattr(confine, "tasks_of", lambda uid: tasks[0] * (uid == os.getuid()))
+    monkeypatch.setattr(confine, "threads_of", {7: 3, 8: 4}.__getitem__)
+    now = [1000.0]
+    monkeypatch.setattr(zygote, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    state = SimpleNamespace(uids=None, uid_of={7: 0, 8: 0}, jobs={7: job}, counted=(0.0, 0))
+    for now[0], others in ((1000.0, 43), (1000.5, 43), (1001.5, 93)):
+        assert Zygote._next_uid(state) == os.getuid()
+        assert Zygote._max_tasks(state) == others + 256 + 3 * 64
+        tasks[0] = 100
+    assert len(checked) == 2
+    assert Zygote._max_tasks(SimpleNamespace(uids=range(3))) == 64
+
+
+def test_the_uids_of_a_server(monkeypatch):
+    state, dropped = SimpleNamespace(uids=None), []
+
+    def drop(uid):
+        dropped.append(uid)
+        if uid == 10:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert Zygote._prepare_uid(state) == "uid 1000" and state.uids is None
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(confine, "drop_root", drop)
+    for first, used in ((20, range(20, 29)), (10, range(30, 39))):
+        ranges = [range(first, first + 9), range(30, 39)]
+        monkeypatch.setattr(confine, "unused_uids", lambda seed, ranges=ranges: ranges)
+        assert Zygote._prepare_uid(state) == f"uids {used[0]} to {used[-1]}"
+        assert state.uids == used
+    assert dropped == [20, 10, 30]
+
+
+def test_cpu_time_is_that_of_the_program_and_of_the_kernel():
+    job = Job(0, 4.0, 40.0, main=11, helper=12)
+    state = SimpleNamespace(jobs={11: job, 12: job}, uid_of={})
+    usage = SimpleNamespace(ru_utime=1.5, ru_stime=0.25)
+    Zygote._ended(state, 12, 3, usage)
+    Zygote._ended(state, 11, 4, usage)
+    assert job.ends == {"helper": [3, 1.75], "main": [4, 1.75]}
+    assert Zygote._ended(state, 99, 0, usage) is None
+
+
+def test_what_the_kernel_reports_about_processes(monkeypatch, tmp_path):
+    size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) << 10
+    assert abs(zygote._address_space() - size) < size / 20
+    assert confine.threads_of(os.getpid()) == len(list(Path("/proc/self/task").iterdir()))
+    assert confine.threads_of(-1) == 0
+    assert str(Path("/proc", str(os.getpid()))) in confine._processes()
+    for name, uid, threads in (("1", 5, 3), ("2", 6, 10), ("3", 5, 4)):
+        (tmp_path / name).mkdir()
+        lines = f"Name:\tx\nUid:\t{uid}\t7\t8\t9\nGid:\t5\t5\nThreads:\t{threads}\nCpus:\t1\n"
+        (tmp_path / name / "status").write_text(lines)
+    monkeypatch.setattr(confine, "_processes", lambda: [str(tmp_path / n) for n in "1234"])
+    assert (confine.tasks_of(5), confine.tasks_of(6), confine.tasks_of(7)) == (7, 10, 0)
+    monkeypatch.setattr(zygote.Path, "read_text", lambda path: "5 2500000000 7\n")
+    assert zygote._seconds_without_core(1) == 2.5
+
+
+def test_limits_do_not_exceed_the_hard_ones(monkeypatch):
+    hard = {resource.RLIMIT_AS: 1000, resource.RLIMIT_NOFILE: 1 << 20}
+    limits = {}
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda name: (7, hard.get(name, unlimited)))
+    monkeypatch.setattr(confine, "_set_limit", limits.__setitem__)
+    confine.set_limits(3, 5000, 9)
+    assert limits == {
+        resource.RLIMIT_CPU: (3, 3),
+        resource.RLIMIT_AS: (1000, 1000),
+        resource.RLIMIT_STACK: (64 << 20, 64 << 20),
+        resource.RLIMIT_FSIZE: (64 << 20, 64 << 20),
+        resource.RLIMIT_NOFILE: (64, 64),
+        resource.RLIMIT_NPROC: (9, 9),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+
+
+@pytest.mark.parametrize(("megabytes", "largest"), [(256, 64 << 20), (4, 2 << 20)])
+def test_threads_get_at_most_a_quarter_of_the_memory(monkeypatch, megabytes, largest):
+    sizes = []
+    monkeypatch.setattr(modules, "_set_stack_size", sizes.append)
+    monkeypatch.setattr(modules, "_largest_stack", [0])
+    modules.limit_stacks(megabytes << 20)
+    assert modules._largest_stack == [largest] and sizes == [2 << 20]
+
+
+# --- the probe ------------------------------------------------------------------------------------
+
+
+def refuse():
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("working", [4, 5])
+def test_a_probe_needs_attempts_that_work_without_confinement(monkeypatch, working):
+    attempts = {f"call {i}": lambda: None for i in range(working)} | {"other": refuse}
+    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
+
+    def fork(body):
+        if pid := os.fork():
+            return pid
+        os._exit(3)  # dies before it answers
+
+    names = ", ".join(list(attempts)[:-1])
+    message = f"only these calls work: {names}$" if working < 5 else r"\(wait status 768\)"
+    with pytest.raises(OSError, match=message):
+        probe.verify_confinement(fork, lambda *arguments: None)
+
+
+def test_the_probe_accepts_refusals_only(monkeypatch):
+    allowed = {"b": None, "d": errno.ENOENT}  # the kernel, not the filter, refuses the second one
+    confined = threading.Event()
+
+    def attempt(name):
+        if name == "impossible":
+            raise OSError(errno.ENOSYS, "no")
+        if confined.is_set() and name not in allowed:
+            refuse()
+        if confined.is_set() and allowed[name]:
+            raise OSError(allowed[name], "no")
+
+    def confine_child(kept, cpu_seconds, memory_bytes):
+        assert (len(kept), cpu_seconds, memory_bytes) == (1, 5, 1 << 28)
+        confined.set()
+
+    def fork(body):
+        if pid := os.fork():
+            return pid
+        os._exit(body())
+
+    attempts = {name: lambda name=name: attempt(name) for name in [*"abcde", "impossible"]}
+    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
+    with pytest.raises(OSError, match="does not block b, d$"):
+        probe.verify_confinement(fork, confine_child)
+    allowed.clear()
+    probe.verify_confinement(fork, confine_child)
