@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from gac.methods import METHODS, Observation
+from gac.control.alarm import Alarm
+from gac.control.alignment import Alignment
+from gac.control.controller import ControllerConfig, GuidedController
+from gac.control.estimators import Corrections
+from gac.control.evidence import Evidence, Reading, SourceNeeds
+from gac.control.gate import Gate
+from gac.control.signals import ProxySignals
+from gac.control.term_pair import TermPair
+from gac.methods import METHODS, Mix, Observation
+from gac.methods.base import StepNeeds
+from gac_kernels import Signals
 
 
 def test_gradnorm_favors_the_term_that_lags() -> None:
@@ -24,6 +35,86 @@ def test_gradnorm_favors_the_term_that_lags() -> None:
     assert weights == pytest.approx((0.9, 1.1))
     equal = METHODS["gradnorm"](lr=0.1, asymmetry=0.0)
     assert equal.solve(state, torch.diag(torch.tensor([4.0, 1.0]).double()), mix)[1][0] < 0.9
+
+
+def test_famo_moves_weight_to_the_loss_that_falls_more_slowly() -> None:
+    method = METHODS["famo"](lr=0.3, decay=0.0, rollout_floor=-2.0)
+    before, after = TermPair(1.0, 0.0), TermPair(0.5, -0.01)
+    step = Observation(1, losses_before=before, losses_after=after)
+    start = method.init()
+    for values in ((None, after), (before, None), (before, TermPair(0.5, math.nan))):
+        lacking = Observation(1, losses_before=values[0], losses_after=values[1])
+        assert method.mix(start, lacking) == (start, Mix(0.5))
+    state, mix = method.mix(start, step)
+    # Adam's first step has the size of lr; the weights are proportional to z_i / (L_i - floor_i)
+    assert state["famo"]["logits"] == pytest.approx([-0.3, 0.3])
+    s, r = math.exp(-0.3) / 1.0, math.exp(0.3) / 2.0
+    assert mix.pair == pytest.approx((s / (s + r), r / (s + r)))
+    assert method.mix(state, Observation(2)) == (state, mix)
+    assert method.mix(state, step)[0]["famo"]["logits"][0] < -0.5
+    assert replace(method, decay=9.0).mix(state, step)[0]["famo"]["logits"][0] > -0.3
+    below = replace(step, losses_before=TermPair(1.0, -3.0), losses_after=TermPair(0.9, -4.0))
+    # RL losses at the floor of -2: no progress
+    assert method.mix(start, below)[0]["famo"]["logits"] == pytest.approx([-0.3, 0.3])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A source whose readings differ in each step."""
+
+    needs: SourceNeeds = SourceNeeds(gram=True, bias=True, sketch=7)
+
+    def init(self) -> dict[str, int]:
+        return {"read": 0}
+
+    def read(self, evidence: Evidence, state: dict[str, int]) -> tuple[Reading, dict[str, int]]:
+        n = state["read"] + 1
+        corrections, alignment = Corrections(0.1, 0.2, 0.3, 0.4), Alignment(1.0, 4.0, 9.0, n)
+        return Reading(Signals(0.1 * n, 0.5, 2.0), corrections, alignment), {"read": n}
+
+
+GUARDED = {"gate": Gate("z", decay=0.5), "alarm": Alarm(), "estimator": "biased"}
+
+
+def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> None:
+    method = METHODS["gac"](signals=Counted(), update_every=1, **GUARDED)
+    controller = GuidedController(ControllerConfig(update_every=1, **GUARDED))
+    state, mix = method.mix(method.init(), Observation(0))
+    assert mix == Mix(controller.update())
+    messages = []
+    for step in range(1, 40):
+        losses = 5.0 if step > 36 else 1 + 0.1 * (step % 3), 0.9
+        last = Observation(step, kl=0.05, demo_loss=3.0, demo_losses=losses)
+        signals = corrections = alignment = None
+        if step % 2:
+            last = replace(last, evidence=Evidence(step))
+            (signals, corrections, alignment), _ = Counted().read(None, {"read": step // 2})
+            read = [f"read_{name}" for name in Signals._fields], signals
+        mu = controller.update(signals, 0.05, corrections, alignment, 3.0, losses)
+        before, (state, mix) = state, method.mix(state, last)
+        expected, gate = controller.state_dict(), controller.state.gate
+        assert mix == Mix(mu) and state["controller"] == expected
+        assert method.report(state) == {
+            **{name: expected[name] for name in ("mu_star", "prior", "alpha")},
+            **{name: getattr(gate, name) for name in ("trust", "cosine", "z")},
+            "demos_suspect": float(expected["alarm"]["suspect"]),
+            **dict(zip(*read, strict=True)),
+        }
+        del before["controller"]["alarm"]  # as in checkpoints of earlier versions
+        messages.append(method.log_message(before, state))
+    assert messages[:37] == [None] * 37
+    assert all(text.startswith("the demonstration loss jumped to 2.95") for text in messages[37:])
+    assert method.log_message(state, state) is None
+
+
+def test_gac_needs_its_signals_on_refresh_steps() -> None:
+    method = METHODS["gac"](signals=Counted(), update_every=4, gradient_parts=3, **GUARDED)
+    refresh = StepNeeds(kl=True, signals=True, parts=3, bias=True, sketch=7)
+    assert [t for t in range(9) if method.needs(t) == refresh] == [0, 3, 7]
+    assert [t for t in range(9) if method.needs(t) == StepNeeds()] == [1, 2, 4, 5, 6, 8]
+    plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
+    assert plain.needs(0) == StepNeeds(kl=True, signals=True, trim=0.3)
+    assert plain.needs(1) == StepNeeds(kl=True, trim=0.3)
 
 
 GOLDEN = 18.0, -22.0, 38.0

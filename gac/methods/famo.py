@@ -50,7 +50,8 @@ class FAMO(LossWeights):
             return state, Mix(0.5)
         losses = self._bounded(TermPair(*state["losses"]))
         weights = famo_weights(famo, losses, self._floors)
-        return state, Mix(0.5) if weights is None else Mix.weights(*weights)
+        assert weights is not None  # the losses of the state are finite
+        return state, Mix.weights(*weights)
 
     @property
     def _floors(self) -> TermPair:

@@ -88,7 +88,7 @@ class GAC(ControllerConfig, TokenWeighted):
 
     def report(self, state: State) -> dict[str, float | None]:
         columns = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
-        if self.gate is not None and state["controller"]["gate"] is not None:
+        if state["controller"]["gate"] is not None:
             gate = GateState.of(state["controller"]["gate"])
             columns |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
         if self.alarm is not None:
