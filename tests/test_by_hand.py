@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from torch import nn
 from gac.data import Example
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
-from gac.faults import checkpoint, preflight
+from gac.faults import checkpoint
 from gac.faults.stopping import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.methods.sft_budget import SFTBest
@@ -119,17 +119,47 @@ def test_advantages_over_the_batch_use_its_sample_deviation():
     assert advantages.flatten().tolist() == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001, 0, 0])
 
 
-def test_a_second_interrupt_takes_effect_immediately():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    try:
+@pytest.fixture
+def handlers():
+    """Handlers of SIGINT and SIGTERM; background jobs ignore SIGINT."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    yield lambda: [signal.getsignal(number) is interrupt for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_takes_effect_immediately(number, handlers):
+    with StopRequest() as stop:
+        assert not stop.requested and handlers() == [False, False]
+        signal.raise_signal(number)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert handlers() == [True, True]
+
+
+def test_without_a_signal_the_handlers_are_restored(handlers):
+    with StopRequest():
+        pass
+    assert handlers() == [True, True]
+
+
+def test_a_run_in_another_thread_handles_no_signals(handlers):
+    def run():
         with StopRequest() as stop:
-            signal.raise_signal(signal.SIGINT)
-            assert stop.requested
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+            seen.append((stop.requested, *handlers()))
+
+    seen = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=60)
+    assert seen == [(False, True, True)]
 
 
 def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_path, monkeypatch):
@@ -138,7 +168,9 @@ def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_pat
     sync, rename = os.fsync, Path.rename
 
     def record_sync(file):
-        events.append(Path(f"/proc/self/fd/{file}").resolve().name)
+        path = Path(f"/proc/self/fd/{file}").resolve()
+        assert path.is_dir() or json.loads(path.read_text())  # its buffer is empty
+        events.append(path.name)
         sync(file)
 
     def record_rename(*paths):
@@ -148,20 +180,10 @@ def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_pat
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(Path, "rename", record_rename)
     (tmp_path / ".writing").mkdir()
+    files = set(Path("/proc/self/fd").iterdir())
     checkpoint._publish(tmp_path / ".writing", tmp_path / "step-00000001", {"step": 1})
+    assert set(Path("/proc/self/fd").iterdir()) == files
     assert events == [checkpoint.PROGRESS, "rename", tmp_path.name]
-
-
-def test_a_checkpoint_needs_the_weights_and_two_moments(tmp_path, monkeypatch):
-    """30 float32 weights, 20 of them trained: 4 (30 + 2 x 20) = 280 bytes per checkpoint."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(20)), torch.zeros(10)])
-    model[1].requires_grad_(False)
-    free = SimpleNamespace(free=2 * 280)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    preflight.check_space(tmp_path, model, checkpoints=2)
-    free.free -= 1
-    with pytest.raises(RunError, match="2 checkpoints"):
-        preflight.check_space(tmp_path, model, checkpoints=2)
 
 
 def test_the_untrained_model_is_never_the_best(tmp_path):

@@ -255,11 +255,22 @@ def test_files_written_before_a_rename_still_load(task, tmp_path):
 def test_guard_checks_the_norm_and_the_losses():
     guard = Guard(GuardConfig(max_norm=10, patience=2))
     fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
-    assert guard.judge(9.0, fine) is None
+    assert guard.judge(10.0, fine) is None and guard.fault is None
     assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.max_norm=10"
     assert guard.judge(math.inf, fine) == "grad_norm is inf" and guard.exhausted
     assert guard.judge(1.0, fine) is None and not guard.exhausted and guard.skipped == 2
-    assert guard.judge(1.0, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
+    assert guard.fault == "grad_norm is inf"  # the last one
+    assert guard.judge(math.nan, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
+    assert (guard.fault, guard.consecutive) == ("demo_loss is nan", 1)
+    guard.kept = 7
+    state = guard.state_dict()
+    assert state == {"skipped": 3, "consecutive": 1, "kept": 7}
+    guard.judge(-math.inf, fine)
+    assert guard.state_dict() == {"skipped": 4, "consecutive": 0, "kept": 7}  # it was exhausted
+    restored = Guard(GuardConfig())
+    assert restored.state_dict() == {"skipped": 0, "consecutive": 0, "kept": 0}
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def check_folder(out: Path) -> None:
     finally:
         if rank() == 0:
             with contextlib.suppress(OSError):  # if `out` is below a file, there is nothing to do
-                path.unlink(missing_ok=True)
+                path.unlink()
 
 
 def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:

@@ -43,4 +43,3 @@ class StopRequest:
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._handlers = {}

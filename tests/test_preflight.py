@@ -1,0 +1,125 @@
+"""Checks before a run starts, with values computed by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gac.errors import ConfigError, RunDirectoryError, RunError
+from gac.faults import preflight
+from gac.faults.preflight import check_budget, check_folder, check_same_run
+
+UNCHANGED = """data.prompts demo_batch seed evaluation steps_more exporter rollouts rollouts.prompts
+rollouts.vllms method.name loss.kl_coef micro"""
+CHANGED = """out name resume_anyway steps eval eval.every micro_batch micro_tokens checkpoint_every
+keep_checkpoints trackers export guards.patience parallel.mode rollouts.vllm.url
+rollouts.sample_every rollouts.sample_prompts rollouts.print_samples"""
+
+
+def test_a_folder_is_probed_and_left_as_it_was(tmp_path):
+    out = tmp_path / "runs" / "one"
+    for _ in range(2):
+        check_folder(out)
+        assert list(out.iterdir()) == []
+
+
+def test_every_rank_must_see_the_files_of_rank_0(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "rank", lambda: 1)
+    message = f"out='{tmp_path}': rank 1 does not see rank 0's files: use a shared file system"
+    with pytest.raises(RunDirectoryError, match=message):
+        check_folder(tmp_path)
+    (tmp_path / "probe").write_text("of rank 0")
+    monkeypatch.setattr(preflight, "gather", lambda name: ["probe", name])
+    check_folder(tmp_path)
+    assert (tmp_path / "probe").exists()  # rank 0 deletes it
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("null byte")
+
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "run"
+    for reason in ("Not a directory", "null byte"):
+        with pytest.raises(RunDirectoryError) as caught:
+            check_folder(out)
+        expected = f"out='{out}': the run directory is not writable ({reason}): choose another"
+        assert str(caught.value).startswith(expected)
+        monkeypatch.setattr(preflight.Path, "mkdir", fail)
+
+
+def test_a_checkpoint_needs_the_weights_and_two_moments(tmp_path, monkeypatch):
+    """30 float32 weights, 20 of them trained: 4 (30 + 2 x 20) = 280 bytes per checkpoint."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(20)), torch.zeros(10)])
+    model[1].requires_grad_(False)
+    free = SimpleNamespace(free=2 * 280)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    preflight.check_space(tmp_path, model, checkpoints=2)
+    free.free -= 1
+    sizes = "2 checkpoints of this model need 5.6e-07 GB, but only 5.59e-07 GB are free"
+    with pytest.raises(RunError, match=f"out='{tmp_path}': {sizes}"):
+        preflight.check_space(tmp_path, model, checkpoints=2)
+
+
+def test_budgets_by_hand():
+    check_budget("micro_tokens", None, 9, 4)
+    check_budget("micro_tokens", 36, 9, 4)
+    check_budget("micro_tokens", 9, 9, 1)
+    rest = "tokens: use {} or more, or lower rollouts.max_new_tokens"
+    for key, tokens, unit, need, rows in (
+        ("micro_tokens", 35, 4, 36, "4 rows that stay together"),
+        ("rollouts.batch_tokens", 8, 1, 9, "the longest row"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_budget(key, tokens, 9, unit)
+        message = f"{key}={tokens}: {rows} (prompt and response) may have {need} {rest}"
+        assert str(caught.value).startswith(message.format(need))
+
+
+def nested(key: str, value: int) -> dict:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def saved(config: dict, **changes) -> dict:
+    return {"format": preflight.FORMAT, "config": config, "ranks": 1, **changes}
+
+
+@pytest.mark.parametrize("key", [*CHANGED.split(), *UNCHANGED.split()])
+def test_keys_that_may_change_on_resume(key):
+    now = nested(key, 2)
+    check_same_run(saved(now), now, resize=False)
+    message = f":\n  {key}: 1 in the checkpoint, 2 now"
+    allowed = contextlib.nullcontext() if key in CHANGED.split() else pytest.raises(ConfigError)
+    with allowed as caught:
+        check_same_run(saved(nested(key, 1)), now, resize=True)
+    assert caught is None or str(caught.value).endswith(message)
+
+
+def test_differences_of_two_configurations_by_hand():
+    old = {"b": {"x": [1, 2], "y": {}}, "c": None, "a": 1, "name": "first"}
+    check_same_run(saved(old), {"b": {"x": (1, 2), "y": {}}, "a": 1}, resize=False)
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(saved(old), {"b": {"x": [1, 3], "y": {"z": 0}}, "name": 7}, resize=False)
+    assert str(caught.value).splitlines()[1:] == [
+        "  a: 1 in the checkpoint, 'not set' now",
+        "  b.x: [1, 2] in the checkpoint, [1, 3] now",
+        "  b.y: {} in the checkpoint, 'not set' now",
+        "  b.y.z: 'not set' in the checkpoint, 0 now",
+    ]
+
+
+def test_ranks_and_versions_of_a_checkpoint():
+    for changes in ({"ranks": 2}, {}):
+        check_same_run(saved({}, **changes), {}, resize=True)
+    with pytest.raises(ConfigError, match=r"by 2 processes but 1 are running.* Start 2 processes"):
+        check_same_run(saved({}, ranks=2), {}, resize=False)
+    for version in (None, preflight.FORMAT - 1, preflight.FORMAT + 1):
+        with pytest.raises(ConfigError, match="another version of gac"):
+            check_same_run(saved({}, format=version), {}, resize=True)
