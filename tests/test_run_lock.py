@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -62,19 +60,3 @@ def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, c
     assert len(lines) == 1
     assert str(tmp_path) in lines[0]
     assert str(holder.pid) in lines[0]
-
-
-def test_other_ranks_do_not_lock(holder, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    with run_lock(tmp_path):
-        pass
-
-
-def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with run_lock(tmp_path):
-        pass
-    assert str(tmp_path) in caplog.text

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac.config import ConfigError
 from gac.methods import Mix
 from gac.parallel import setup
-from gac.parallel.setup import ParallelConfig, make_accelerator
+from gac.parallel.setup import ParallelConfig
 from gac.rollouts import engines
 from gac.rollouts.generation import generate
 from gac.training import forward, gradients
@@ -159,32 +158,6 @@ def weights(run_config):
     return {n: full_tensor(p) for n, p in Trainer(run_config).model.named_parameters()}
 
 
-def test_accelerate_fsdp_flag_is_rejected(monkeypatch):
-    """The flag would be ignored silently on CPUs."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="--use_fsdp.*parallel.mode=fsdp"):
-        make_accelerator(ParallelConfig(), "no", (), ".")
-
-
-def test_replicas_must_divide_the_ranks(task, tmp_path):
-    run_config = config(task, tmp_path, parallel={**FSDP, "replicas": 2})
-    for message in ranks.errors(Trainer, run_config, ranks=3):
-        assert re.search("parallel.replicas=2: .*divisor of 3", message)
-
-
 def test_indivisible_batches_name_the_key(task, tmp_path):
     for message in ranks.errors(Trainer, config(task, tmp_path, demo_batch=3), ranks=2):
         assert re.search("demo_batch=3: .*multiple of .*2", message)
-
-
-def prepare_without_layers():
-    sharded = ParallelConfig("fsdp")
-    accelerator = make_accelerator(ParallelConfig(), "no", (), ".")
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    loading = setup.sharded_loading(accelerator, sharded)
-    return setup.prepare(model, accelerator, sharded, "no", loading)
-
-
-def test_a_model_without_known_layers_is_rejected():
-    for message in ranks.errors(prepare_without_layers, ranks=2):
-        assert re.search("Sequential .*parallel.mode=ddp", message)
