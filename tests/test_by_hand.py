@@ -25,10 +25,9 @@ from gac.parallel.setup import _policy
 from gac.report.groups import Group
 from gac.report.page import headline
 from gac.report.table import Context
-from gac.rollouts.advantages import group_advantages, group_credit
-from gac.rollouts.generation import RolloutConfig
-from gac.rollouts.plan import Sampling, Stage
-from gac.rollouts.sampling import Sample, Sampler, _pair, _prefix
+from gac.rollouts.advantages import group_advantages
+from gac.rollouts.plan import Stage
+from gac.rollouts.sampling import Sample, _pair, _prefix
 from gac.study import runs
 from gac.study.page import headline as study_headline
 from gac.training.optim import OptimConfig, learning_rate, make_optimizer
@@ -63,25 +62,6 @@ def test_only_matrices_are_decayed():
 
 def example(demo=(5, 6, 7)):
     return Example("0", (4,), "a", "b", demo, {})
-
-
-def test_a_complete_demonstration_is_not_a_reward_of_the_policy():
-    plan = Sampling(demos="prompt", stages=(Stage(1, prefix=1.0), Stage(1)))
-
-    def reward(texts, examples):
-        return [float(i == 0) for i in range(len(texts))]
-
-    reward.set_step = lambda step: None
-
-    starts = []
-
-    def engine(model):
-        return lambda prompts, samples: starts.append(prompts) or [(8, 1)] * len(prompts) * samples
-
-    config = RolloutConfig(prompts=1, completions=2, max_new_tokens=4)
-    sampler = Sampler(config, engine, make_tokenizer(), reward, plan, group_credit)
-    assert sampler(None, [example()]).rewards == [1.0]  # of the second stage only
-    assert starts == [[(4, 5, 6)], [(4,)]]  # the response after a complete one is discarded
 
 
 def test_a_share_of_a_short_demonstration_is_rounded_up():

@@ -147,7 +147,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
         return [answer(1, len(calls) / 4)]
 
     monkeypatch.setattr(during, "generate_answers", generate)
-    monkeypatch.setattr(during.time, "perf_counter", iter((10.0, 12.5)).__next__)
+    clock = iter((10.0, 12.5))
+    monkeypatch.setattr(during, "time", SimpleNamespace(perf_counter=clock.__next__))
     CLOSED.clear()
     prompts = str(task / "eval.jsonl")
     more = EvalTask(
@@ -241,7 +242,7 @@ def steps(monkeypatch) -> list:
     monkeypatch.setattr(suite, "save_text", save)
     monkeypatch.setattr(suite.setup, "leave", lambda: done.append("leave"))
     clock = iter((10.0, 12.5, 20.0, 20.75))
-    monkeypatch.setattr(suite.time, "perf_counter", clock.__next__)
+    monkeypatch.setattr(suite, "time", SimpleNamespace(perf_counter=clock.__next__))
     return done
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from gac.rollouts.sampling import (
     Sample,
     Sampler,
     SamplingStats,
-    SignalWatch,
     engine_logps,
     is_flat,
     scatter_logps,
@@ -52,24 +50,6 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
         "groups_without_signal",
         "truncated",
     }
-
-
-def test_warning_after_ten_samplings_in_a_row_without_signal(caplog) -> None:
-    caplog.set_level(logging.WARNING)
-    watch = SignalWatch()
-    silent = SamplingStats(groups=4, flat_groups=4)
-    for stats in (silent, SamplingStats(groups=4, flat_groups=3), SamplingStats()):
-        for _ in range(9):
-            watch.update(silent)
-        assert not caplog.records
-        watch.update(stats)
-        assert bool(caplog.records) == (stats is silent)
-        if caplog.records:
-            assert "for 10 steps" in caplog.text
-            watch.update(silent)
-            assert len(caplog.records) == 1  # only once
-            caplog.clear()
-            watch = SignalWatch()
 
 
 def test_samples_are_recorded_with_their_text_and_reward() -> None:
@@ -138,7 +118,7 @@ def test_rewards_of_demonstrations_belong_to_their_prompts() -> None:
 def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_p, warns) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: rank)
     Sampler(RolloutConfig(top_p=top_p), None, make_tokenizer(), None, Sampling(), group_credit)
-    assert ("rollouts.top_p=0.9" in caplog.text) == warns
+    assert ("rollouts.top_p=" in caplog.text) == warns
 
 
 def test_the_overlong_punishment_rises_linearly_to_its_maximum() -> None:

@@ -158,7 +158,7 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
-    rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step)).rows
+    rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
     expected = trainer.gradients.forward.row_logprobs(rows)
     for row, logps in zip(rows, expected, strict=True):
         torch.testing.assert_close(torch.tensor(row.engine_logps), logps, atol=1e-3, rtol=1e-3)

@@ -180,12 +180,11 @@ class Sampler:
         """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`."""
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
-        self.stats = SamplingStats()
         self.stages = plan.stages or (Stage(config.completions),)
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with responses and rewards, for people to read."""
-        self.signal, self.step = SignalWatch(), 0
+        self.signal = SignalWatch()
         if config.top_p < 1 and rank() == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
@@ -194,7 +193,7 @@ class Sampler:
                 config.top_p,
             )
 
-    def __call__(self, model: nn.Module, examples: Sequence[Example], step: int = 0) -> Rollouts:
+    def __call__(self, model: nn.Module, examples: Sequence[Example], step: int) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
         self.step = step
         self.reward.set_step(step)
@@ -318,6 +317,8 @@ class Sampler:
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
         """One reward per response; nan if the response was dropped."""
+        if not responses:  # an empty batch would decode to one empty string
+            return []
         texts = self.tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
         return [math.nan if s is None else s for s in self.reward(texts, examples)]
 

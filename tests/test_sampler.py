@@ -1,0 +1,278 @@
+"""The sampler with a scripted engine and reward: every row, statistic and call by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gac.data import Example
+from gac.data.rows import Row, demo_row
+from gac.demo.task import make_tokenizer
+from gac.rollouts import sampling
+from gac.rollouts.advantages import Credit
+from gac.rollouts.generation import Response, RolloutConfig
+from gac.rollouts.plan import Sampling, Stage
+from gac.rollouts.sampling import (
+    Rollouts,
+    Sample,
+    Sampler,
+    SamplingStats,
+    SignalWatch,
+    _prefix,
+    is_flat,
+    source_means,
+)
+
+WORDS = make_tokenizer()  # <eos> is 1, "2" is 5
+A = Example("a", (4, 6), "13", None, (7, 8, 1), {}, source="x")
+B = Example("b", (9,), "6", None, None, {})
+C = Example("c", (10, 3), "70", None, (11, 1), {}, source="x")
+D = Example("d", (12,), "9", None, (1,), {}, source="y")
+
+
+class Script:
+    """An engine, a reward and a credit with given results; records their calls."""
+
+    def __init__(self, responses: Iterable[Any], scores: Iterable[Any], *credit: Any) -> None:
+        self.responses, self.scores = iter(responses), iter(scores)
+        self.values = Credit(*(torch.tensor(x, dtype=torch.float64) for x in credit))
+        self.calls: list[Any] = []
+        self.scored: list[tuple[str, str]] = []
+
+    def run(self, plan: Sampling, examples: list[Example], more=None, **config: Any) -> Rollouts:
+        settings = {"max_new_tokens": 4, "stop": ("2",), "advantages": "centered", **config}
+        rollouts = RolloutConfig(**settings)
+        self.sampler = Sampler(rollouts, self.engine, WORDS, self, plan, self.credit, more)
+        return self.sampler("model", examples, 7)
+
+    def engine(self, model: Any) -> Any:
+        self.calls.append(model)
+        return self.policy
+
+    def policy(self, prompts: Any, samples: int) -> list[Any]:
+        self.calls.append((list(prompts), samples))
+        return [next(self.responses) for _ in range(len(prompts) * samples)]
+
+    def set_step(self, step: int) -> None:
+        self.calls.append(step)
+
+    def __call__(self, texts: list[str], examples: list[Example]) -> list[Any]:
+        self.scored += zip(texts, (e.id for e in examples), strict=True)
+        return [next(self.scores) for _ in texts]
+
+    def credit(self, rewards: Any, demos: Any, kind: str) -> Credit:
+        assert rewards.dtype == torch.float64
+        self.given = rewards.tolist(), demos if demos is None else demos.tolist(), kind
+        return self.values
+
+
+@pytest.fixture(autouse=True)
+def third_rank(monkeypatch) -> None:
+    """Rank 2 of 3, whose clock shows 0, 1, 4, 9, 16 and so on."""
+    clock = iter(range(100))
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: next(clock) ** 2))
+    monkeypatch.setattr(sampling, "rank", lambda: 2)
+    monkeypatch.setattr(sampling, "world_size", lambda: 3)
+
+
+def same(actual: Any, expected: Any) -> bool:
+    """Equality under which nan equals itself."""
+    return repr(actual) == repr(expected)
+
+
+RESPONSES = (4, 1), (6, 7), (5,), (8, 5), (3, 3, 1), (9, 9, 9, 9)
+SCORES = 1.0, 0.0, 0.5, 0.5, 0.25, None
+ONES = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [9.0] * 3, [0.0] * 3, [8.0] * 3
+
+
+def test_rollouts_by_hand() -> None:
+    """Demonstrations are separate, so their weights are not used; the last rollout is dropped."""
+    script = Script(RESPONSES, SCORES, *ONES)
+    result = script.run(Sampling(), [A, B, C], completions=2, sample_prompts=2)
+    assert result.rows == [
+        Row((4, 6, 4, 1), 2, False, 1.0, 0, switch=2, unit=2),
+        Row((4, 6, 6, 7), 2, False, 2.0, 1, switch=2, unit=2),
+        Row((9, 5), 1, False, 3.0, 2, switch=1, unit=5),
+        Row((9, 8, 5), 1, False, 4.0, 3, switch=1, unit=5),
+        Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8),
+    ]
+    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.sources == {"x": (1.25, 3)}
+    # the engine took 1 - 0 and 9 - 4 seconds, the reward 25 - 16
+    assert result.stats == SamplingStats(6, 14, 6, 9, groups=2, flat_groups=1, truncated=2)
+    assert result.old_logps == result.teacher_logps == result.collected == []
+    assert script.calls == [7, "model", ([A.prompt, B.prompt, C.prompt], 2)]
+    texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
+    assert script.scored == list(texts)
+    assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
+    first, second = script.sampler.samples
+    assert (first["id"], first["prompt"], first["demonstration"]) == ("a", "13", "45")
+    assert (second["id"], second["demonstration"]) == ("b", None)
+    assert first["responses"] == [
+        {"text": "1", "reward": 1.0, "truncated": False},
+        {"text": "34", "reward": 0.0, "truncated": True},
+    ]
+
+
+def test_truncated_rollouts_can_be_skipped_or_punished() -> None:
+    script = Script(RESPONSES, SCORES, *ONES)
+    settings = {"completions": 2, "overlong_tokens": 2, "overlong_penalty": 0.5}
+    result = script.run(Sampling(), [A, B, C], skip_truncated=True, **settings)
+    assert [row.advantage for row in result.rows] == [1, 3, 4, 5]
+    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.0]  # 3 of 4 tokens cost 0.25
+
+
+def test_demonstrations_of_the_prompts_by_hand() -> None:
+    """They share the group of their prompt; B has none, and the rollout of D has weight 0."""
+    responses = Response.of((4, 1), (-1.0, -2.0)), (6, 1), (7, 1)
+    credit = [[1.0], [2.0], [3.0]], [7.0, 8.0, 9.0], [2.0, 0.0, 0.0], [3.0, 5.0, 4.0]
+    script = Script(responses, (1.0, 0.5, 0.0, 0.75, None), *credit)
+    plan = Sampling("prompt", demo_in_group=True, teacher=True, advantages="batch", demo_tokens=1)
+    result = script.run(plan, [A, B, D], completions=1)
+    row = Row((4, 6, 4, 1), 2, False, 1.0, 0, 2.0, 2, 2, (-1.0, -2.0), (4, 6, 7, 8, 1))
+    assert result.rows == [
+        row,
+        demo_row(A, 1)._replace(advantage=7.0, weight=3.0, unit=2, sequence=1),
+        Row((9, 6, 1), 1, False, 2.0, 2, switch=1, unit=5),
+        demo_row(D, 1)._replace(advantage=9.0, weight=4.0, unit=8, sequence=3),
+    ]
+    rewards = [[1.0], [0.5], [0.0]]
+    assert same(script.given, (rewards, [0.75, math.nan, math.nan], "batch"))
+    assert script.scored[3:] == [("45", "a"), ("", "d")]
+
+
+def test_demonstrations_are_collected_by_their_weight() -> None:
+    credit = [[1.0], [2.0], [3.0]], [0.0] * 3, [1.0] * 3, [1.0, 1.0, 0.0]
+    script = Script([(4, 1)] * 3, [0.0] * 3, *credit)
+    result = script.run(Sampling("prompt", collect=2), [A, B, D], completions=1)
+    assert result.collected == [A, None, None]
+    assert [row.advantage for row in result.rows] == [1, 2, 3]
+
+
+def test_stages_by_hand() -> None:
+    """The second stage continues half of the demonstration of A, and all of D, which is one
+    token; the mean reward of C is too high for a prefix. The second rollout's prefix is trained.
+    """
+    stages = Stage(1), Stage(2, prefix=0.5, below=0.6, trained=1)
+    first = (4, 1), (6, 1), (3, 1)
+    second = Response.of((9, 1), (-1.0, -2.0)), Response.of((3, 1), (-3.0, -4.0))
+    later = (7, 7), (8, 8), (10, 1), (11, 4)
+    table = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+    scores = 0.5, 0.0, 0.75, 0.2, 0.3, 0.9, 0.9, 0.75, 0.75
+    script = Script((*first, *second, *later), scores, table, [0.0] * 3, [1.0] * 3, [1.0] * 3)
+    result = script.run(Sampling("prompt", stages), [A, D, C], completions=3, overlong_tokens=2)
+    assert script.calls[2:] == [
+        ([A.prompt, D.prompt, C.prompt], 1),
+        ([(4, 6, 7, 8), (12,), (10, 3)], 2),
+    ]
+    assert [text for text, _ in script.scored] == ["1", "3", "0", "456", "450", "", "", "7", "81"]
+    nans = math.nan, math.nan
+    expected = [
+        Row((4, 6, 4, 1), 2, False, 1.0, 0, 1.0, 2, 2),
+        Row((4, 6, 7, 8, 9, 1), 4, False, 2.0, 1, 1.0, 4, 2, (-1.0, -2.0)),
+        Row((4, 6, 7, 8, 3, 1), 2, False, 3.0, 2, 1.0, 4, 2, (*nans, -3.0, -4.0)),
+        Row((12, 6, 1), 1, False, 4.0, 3, 1.0, 1, 5),
+        Row((12, 1), 1, True, 6.0, 4, 1.0, 2, 5),
+        Row((10, 3, 3, 1), 2, False, 7.0, 5, 1.0, 2, 8),
+        Row((10, 3, 10, 1), 2, False, 8.0, 6, 1.0, 2, 8),
+        Row((10, 3, 11, 4), 2, False, 9.0, 7, 1.0, 2, 8),
+    ]
+    assert same(result.rows, expected)
+    assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
+    assert result.stats[:2] == (9, 18) and result.stats[4:] == (2, 1, 0, 1)
+    assert script.sampler.samples[1]["responses"][1] == {
+        "text": "",
+        "reward": 0.9,
+        "truncated": False,
+    }
+
+
+def test_groups_without_signal_are_replaced_at_most_twice() -> None:
+    """A and C are flat; D, in the place of A, is not, and C's second replacement is flat again."""
+    asked = []
+
+    def more(count: int) -> list[Example]:
+        asked.append(count)
+        return [D, replace(A, id="e")] if count == 2 else [replace(B, id="f")]
+
+    pairs = [0.5, 0.5], [0.0, 1.0], [0.0, 0.0], [0.25, 0.75], [1.0, 1.0], [0.6, 0.6]
+    script = Script([(4, 1)] * 12, [s for pair in pairs for s in pair], *ONES)
+    result = script.run(Sampling(), [A, B, C], more, completions=2, resample=2, sample_prompts=9)
+    assert asked == [2, 1] and result.rewards == [0.25, 0.75, 0.0, 1.0, 0.6, 0.6]
+    assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
+    assert result.stats[:2] == (12, 24) and result.stats[4:] == (3, 2, 3, 0)
+    assert script.calls[3:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
+
+
+def test_ranks_resample_together(monkeypatch) -> None:
+    asked = []
+
+    def more(count: int) -> list[Example]:
+        asked.append(count)
+        return []
+
+    monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
+    script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
+    result = script.run(Sampling(), [A], more, completions=2, resample=3)
+    assert asked == [0] and script.calls[3:] == [([], 2)] and result.stats.resampled == 0
+
+
+def test_the_rows_of_a_pair_share_a_unit() -> None:
+    script = Script(RESPONSES, SCORES, *ONES)
+    rows = script.run(Sampling(pairs=True), [A, B, C], completions=2).rows
+    assert [(row.ids, row.advantage, row.unit, row.sequence) for row in rows] == [
+        ((4, 6, 4, 1), 1.0, 2, 0),
+        ((4, 6, 6, 7), -1.0, 2, 1),
+    ]
+    script = Script(RESPONSES[2:4], [0.5, 0.5], [[1.0, 2.0]], [9.0], [1.0], [1.0])
+    assert script.run(Sampling(pairs=True), [B], completions=2).rows == []
+    assert script.sampler.signal.without == 1
+
+
+def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
+    drawn = []
+
+    def length(step: int, tokens: int, rng: random.Random) -> int:
+        drawn.append((step, tokens, rng.random()))
+        return 2
+
+    stage = Stage(1, length=length)
+    assert stage.has_prefix and not Stage(1).has_prefix and Stage(1, prefix=0.1).has_prefix
+    assert _prefix(A, [], stage, 3) == (7, 8)
+    assert _prefix(B, [], stage, 3) == _prefix(A, [], Stage(1), 3) == ()
+    assert drawn == [(3, 3, random.Random("3:a").random())]
+
+
+def test_only_responses_of_the_policy_make_a_group() -> None:
+    complete, own = Sample((7,), (), 0.0, True), Sample((), (4,), 1.0, False)
+    assert not is_flat([complete, own]) and is_flat([complete, own, own])
+
+
+def test_mean_rewards_of_the_sources_of_all_ranks(monkeypatch) -> None:
+    own, other = {"y": (3.0, 4), "x": (1.0, 2), "none": (0.0, 0)}, {"x": (2.0, 3), "w": (5.0, 5)}
+    monkeypatch.setattr(sampling.collectives, "gather", lambda values: [values, other])
+    means = source_means(own)
+    expected = {"reward_mean/w": 1, "reward_mean/x": 0.6, "reward_mean/y": 0.75}
+    assert list(means.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, caplog, rank) -> None:
+    monkeypatch.setattr(sampling, "rank", lambda: rank)
+    caplog.set_level(logging.WARNING)
+    watch, silent = SignalWatch(), SamplingStats(groups=1, flat_groups=1)
+    for stats in (SamplingStats(groups=2, flat_groups=1), SamplingStats()):
+        for _ in range(9):
+            watch.update(silent)
+        watch.update(stats)
+    for count in range(1, 31):
+        watch.update(silent)
+        assert len(caplog.records) == (count >= 10 and rank == 0)
+    assert ("for 10 steps" in caplog.text) == (rank == 0)
