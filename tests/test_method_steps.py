@@ -16,9 +16,11 @@ from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence, Reading, SourceNeeds
 from gac.control.gate import Gate
 from gac.control.signals import ProxySignals
+from gac.control.solvers import Gram
 from gac.control.term_pair import TermPair
 from gac.methods import METHODS, Mix, Observation
-from gac.methods.base import StepNeeds
+from gac.methods.base import Method, StepNeeds, next_mix
+from gac.methods.gram_solver import GramSolver
 from gac_kernels import Signals
 
 
@@ -151,6 +153,57 @@ def test_options_of_gradient_solvers(name: str, fields, products, expected) -> N
     a, b, c = products
     gram = torch.tensor([[a, b], [b, c]], dtype=torch.float64).kron(torch.ones(2, 2))
     assert method.solve(state, gram, mix)[1] == pytest.approx(expected)
+
+
+class Fastidious(GramSolver):
+    """Has no weights for conflicting gradients."""
+
+    def closed_form(self, gram: Gram) -> tuple[float, float] | None:
+        return None if gram.dot < 0 else (gram.sft, gram.rl)
+
+
+def test_solvers_count_the_steps_that_they_skip() -> None:
+    method, unknown = Fastidious(), torch.full((2, 2), math.nan)
+    state, weights = method.solve(method.init(), unknown, Mix(0.5))
+    assert weights is None and method.report(state) == {"cosine": None, "solver_skipped": 1}
+    opposite = torch.tensor([[4.0, -6.0], [-6.0, 9.0]], dtype=torch.float64)
+    state, weights = method.solve(state, opposite, Mix(0.5))
+    assert weights is None and method.report(state) == {"cosine": -1.0, "solver_skipped": 2}
+    state, weights = method.solve(state, opposite.abs(), Mix(0.5))
+    assert weights == (4.0, 9.0) and method.report(state) == {"cosine": 1.0, "solver_skipped": 2}
+    assert Fastidious(unit_rl=True).solve(state, opposite.abs(), Mix(0.5))[1] == (4.0, 1 / 3)
+    halves = METHODS["sdmgrad"]()
+    state, weights = halves.solve(halves.init(), torch.full((4, 4), math.nan), Mix(0.5))
+    assert weights is None and state == {**halves.init(), "skipped": 1}
+    assert halves.solve(state, opposite.kron(torch.ones(2, 2)), Mix(0.5))[0] == state
+
+
+@dataclass(frozen=True)
+class Talkative(Method):
+    """Its message tells how its state changes."""
+
+    def mix(self, state: dict[str, int], last: Observation) -> tuple[dict[str, int], Mix]:
+        return {"n": state["n"] + 1}, Mix(0.25)
+
+    def log_message(self, before: dict[str, int], after: dict[str, int]) -> str | None:
+        return f"{before} {after}" if after["n"] < 9 else None
+
+
+def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -> None:
+    assert next_mix(Talkative(), {"n": 5}, Observation(7)) == ({"n": 6}, Mix(0.25))
+    assert next_mix(Talkative(), {"n": 8}, Observation(8)) == ({"n": 9}, Mix(0.25))
+    monkeypatch.setattr("gac.methods.base.rank", lambda: 1)
+    assert next_mix(Talkative(), {"n": 6}, Observation(9)) == ({"n": 7}, Mix(0.25))
+    assert caplog.messages == ["step 8: {'n': 5} {'n': 6}"]
+
+
+def test_observations_of_earlier_checkpoints() -> None:
+    plain = {"step": 3, "kl": 0.5, "signals": [1.0, 2.0, 3.0], "corrections": None}
+    assert Observation.restore(plain) == Observation(3, Signals(1.0, 2.0, 3.0), kl=0.5)
+    plain = {"step": 3, "corrections": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    restored = Observation.restore(plain)
+    assert restored == Observation(3, corrections=Corrections(1.0, 2.0, 3.0, 4.0, 5.0))
+    assert isinstance(restored.corrections, Corrections)
 
 
 @pytest.mark.parametrize(

@@ -391,12 +391,12 @@ def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
 
 
 def test_hpt_soft_and_hard_gates():
-    method = METHODS["hpt"](table=(1.0, 0.75, 0.0))
+    method = METHODS["hpt"](table=(1.0, 0.7, 0.0))
     nan = math.nan  # a dropped rollout does not count as correct
     rewards = torch.tensor([[0.0, nan, 0.0], [1.0, 0.0, nan], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     soft = method.credit(rewards.double(), None, "centered")
-    assert soft.rollout_weight.tolist() == [0.0, 0.25, 1.0, 1.0]
-    assert soft.demo_weight.tolist() == [1.0, 0.75, 0.0, 0.0]
+    assert soft.rollout_weight.tolist() == [0.0, 1 - 0.7, 1.0, 1.0]
+    assert soft.demo_weight.tolist() == [1.0, 0.7, 0.0, 0.0]
     hard = METHODS["hpt"](switch=2).credit(rewards.double(), None, "centered")
     assert hard.demo_weight.tolist() == [1.0, 1.0, 0.0, 1.0]
     for table in ((), (0.5, 1.1), (-0.1,)):

@@ -25,8 +25,8 @@ class KLControl(Rule):
         return last.kl
 
     def constant(self, mean: float) -> float:
-        return max(mean, MIN_KL) / (1 - self.mu_init if self.sign > 0 else self.mu_init)
+        return max(mean, MIN_KL) / (1 - self.mu_init if self.sign == 1 else self.mu_init)
 
     def rule(self, value: float, constant: float) -> float:
         share = value / constant
-        return 1 - share if self.sign > 0 else share
+        return 1 - share if self.sign == 1 else share

@@ -22,8 +22,8 @@ class RewardVarianceControl(Rule):
 
     def constant(self, mean: float) -> float:
         scale = max(mean, 0.0) + EPSILON
-        return self.mu_init * scale if self.sign > 0 else self.mu_init / scale
+        return self.mu_init * scale if self.sign == 1 else self.mu_init / scale
 
     def rule(self, value: float, constant: float) -> float:
         scale = max(value, 0.0) + EPSILON
-        return constant / scale if self.sign > 0 else constant * scale
+        return constant / scale if self.sign == 1 else constant * scale
