@@ -7,13 +7,24 @@ import subprocess
 import sys
 
 import yaml
+from transformers import AutoTokenizer
 
 from gac import cli
+from gac.config import load
+from gac.training.run_config import TrainConfig
 
 
 def test_the_path_of_a_new_user(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "first"]) == cli.OK
+    settings = yaml.safe_load((tmp_path / "first" / "run.yaml").read_text())
+    assert settings["model"] == {"path": "first/model"}
+    assert (settings["steps"], settings["optim"]) == (200, {"lr": 3e-3})
+    assert "# This one is tiny and untrained\n" in (tmp_path / "first" / "run.yaml").read_text()
+    tokenizer = AutoTokenizer.from_pretrained("first/model")
+    assert len(tokenizer) == 98 and tokenizer.decode(range(3)) == "<pad><eos><unk>"
+    ids = tokenizer(" aZ ~1")["input_ids"]
+    assert len(ids) == 6 and tokenizer.decode(ids) == " aZ ~1"
     subprocess.run([sys.executable, "first/reward.py"], check=True, timeout=60)
     short = ["steps=2", "eval.every=0", "checkpoint_every=1"]
     assert cli.main(["train", "first/run.yaml", "--set", *short]) == cli.OK
@@ -33,6 +44,18 @@ def test_a_real_model(tmp_path):
     config = yaml.safe_load((tmp_path / "x" / "run.yaml").read_text())
     assert config["model"] == {"path": "owner/name"}
     assert not (tmp_path / "x" / "model").exists()
+    assert (config["steps"], config["optim"]) == (100, {"lr": 1e-6})
+    text = (tmp_path / "x" / "run.yaml").read_text()
+    assert f"gac train {tmp_path}/x/run.yaml\n" in text and "tiny" not in text
+    assert load(TrainConfig, config).data.prompts == f"{tmp_path}/x/data/train.jsonl"
+    evals, train = (
+        [json.loads(line) for line in (tmp_path / "x" / "data" / name).read_text().splitlines()]
+        for name in ("eval.jsonl", "train.jsonl")
+    )
+    assert (len(evals), len(train)) == (20, 80) and evals[0]["prompt"] != "0+0="
+    sums = {f"{a}+{b}=": f"{a + b}" for a in range(10) for b in range(10)}
+    assert {row["prompt"]: row["answer"] for row in [*evals, *train]} == sums
+    assert all(row["solution"] == row["answer"] for row in train)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):

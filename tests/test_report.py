@@ -385,6 +385,7 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
     text = report.read_text()
     assert "Not recorded: (f) SFT variance σₛ²." in text
     assert re.search(r"25 steps of 40 .*unfinished.*; 1 unreadable line", text)
+    assert "Settings that differ" in text and "<code>method.name</code>" in text
     assert "areas and sums of shorter runs cover fewer steps" in text
     assert "the part of that area above the target of 0.5" in text
     assert "μ changed by more than 0.02" in text

@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         "response_length": [4, 6, 4, 6, 4, 6, 5],
         "tokens": [1000 * step for step in range(1, 8)],
         "seconds": [30] * 7,
-        "sampling_seconds": [12] * 7,
+        "sampling_seconds": [*[14] * 6, None],
         "reward_seconds": [3] * 7,
     }
     second = {"kl": [2] * 5, "mu": [0.3] * 5, "response_length": [3] * 5, "tokens": [400] * 5}
@@ -127,7 +127,9 @@ def test_tables(runs: list[Path]) -> None:
     assert table[8] == ["sft", "1", "3", "–", "–", "–", "–", "3,704", "–"]
 
 
-def test_texts_of_the_page(runs: list[Path], groups: list[Group], monkeypatch: Any) -> None:
+def test_texts_of_the_page(
+    runs: list[Path], groups: list[Group], tmp_path: Path, monkeypatch: Any
+) -> None:
     assert context_of([]) == Context(10, None)
     context = context_of([run for group in groups for run in group.runs])
     assert context == Context(2, 0.5)
@@ -148,6 +150,10 @@ def test_texts_of_the_page(runs: list[Path], groups: list[Group], monkeypatch: A
     ]
     assert generated == "Generated" and versions.endswith(f", torch {torch.__version__}")
     assert ", python 3." in versions and "no-such" not in versions
+    other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other"))])
+    names = [name for name, _ in page._facts([*groups, *other])]
+    assert names == ["Runs", "Seeds", "Last trained", "Generated"]
+    assert page._facts(other)[:3] == [("Runs", "1"), ("Seeds", "not recorded"), ("Model", "other")]
     assert page._note(groups) == (
         "± is the standard deviation over seeds. Runs have different lengths; areas and sums of "
         "shorter runs cover fewer steps. "
@@ -198,6 +204,8 @@ def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
     assert best == [[False, True, True, True], [False] * 4]
     assert rows[0]["cells"][1] == {"mean": "60.0", "sd": "28.3", "best": True}
     assert rows[1]["cells"][1] == {"mean": "50.0", "sd": "", "best": False}
+    turned = page._table(page.tables(groups[::-1], context_of([]))[0], groups[::-1])["rows"]
+    assert [[cell["best"] for cell in row["cells"]] for row in turned] == best[::-1]
     (single,) = page._table(page.tables(groups[:1], context_of([]))[0], groups[:1])["rows"]
     assert not any(cell["best"] for cell in single["cells"])
     assert not any(c["best"] for row in page._table(second, groups)["rows"] for c in row["cells"])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,6 +172,26 @@ def test_wrong_demonstrations_keep_their_form():
     assert sum(rewards) == 0 and task.wrong(rows, seed=0) == corrupted != task.wrong(rows, seed=1)
 
 
+# published studies used these data
+CHECKSUMS = {
+    "base": 1868863722,
+    "demos": 2005498281,
+    "eval": 3017796143,
+    "eval_minus": 4091659920,
+    "half": 3188872494,
+    "mistaken": 3533848275,
+    "plus": 1270013421,
+    "prompts": 1462050546,
+    "prompts_demos": 2342051441,
+    "prompts_half": 2589341699,
+    "prompts_mistaken": 4134503372,
+    "prompts_plus": 3169402353,
+    "prompts_wrong": 4060914412,
+    "sparse": 1299374803,
+    "wrong": 1728335522,
+}
+
+
 def random_base(out, steps, seeds, gate, data):
     """Replaces training of the base model, which the demo's tests cover, by a model of its size."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -187,6 +208,8 @@ def test_every_scenario_is_a_configuration_that_trains(tmp_path, monkeypatch, ca
     monkeypatch.setattr(scenarios, "make_base", random_base)
     assert scenarios.main(["--out", str(tmp_path), "--steps", "5"]) == 0
     assert "spoil.yaml: demonstrations whose digits are random" in capsys.readouterr().out
+    checksums = {p.stem: zlib.crc32(p.read_bytes()) for p in (tmp_path / "task").glob("*.jsonl")}
+    assert checksums == CHECKSUMS
     configs = {name: load(TrainConfig, tmp_path / f"{name}.yaml") for name in scenarios.SCENARIOS}
     shift = configs["spoil"].data.demo_shifts
     assert shift == (DemoShift(2, str(tmp_path / "task/wrong.jsonl")),)

@@ -112,13 +112,16 @@ def create_project(folder: Path, model: str | None = None) -> None:
 def _write_model(folder: Path) -> None:
     """A random Qwen2 with 0.3 million parameters that reads and writes ASCII characters."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Tokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from .task import make_tokenizer, model_config
+    from .task import model_config
 
     disable_progress_bar()
-    tokenizer = make_tokenizer(string.printable[:95])
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    # AutoTokenizer loads each tokenizer of a Qwen2 model as a Qwen2Tokenizer, which calls a space Ġ
+    tokens = [*special.values(), *string.printable[:94], "Ġ"]
+    tokenizer = Qwen2Tokenizer({token: i for i, token in enumerate(tokens)}, [], **special)
     tokenizer.save_pretrained(folder)
     config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     torch.manual_seed(0)
