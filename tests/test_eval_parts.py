@@ -101,8 +101,9 @@ def test_batches_have_their_own_seeds_and_at_least_one_prompt(
     monkeypatch.setattr(tasks, "generate", generate)
     monkeypatch.setattr(tasks, "required_calls", lambda model, own: own)
     task = EvalTask(batch=batch, samples=samples, temperature=1.0)
-    reward = lambda texts, _: [float(i) for i in range(len(texts))]  # noqa: E731
-    answers = generate_answers("model", WORDS, EXAMPLES, reward, task, 0)
+    answers = generate_answers(
+        "model", WORDS, EXAMPLES, lambda texts, _: range(len(texts)), task, 0
+    )
     assert [a.score for a in answers] == list(range(5 * samples))  # in the order of generation
     assert [size for size, _ in calls] == sizes
     assert [seed for _, seed in calls] == list(range(0, 5, sizes[0]))
