@@ -35,8 +35,10 @@ def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, T
     batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
     loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
     norms = TermPair(demo=1.0, rollout=float(n))
-    head = Head(None, logits=logits)
-    out = custom_loss(loss.token, head, None, batch, mu, None, None, loss.spec, norms, **keywords)
+    head, reference = Head(None, logits=logits), keywords.pop("reference", None)
+    out = custom_loss(
+        loss.token, head, reference, batch, mu, None, None, loss.spec, norms, **keywords
+    )
     (grad,) = torch.autograd.grad(out.loss, x)
     return out, grad / (1 - torch.tensor(p))
 
@@ -51,6 +53,52 @@ def test_sdar_gates_the_distillation_of_each_token() -> None:
     assert out.loss.item() == pytest.approx((-2 + 1 - 0.5 + distilled) / 3, rel=1e-6)
     expected = [-2 - 0.01 * 32 / 33, 1 - 0.01 / 33, -0.5]
     assert (3 * slope).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("direction", "kl", "slope"),
+    [
+        ("forward", 0.5 * LOG2 + 0.5 * math.log(2 / 3), -0.25),
+        ("reverse", -0.25 * LOG2 + 0.75 * math.log(1.5), -0.1875 * math.log(3)),
+    ],
+)
+def test_asft_adds_the_kl_to_the_reference(direction: str, kl: float, slope: float) -> None:
+    """A demonstration with p = 1/4, and a reference with 1/2; the slope is that of the logit."""
+    out, slope_by_logp = one_token_rows(
+        "asft",
+        [0.25],
+        advantages=[0.0],
+        is_demo=[True],
+        mu=1.0,
+        fields={"kl_weight": 0.3, "kl_direction": direction},
+        reference=Head(None, logits=torch.zeros(1, 1, 2)),
+    )
+    assert out.loss.item() == pytest.approx(0.25 * 2 * LOG2 + 0.3 * kl, rel=1e-6)
+    assert slope_by_logp.item() * 0.75 == pytest.approx(-0.25 * 0.75 + 0.3 * slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("dpo", {"beta": 0.5}, math.log(1.25)),  # -log sigmoid(2 log 2)
+        ("ipo", {"tau": 0.2}, (2.5 * LOG2 - 2.5) ** 2),
+        ("ipo", {"tau": 0.2, "normalize": False}, (4 * LOG2 - 2.5) ** 2),
+    ],
+)
+def test_preferences_by_hand(name: str, fields, expected: float) -> None:
+    """Log-ratios log 2 and 2 log 2 of the tokens of the better response, -log 2 of the other."""
+    method, targets = METHODS[name](**fields), torch.tensor([[0, 0], [0, -100]])
+    logits = torch.zeros(2, 2, 2, requires_grad=True)
+    ref = torch.log(torch.tensor([[0.25, 0.125], [1.0, 7.0]]))
+    loss = method.loss(LossSpec())
+    for rows, pairs in ((targets, 1), (targets[:1].new_full((1, 2), -100), 0)):
+        n = len(rows)
+        batch = Batch(rows, rows, torch.ones(n), torch.zeros(n, dtype=torch.bool), (0, 2)[:n], n)
+        inputs = batch, 0.0, None, ref[:n], loss.spec, TermPair(1.0, 2.0)
+        out = custom_loss(loss.token, Head(None, logits=logits[:n]), None, *inputs)
+        assert out.loss.item() == pytest.approx(pairs * expected, rel=1e-6)
+        (grad,) = torch.autograd.grad(out.loss, logits)
+        assert grad.isfinite().all() and bool(grad.any()) == bool(pairs)
 
 
 def test_srft_options_by_hand() -> None:

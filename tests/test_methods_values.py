@@ -463,13 +463,14 @@ def test_trapo_names_invalid_groups(fields):
         METHODS["trapo"]().sampling(9)
 
 
-def test_pairs_need_the_reference():
+@pytest.mark.parametrize("name", ["dpo", "dypo"])
+def test_pairs_need_the_reference(name):
     targets, logits = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, 3)
     batch = Batch(targets, targets, torch.ones(2), torch.zeros(2, dtype=torch.bool), (0, 1), 1)
     head = Head(None, logits=logits)
     inputs = head, None, batch, 0.0, None, None, LossSpec(), TermPair(1.0, 1.0)
-    with pytest.raises(ValueError, match="ref_logps=None: pairs need the reference"):
-        custom_loss(METHODS["dpo"]().token_loss, *inputs)
+    with pytest.raises(ValueError, match="ref_logps=None: (pairs|GAL) needs? the reference"):
+        custom_loss(METHODS[name]().token_loss, *inputs)
 
 
 def test_method_state_round_trips_json_and_pickle():

@@ -49,7 +49,7 @@ class Preference(Method):
             raise ValueError("ref_logps=None: pairs need the reference's log-probs")
         ratios = self.sequence_ratios(tokens, torch.where(batch.live, tokens.logps - batch.ref, 0))
         if len(ratios) % 2:  # a rank without pairs has an empty batch
-            return tokens.logps * 0
+            return tokens.logps  # no token has a loss
         loss = self.pair_loss(ratios[0::2] - ratios[1::2])
         return batch.spread(loss.repeat_interleave(2))
 

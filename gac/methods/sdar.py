@@ -61,8 +61,8 @@ class SDAR(Method):
 
     def token_loss(self, tokens: TokenView) -> Tensor:
         """[N] loss of each token."""
-        if tokens.teacher is None:  # a batch without rollouts
-            return tokens.logps * 0
+        if tokens.teacher is None:  # a batch without rollouts, so no token has a loss
+            return tokens.logps
         gap = torch.where(tokens.teacher.isnan(), 0, tokens.teacher - tokens.logps)
         gate = (self.beta * gap.detach()).sigmoid()
         return tokens.policy_loss + self.coef * gate * gap
