@@ -202,8 +202,10 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     bare = {"id": "bare", "prompt": "9+9", "answer": "18"}
     path = write(tmp_path / "a.jsonl", addition_row(1), bare, addition_row(2))
     config = DataConfig(prompts=path)
-    assert [e.id for e in load_demos(config, tokenizer)] == ["r1", "r2"]
-    assert [e.demo is None for e in load_prompts(config, tokenizer)] == [False, True, False]
+    demos = load_demos(config, tokenizer)
+    assert [(e.id, e.answer) for e in demos] == [("r1", "2"), ("r2", "3")]
+    texts = [e.demo and tokenizer.decode(e.demo) for e in load_prompts(config, tokenizer)]
+    assert texts == ["is 2</s>", None, "is 3</s>"]
     with pytest.raises(ValueError, match="demonstration field 'expert'.*set demo_field"):
         load_demos(DataConfig(prompts=path, demo_field="expert"), tokenizer)
     for none in (DataConfig(prompts=path, demo_field=None), DataConfig()):

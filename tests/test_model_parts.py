@@ -29,7 +29,7 @@ from gac.models.causal_lm import (
     stop_tokens,
 )
 from gac.models.head import Head
-from gac.models.pretrained import check_source, one_line_errors
+from gac.models.pretrained import check_files, check_source, one_line_errors
 from gac.models.weights import _check, base_folder, lazy_tensors, read_model
 from gac_kernels import LossSpec
 
@@ -163,12 +163,14 @@ def test_other_errors_of_the_check_are_explained() -> None:
         head.check_head(model)
 
 
-def test_the_base_of_adapters(tmp_path) -> None:
+def test_the_base_of_adapters(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert base_folder(str(tmp_path)) == str(tmp_path)
     for base, expected in (("other", "other"), (None, str(tmp_path))):
         text = json.dumps({"base_model_name_or_path": base})
         (tmp_path / "adapter_config.json").write_text(text)
         assert base_folder(str(tmp_path)) == expected
+    assert base_folder("owner/not-in-the-cache") == "owner/not-in-the-cache"
 
 
 def test_initial_weights_depend_only_on_the_seed(tmp_path) -> None:
@@ -240,6 +242,32 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
         load_tokenizer(ModelConfig(path="other", tokenizer=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (
+            pretrained.WEIGHTS,
+            """model.safetensors model-00001-of-00002.safetensors pytorch_model.bin
+            pytorch_model-00001-of-00002.bin adapter_model.safetensors""",
+        ),
+        (
+            pretrained.TOKENIZERS,
+            "tokenizer.json tokenizer_config.json vocab.txt merged_vocab.json sp.model source.spm "
+            "tekken.json",
+        ),
+    ],
+)
+def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
+    for name in names.split():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / "other.json").touch()
+        with pytest.raises(ConfigError, match="the folder has no part"):
+            check_files("key", str(folder), "part", "add it", *patterns)
+        (folder / name).touch()
+        check_files("key", str(folder), "part", "add it", *patterns)
+
+
 @pytest.mark.parametrize("name", ["./no", "../no", "~/no", "/no", "a/b/c"])
 def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     monkeypatch.setattr(pretrained, "_check_hub", lambda *_: None)
@@ -303,6 +331,18 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
         assert (before == row_attention.NAME) == enabled
+
+
+def test_errors_in_a_forward_leave_no_traces() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    assert head.attach_head(model) and row_attention.enable(model)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 1]), "attention_mask": None}
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[TINY["vocab_size"]]]), **bounds, request=lambda _: None)
+    with pytest.raises(KeyError), row_attention.plain(model):
+        raise KeyError
+    assert model.config._attn_implementation == row_attention.NAME
+    assert head._in_head.get() is None and not row_attention._unmasked.get()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _check_hub(key: str, name: str) -> None:
             "`hf auth login` or set HF_TOKEN"
         ) from None
     except errors.HfHubHTTPError:
-        return  # a mirror that does not support auth_check; loading reports any problem
+        pass  # a mirror that does not support auth_check; loading reports any problem
     # which exception a missing network raises depends on the Hub's HTTP client
     except Exception as error:
         raise ConfigError(
