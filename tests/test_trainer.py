@@ -242,13 +242,6 @@ def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_
     assert abs(after.rollout - before.rollout) > 1e-3
 
 
-def test_without_resume_a_used_folder_is_rejected(task, tmp_path):
-    config = tiny_config(task, tmp_path / "run", steps=2)
-    train(config)
-    with pytest.raises(ValueError, match="already holds a run"):
-        train(config, resume=False)
-
-
 def test_reward_error_names_the_row(task, tmp_path):
     with pytest.raises(ValueError, match="nan"):
         train(tiny_config(task, tmp_path / "run", reward="tests.test_trainer:nan_reward"))
