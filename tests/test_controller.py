@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -344,6 +344,14 @@ def test_a_prior_out_of_range_is_named_with_its_step() -> None:
         ({"step": -1}, "step=-1"),
         ({"extra": 1}, "state=['extra']"),
         ({"corrections": [1.0]}, "corrections=[1.0]: use 5 numbers"),
+        ({"corrections": [1.0, 2.0, 3.0, 4.0, math.inf]}, "corrections=inf: use a finite number"),
+        ({"gate": [1.0, 2.0]}, "gate=[1.0, 2.0]: use 5 numbers"),
+        ({"alarm": [1.0]}, "alarm=[1.0]: use 4 numbers"),
+        *(
+            ({field.name: "x"}, f"{field.name}='x': use a finite number")
+            for field in fields(ControllerState)
+            if "float" in field.type and "tuple" not in field.type
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_rejected_and_changes_nothing(damage, message: str) -> None:
@@ -352,6 +360,24 @@ def test_a_damaged_checkpoint_is_rejected_and_changes_nothing(damage, message: s
     with pytest.raises(ValueError) as error:
         controller.load_state_dict(controller.state_dict() | damage)
     assert message in str(error.value) and controller.state == before
+
+
+def test_every_entry_of_a_checkpoint_is_restored_as_a_number() -> None:
+    names = [field.name for field in fields(ControllerState)]
+    plain: dict = {name: i for i, name in enumerate(names)}
+    plain |= {"corrections": [9, 8, 7, 6, 5], "gate": [4, 3, 2, 1, 0], "alarm": None}
+    state = ControllerState.from_dict(plain)
+    assert repr(state.to_dict()) == repr(
+        {
+            **{name: i if name == "step" else float(i) for i, name in enumerate(names)},
+            "corrections": [9.0, 8.0, 7.0, 6.0, 5.0],
+            "gate": [4.0, 3.0, 2.0, 1.0, 0.0],
+            "alarm": None,
+        }
+    )
+    del plain["mu"]
+    with pytest.raises(ValueError, match=r"state=\['mu'\]: use a dict from to_dict"):
+        ControllerState.from_dict(plain)
 
 
 def test_documentation_examples_are_correct() -> None:

@@ -123,8 +123,26 @@ def test_trust_line_averages_and_hysteresis() -> None:
     assert state is not None and state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
     # trust 0 and 1 are always reached, despite hysteresis
-    closed = Gate("z", decay=0.0, hysteresis=1.0).update(None, alignment_with(-2.0))
-    assert closed is not None and closed.trust == 0.0
+    for z, trust in ((-2.0, 0.0), (0.5, 0.5), (2.0, 1.0)):
+        after = Gate("z", at_zero=0.5, decay=0.0, hysteresis=1.0).update(None, alignment_with(z))
+        assert after is not None and after.trust == trust
+    # a change of exactly the hysteresis is not ignored
+    gate = Gate("z", at_zero=0.5, slope=0.25, hysteresis=0.25)
+    assert gate.trust(gate.update(None, alignment_with(1.0))) == 0.75
+    assert gate.trust(None) == 0.5 and gate.trust(None, demos_suspect=True) == 0.0
+
+
+def test_measures_by_hand() -> None:
+    def measures(*values: float) -> tuple[float, float]:
+        state = GateState(*values, trust=0.5)
+        return state.cosine, state.z
+
+    assert measures(1.5, 0.25, 1.0, 9.0) == (0.5, 3.0)
+    assert measures(6.0, 4.0, 1.0, 9.0) == (1.0, 3.0)
+    assert measures(-6.0, 4.0, 1.0, 9.0) == (-1.0, -3.0)
+    for unknown in (0.0, -0.5):
+        assert measures(2.0, 4.0, unknown, 9.0) == measures(2.0, 4.0, 9.0, unknown) == (0.0, 1.0)
+        assert math.isnan(measures(2.0, unknown, 1.0, 1.0)[1])
 
 
 def test_reset_forgets_the_agreement_before_an_alarm() -> None:

@@ -136,6 +136,6 @@ class Gate:
         if math.isnan(measure):
             return after
         trust = min(max(at_zero + slope * measure, 0.0), 1.0)
-        if trust in (0.0, 1.0) or abs(trust - after.trust) > self.hysteresis:
+        if trust in (0.0, 1.0) or abs(trust - after.trust) >= self.hysteresis:
             return after._replace(trust=trust)
         return after
