@@ -183,10 +183,7 @@ class LossSpec:
                 raise ValueError(f"{name}={value!r}: use a number >= 0, or None for no bound")
         low, high = self.correction_min, self.correction_max
         if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"correction_min={low!r} exceeds correction_max={high!r}: use "
-                f"correction_min <= correction_max"
-            )
+            raise ValueError(f"correction_min={low!r}: use a number <= correction_max={high!r}")
         taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
         numbers = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
         if len(taus) != 2 or not numbers:

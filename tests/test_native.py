@@ -214,8 +214,10 @@ def test_a_row_of_minus_infinity_is_nan() -> None:
 
 
 def test_target_outside_the_vocabulary_is_not_read() -> None:
-    logps, *_ = cpu.row_stats(torch.zeros(1, 3, 8), torch.tensor([8, -1, 2]), 1.0)
+    targets = torch.tensor([8, -1, 2])
+    logps, *_, is_top1 = cpu.row_stats(torch.zeros(1, 3, 8), targets, 1.0, more=True)
     assert logps[:2].isnan().all() and logps[2] == pytest.approx(-math.log(8))
+    assert not is_top1.any()  # although the values next to the row are equal to its maximum
 
 
 def test_offset_peaked_and_monotonic_rows() -> None:
@@ -285,6 +287,7 @@ def test_results_are_bitwise_equal_for_any_thread_count() -> None:
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
+            assert cpu._rows(data["logits"], None, 1.0, None)[-3] == threads
             results.append(call(data, spec=SPECS["everything"]))
     finally:
         torch.set_num_threads(before)

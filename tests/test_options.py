@@ -460,7 +460,7 @@ def test_invalid_inputs(name: str) -> None:
         ({"policy": "ppo"}, "policy='ppo': use one of clip, cispo, sapo, reinforce"),
         ({"ratio": "word"}, "ratio='word': use one of token, sequence"),
         ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
-        ({"correction_min": 3.0}, "correction_min=3.0 exceeds correction_max=2.0"),
+        ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
         ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
         ({"correction_max": "2"}, "correction_max='2': use a number or None"),
         ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),

@@ -123,6 +123,7 @@ NUMBERS = [
     (solver(LossSpec, None, policy="cispo"), "[-1, inf)", "clip_high"),
     (solver(LossSpec, 0.25, policy="cispo"), "[-0.25, inf)", "clip_high"),
     (solver(LossSpec, correction_max=None), FREE, "correction_min"),
+    (solver(LossSpec, correction_max=0.5), "[0, 0.5]", "correction_min"),
     (LossSpec, "(1, inf)", "dual_clip"),
     (LossSpec, "(-inf, inf)", "kl_coef entropy_coef"),
     (LossSpec, POSITIVE, "temperature demo_shape"),
