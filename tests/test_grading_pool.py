@@ -79,6 +79,8 @@ def test_workers_start_when_needed_and_end_with_close():
     assert worker in workers_of(os.getpid())  # it is used again
     pool.close()
     assert set(workers_of(os.getpid())) == before
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool._threads.submit(print)
     assert pool.grade([("7", "8")]) == ["wrong"]  # the pool starts new workers
     pool.close()
 
@@ -133,16 +135,17 @@ def test_a_worker_loads_neither_torch_nor_this_package():
             "parse = verify = print('text of another package', flush=True)",
             "text of another package",
         ),
-        ("import os; os._exit(3)", "exit status 3"),
+        ("import os; os.write(2, b'hidden'); os._exit(3)", "exit status 3"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path, module, problem):
+def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path, capfd, module, problem):
     (tmp_path / "math_verify.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool(timeout=3.0, workers=1)
     with pytest.raises(RuntimeError, match=rf"failed to start \({problem}\)"):
         pool.grade([("7", "7")])
     pool.close()
+    assert capfd.readouterr().err == ""
 
 
 ORPHAN_SCRIPT = """
@@ -220,7 +223,23 @@ def test_only_a_worker_stopped_by_a_timer_has_timed_out(status, verdict):
     stdout = SimpleNamespace(readline=lambda: "", close=lambda: None)
     worker._process = SimpleNamespace(stdin=stdin, stdout=stdout, wait=lambda seconds: status)
     assert worker.ask(("7", "x")) == verdict and worker._process is None
-    assert sent == ['["7", "x"]\n', "\n"]
+    assert sent == ['["7", "x"]\n', "\n"] and worker.stop() is None
+
+
+def test_a_worker_that_does_not_stop_is_killed():
+    worker, calls = _Worker(3.0), []
+
+    def wait(seconds=None):
+        calls.append(seconds)
+        if seconds is not None:
+            raise subprocess.TimeoutExpired("worker", seconds)
+        return -9
+
+    pipe = SimpleNamespace(write=lambda text: None, close=lambda: None)
+    worker._process = SimpleNamespace(
+        stdin=pipe, stdout=pipe, wait=wait, kill=lambda: calls.append("kill")
+    )
+    assert worker.stop() == -9 and calls == [5.0, "kill", None]
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
@@ -269,7 +288,8 @@ def test_only_checks_are_timed(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *call: restored.append(call))
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *call: restored.append(call))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(grading_worker, "make_grader", lambda: lambda *_: seen.append({**timers}))
+    note = lambda *_: seen.append({**timers})  # noqa: E731 - one line
+    monkeypatch.setattr(grading_worker, "make_grader", lambda: note() or note)
     monkeypatch.setattr(grading_worker, "_reply", lambda text: None)
     wait = lambda parent: seen.append({**timers}) or parent == 5  # noqa: E731 - one line
     monkeypatch.setattr(grading_worker, "_wait_for_request", wait)
@@ -278,7 +298,8 @@ def test_only_checks_are_timed(monkeypatch):
     grading_worker.main(3.0, 5)
     on = {signal.ITIMER_PROF: 3.0, signal.ITIMER_REAL: 60.0}
     off = dict.fromkeys(on, 0)
-    assert seen == [{signal.ITIMER_REAL: 0}, on, off, on, off] and not requests
+    start = [{signal.ITIMER_REAL: 120.0}, {signal.ITIMER_REAL: 0}]
+    assert seen == [*start, on, off, on, off] and not requests
     both = {signal.SIGPROF, signal.SIGALRM}
     assert restored[2:] == [(signal.SIG_UNBLOCK, both)]
     assert dict(restored[:2]) == dict.fromkeys(both, signal.SIG_DFL)
@@ -294,3 +315,24 @@ def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):
     assert wait_for_request(os.getppid(), [[], [], [sys.stdin]])
     assert not wait_for_request(-1, [[]])
     assert wait_for_request(-1, [[sys.stdin]])  # a request that the parent has already sent
+
+
+def test_checks_have_no_time_limit_of_their_own(monkeypatch):
+    """Those of math-verify would replace the timers of the worker."""
+    limits, compared = [], []
+
+    def parse(text, parsing_timeout=5):
+        limits.append(parsing_timeout)
+        return [int(text)] if text else []
+
+    def verify(gold, answer, timeout_seconds=5):
+        limits.append(timeout_seconds)
+        compared.append((gold, answer))
+        return gold == answer
+
+    fake = SimpleNamespace(parse=parse, verify=verify)
+    monkeypatch.setitem(sys.modules, "math_verify", fake)
+    grade = grading_worker.make_grader()
+    pairs = [("7", "7"), ("7", "8"), ("", "7"), ("x", "7"), ("7", "x")]
+    assert [grade(*p) for p in pairs] == ["right", "wrong", "bad gold", "bad gold", "wrong"]
+    assert set(limits) == {None} and compared == [([7], [7]), ([7], [8])]

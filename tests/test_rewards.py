@@ -19,7 +19,9 @@ from gac.rewards import (
     RewardError,
     RewardNoise,
     RowReward,
+    build,
     build_reward,
+    build_rewards,
 )
 from gac.rewards.base import time_limits
 from gac.rewards.combine import BatchCallableReward, SumReward
@@ -188,6 +190,11 @@ def test_noise_depends_on_the_seed_and_not_on_failures():
 
     scores = noisy(1, ["a"] * 64)
     assert noisy(1, ["boom", *"a" * 63]) == [None, *scores[1:]] and noisy(2, ["a"] * 64) != scores
+    for rank in (0, 3):
+        evaluation, training = build_rewards("exact", RewardNoise(0.5), 1, rank)
+        training.reward = reward
+        assert (training(["a"] * 64, [example()] * 64) == scores) == (rank == 0)
+        assert evaluation.name == "exact" and build_rewards("exact", None, 1, 0)[1].name == "exact"
 
 
 def test_row_batch_and_class_callables():
@@ -229,6 +236,7 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
     ) as e:
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
+    assert isinstance(e.value.__cause__, Exception)
     assert "prompt" not in str(e.value)  # only if the reward ran out of time
 
 
@@ -287,6 +295,7 @@ BAD_SPECS = {
     "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
     "no name": ({"weight": 1}, "must be a name, or a mapping"),
     "neither a name nor a mapping": (3, "must be a name, or a mapping"),
+    "a number as a name": ({"name": 3}, "unknown reward 3. Known: math,"),
     "a name and a sum": ({"name": "math", "sum": []}, "must be a name, or a mapping"),
     "an option of a sum": ({"sum": [], "scale": 2}, "'sum' takes no other options, got scale"),
     "an unknown option of a class": (
@@ -376,6 +385,22 @@ def test_a_file_of_rewards_runs_once_unless_it_fails(tmp_path, monkeypatch):
     (tmp_path / "rw.txt").write_text("f = print")
     with pytest.raises(ValueError, match="rw.txt' is not a Python file"):
         build_reward(f"{tmp_path}/rw.txt:f")
+
+
+def test_the_help_text_lists_the_options():
+    table = build.rewards_table()
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "  exact   1 if the completion equals the gold answer, else 0. Differences in" in table
+    text = " ".join(table.split())
+    assert "needs no gold answer. Options: pattern, full. code 1 if" in text.replace(
+        "Needs", "needs"
+    )
+    assert (
+        "equal to the gold answer, else 0. Options: timeout, workers, answer_pattern. exact" in text
+    )
+    indents = [len(line) - len(line.lstrip()) for line in lines[1:-1]]
+    assert set(indents) == {2, 10} and indents.count(2) == len(build.REWARDS)
 
 
 def test_a_missing_import_of_a_reward_is_not_called_a_missing_reward(tmp_path, monkeypatch):

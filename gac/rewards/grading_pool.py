@@ -80,7 +80,7 @@ class GradingPool:
             self._owner = None
 
     def _open(self) -> None:
-        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="grading")
+        self._threads = ThreadPoolExecutor(self.workers)
         self._idle = queue.LifoQueue()  # LIFO, so that a small batch starts only a few workers
         for _ in range(self.workers):
             self._idle.put(_Worker(self.timeout))

@@ -81,11 +81,7 @@ def _reply(text: str) -> None:
 
 def make_grader() -> Any:
     """Return a function (gold, answer) -> "right", "wrong" or "bad gold" that uses math-verify."""
-    import logging
-
     from math_verify import parse, verify
-
-    logging.disable(logging.CRITICAL)  # math-verify warns that its own timeouts are off
 
     @lru_cache(maxsize=4096)  # all rollouts of a prompt share their gold answer
     def parse_gold(text: str) -> Any:

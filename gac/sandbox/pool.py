@@ -165,7 +165,7 @@ class Pool:
         with self._lock:
             if self._threads is None or self._owner != os.getpid():
                 self._reset()
-            assert self._threads is not None  # set by `_renew`
+            assert self._threads is not None  # set by `_reset`
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
 
@@ -184,7 +184,7 @@ class Pool:
 
     def _reset(self) -> None:
         """Create fresh state on first use and after a fork."""
-        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
+        self._threads = ThreadPoolExecutor(self.workers)
         self._server = None
         self._owner = os.getpid()
 
