@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
 from gac.data.micro import MicroBatches
 from gac.data.rows import Counts, Row, collate
@@ -358,3 +359,84 @@ def test_one_pass_over_the_rows(monkeypatch, grad: bool, plain: bool, sketch: in
     assert len(probed) == (0 if plain else 6)
     for batch, micro, out in probed:
         assert batch.rows is micro and out.graph == grad
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("kl_rows", [None, 3])
+@pytest.mark.parametrize("measures", [True, False])
+def test_the_order_of_a_step(monkeypatch, parts: int, kl_rows: int | None, measures: bool) -> None:
+    """Rows without a gradient first; then those with one, at once or in parts."""
+    events: list = []
+    rows = (row(1), row(2, True), row(3), row(4, True))
+    needs = StepNeeds(kl=measures, signals=measures, parts=parts, sources=measures)
+    needs = needs._replace(sketch=8 if measures and parts else 0)
+    step = replace(STEP, rows=rows, needs=needs)
+    totals = SimpleNamespace(
+        losses=lambda: "losses", moments=lambda device: f"moments {device}", sources=lambda: "names"
+    )
+    sketches = SimpleNamespace(gathered=lambda: "sketches")
+    sampled = SimpleNamespace(mean=lambda: 0.25)
+
+    class Parts:
+        def __init__(self, trainable: str, own: StepNeeds) -> None:
+            assert (trainable, own) == ("trainable", needs)
+
+        def measure(self, *arguments: Any) -> tuple[str, str]:
+            all_rows, live, accumulate, tracked = arguments
+            assert (all_rows, live, tracked) == (rows, [rows[1], rows[2]], "tracked")
+            accumulate(live[:1], Mix(1.0, 2.0), True)
+            return "gram", "bias"
+
+    def accumulate(own: Step, probes: list, batch: list, mix: Mix, plain=False, *, grad=True):
+        assert own is step
+        events.append((probes, batch, mix, plain, grad))
+
+    monkeypatch.setattr(gradients, "seed", events.append)
+    monkeypatch.setattr(gradients, "Totals", lambda: totals)
+    monkeypatch.setattr(gradients, "UnitSketches", {needs.sketch: sketches}.get)
+    monkeypatch.setattr(gradients, "SampledKL", lambda *a: events.append(a) or sampled)
+    monkeypatch.setattr(gradients, "GradientParts", Parts)
+    own = SimpleNamespace(
+        forward="forward",
+        accelerator=ACCELERATOR,
+        kl_rows=kl_rows,
+        tracked="tracked",
+        _trainable=lambda: "trainable",
+        _has_gradient=lambda r, mu: r in rows[1:3] and mu == (0.5 if parts else 0.3),
+        _accumulate=accumulate,
+    )
+    measured = Gradients.__call__(own, step)
+    uses_kl = measures and kl_rows is not None
+    probes = [totals, sketches, *[sampled] * uses_kl]
+    live = [rows[1], rows[2]]
+    last = (probes, live[:1], Mix(1.0, 2.0), True, True)
+    last = last if parts else (probes, live, step.mix, False, True)
+    first = (probes, [rows[0], rows[3]], step.mix, False, False)
+    assert events == [1, *[("forward", step, 3)] * uses_kl, first, last]
+    assert (measured.losses, measured.moments) == ("losses", "moments cpu")
+    assert measured.kl == (0.25 if uses_kl else None)
+    assert isinstance(measured.parts, Parts) == bool(parts)
+    assert measured.gram == ("gram" if parts else None)
+    assert measured.sources == ("names" if measures else None)
+    if measures:
+        gram, bias, own_sketches = ("gram", "bias", "sketches") if parts else (None, None, None)
+        expected = Evidence(3, "moments cpu", gram, parts, bias, own_sketches)
+        assert measured.evidence == expected
+    else:
+        assert measured.evidence is None
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_losses_after_an_update(monkeypatch, coefficient: float) -> None:
+    """A KL only if it is in the loss, and no sketches."""
+    calls: list = []
+    rows, needs = (row(),), StepNeeds(kl=True, sketch=8, trim=0.2)
+    own = make_gradients(
+        Loss(LossSpec(kl_coef=coefficient)), _accumulate=lambda *a, grad: calls.append((*a, grad))
+    )
+    monkeypatch.setattr(gradients, "Totals", lambda: SimpleNamespace(losses=lambda: "losses"))
+    assert Gradients.losses(own, replace(STEP, rows=rows, needs=needs)) == "losses"
+    ((step, (totals,), used, mix, grad),) = calls
+    needs = StepNeeds(kl=coefficient != 0, trim=0.2)
+    assert step == replace(STEP, rows=rows, needs=needs) and totals.losses() == "losses"
+    assert (used, mix, grad) == (rows, STEP.mix, False)

@@ -21,6 +21,7 @@ from gac.training.probes import parts as parts_module
 from gac.training.probes.parts import GradientParts
 from gac.training.probes.sampled_kl import SampledKL
 from gac.training.probes.sketches import UnitSketches
+from gac_kernels import TokenMoments
 
 from .test_gradient_values import STEP, row
 
@@ -33,7 +34,7 @@ def numbered(*names: str) -> list[tuple[str, nn.Parameter]]:
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_of_the_parts_of_each_term(monkeypatch, average: float, bias: bool) -> None:
     """Five demonstrations and two rollouts in two parts each, on one of three ranks."""
-    monkeypatch.setattr(parts_module, "world_size", lambda: 3)
+    monkeypatch.setattr(parts_module, "copies", lambda gradient: 3 * gradient.numel() // 2)
     monkeypatch.setattr(parts_module, "all_reduce_sum", lambda x: 3 * x)
     parameters = numbered("shared", "lone", "unused")
     shared, lone, unused = (p for _, p in parameters)
@@ -90,6 +91,21 @@ def test_gradients_of_the_parts_of_each_term(monkeypatch, average: float, bias: 
     assert all(torch.equal(parts.averages[name], x) for name, x in kept.items()) and not parts.parts
 
 
+def test_parts_without_weight_leave_no_gradient() -> None:
+    """A gradient of zeros would still move AdamW, whose moments are not 0."""
+    for weights, expected in (((0.0, 0.0), None), ((1.0, -1.0), -3.0), ((0.0, 2.0), 10.0)):
+        parameters = numbered("both", "one")
+        parts = GradientParts(parameters, StepNeeds(parts=1))
+        (_, both), (_, one) = parameters
+        for value in (2.0, 5.0):
+            both.grad = torch.full((2,), value)
+            one.grad = torch.ones(2) if value == 2 else None
+            parts.take()
+        parts.combine(weights)
+        assert both.grad is None if expected is None else both.grad.tolist() == [expected] * 2
+        assert one.grad is None if weights[0] == 0 else one.grad.tolist() == [1, 1]
+
+
 def test_gradients_that_are_not_finite_do_not_enter_the_averages() -> None:
     parameters = numbered("w")
     parts = GradientParts(parameters, StepNeeds(parts=1, average=0.5))
@@ -143,9 +159,9 @@ def test_sketches_are_summed_by_unit_over_the_ranks(monkeypatch) -> None:
     """Rollouts of unit 7 and 0 on this rank, of 7 and 3 on another; demonstrations stay single."""
     sketches = UnitSketches(1)
     out = lambda *values: SimpleNamespace(sketch=torch.tensor(values)[:, None, None])  # noqa: E731
+    sketches.add(None, [], out(99.0))
     sketches.add(None, [row(unit=7), row(demo=True, unit=7)], out(1.0, 2.0))
     sketches.add(None, [row(demo=True), row(unit=0), row(unit=7)], out(4.0, 8.0, 16.0))
-    sketches.add(None, [], out(99.0))
     sketches.add(None, [row()], SimpleNamespace(sketch=None))
     other = [([-1], torch.tensor([[32.0]])), ([7, 3], torch.tensor([[64.0], [128.0]]))]
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
@@ -160,9 +176,10 @@ def test_sketches_are_summed_by_unit_over_the_ranks(monkeypatch) -> None:
 def test_the_totals_of_a_step(monkeypatch) -> None:
     totals = Totals()
     assert totals.losses() == TermPair(0.0, 0.0)
+    assert totals.moments(torch.device("meta")).totals.is_meta
 
     def out(demo: float, rollout: float, sequences: int) -> Any:
-        moments = SimpleNamespace(demo_nll=torch.zeros(sequences))
+        moments = replace(TokenMoments.zeros(), demo_nll=torch.full((sequences,), demo))
         pair = torch.tensor(demo), torch.tensor(rollout)
         return SimpleNamespace(demo_loss=pair[0], rollout_loss=pair[1], moments=moments)
 
@@ -171,6 +188,7 @@ def test_the_totals_of_a_step(monkeypatch) -> None:
     totals.add(None, [], out(0.0, 0.0, 1))
     totals.add(None, [c, a], out(4.0, 8.0, 2))
     assert totals.losses() == TermPair(demo=5.0, rollout=10.0)
+    assert totals.moments(torch.device("cpu")).demo_nll.tolist() == [1, 1, 1, 1, 0, 4, 4]
     gathered = [["x"], []]
     monkeypatch.setattr(collectives, "gather", lambda own: [own, *gathered])
     names = ("a", "a", "b", "b", "", "c", "a")

@@ -30,7 +30,7 @@ from gac_kernels import TokenMoments
 from .tiny import tiny_config
 
 
-def test_copies_of_a_shard_are_counted_over_the_replicated_dimensions() -> None:
+def test_copies_of_a_shard_are_counted_over_the_replicated_dimensions(monkeypatch) -> None:
     def sharded(*placements):
         mesh = SimpleNamespace(size=lambda dim: (3, 2)[dim])
         return SimpleNamespace(placements=placements, device_mesh=mesh)
@@ -39,7 +39,8 @@ def test_copies_of_a_shard_are_counted_over_the_replicated_dimensions() -> None:
     assert copies(sharded(Shard(0), Replicate())) == 2
     assert copies(sharded(Replicate(), Replicate())) == 6
     assert copies(sharded(Shard(0), Shard(1))) == 1
-    assert copies(torch.zeros(1)) == 1  # one process
+    monkeypatch.setattr("gac.training.probes.parts.world_size", lambda: 5)
+    assert copies(torch.zeros(1)) == 5  # DDP
 
 
 def test_rows_are_balanced_only_with_token_budgets() -> None:
@@ -59,9 +60,10 @@ def test_rows_are_balanced_only_with_token_budgets() -> None:
 )
 def test_weights_of_the_two_terms_become_the_mix(weights, expected, gradient) -> None:
     combined: list = []
-    parts = SimpleNamespace(needs=SimpleNamespace(parts=2), combine=combined.append)
+    parts = SimpleNamespace(needs=SimpleNamespace(parts=2), combine=combined.append, parts=[1])
     assert GradientParts.combine_pair(parts, weights, Mix(0.7, 2.0)) == expected
     assert combined == ([] if gradient is None else [gradient])
+    assert weights is not None or parts.parts == []
 
 
 def test_no_demonstrations_are_drawn_for_a_method_without_them() -> None:

@@ -30,7 +30,7 @@ class SampledKL:
         """Add those rows of a micro-batch that were selected in the constructor."""
         # without rows, the batch still has one dummy row
         for start, row in zip(batch.starts, rows, strict=False):
-            if not row.is_demo and row.sequence in self.reference:
+            if row.sequence in self.reference:
                 logps = out.logps.flatten()[row.scored(start)].cpu()
                 gap = self.reference[row.sequence] - logps
                 self.sums += torch.tensor([(gap.double().exp() - gap - 1).sum(), len(gap)])
