@@ -194,6 +194,8 @@ def _on_a_rank(batch: int) -> tuple[dict[str, float], list[int], str]:
     mismatched.observe(moments(rank, demo=False))
     with pytest.raises(RuntimeError, match=r"mu differs.* \[0.1, 0.2\]; load") as error:
         mismatched.close()
+    alone = [torch.distributed.new_group([other]) for other in range(2)][rank]
+    assert mismatched.close(alone)["mu"] == 0.1 * (1 + rank)  # a group of this rank only
     return log, drawn, str(error.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from gac.report import evaluations, plots
+from gac.report import evaluations, find_folders, plots, results_table
 from gac.report.evaluations import Evaluation
 from gac.report.groups import Group
 
@@ -72,15 +73,18 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "limits"),
+    ("values", "runs", "limits"),
     [
-        ([0.0] * 100 + [1000.0] + [0.0] * 100, (-12, 212)),  # a spike, smoothed to 200
-        ([4.0] * 5, (3.8, 4.2)),
-        ([0.0] * 5, (-0.05, 0.05)),
+        ([0.0] * 100 + [1000.0] + [0.0] * 100, 1, (-12, 212)),  # a spike, smoothed to 200
+        # traces are drawn for single runs only; six spikes are smoothed to (1 - 0.8**6) * 1000
+        ([0.0] * 200 + [1000.0] * 6 + [0.0] * 100, 1, (-60, 1060)),
+        ([0.0] * 200 + [1000.0] * 6 + [0.0] * 100, 2, (-44.27136, 782.12736)),
+        ([4.0] * 5, 1, (3.8, 4.2)),
+        ([0.0] * 5, 1, (-0.05, 0.05)),
     ],
 )
-def test_the_height_of_a_panel(values: list[float], limits: tuple[float, float]) -> None:
-    group = made_group("x", {"step": [*range(len(values))], "grad_norm": values})
+def test_the_height_of_a_panel(values: list[float], runs: int, limits: tuple[float, float]) -> None:
+    group = made_group("x", *[{"step": [*range(len(values))], "grad_norm": values}] * runs)
     axes = draw(plots._fit_height, panel_of("grad_norm"), [group], 9.0)
     assert axes.get_ylim() == pytest.approx(limits, rel=1e-6)
 
@@ -184,6 +188,23 @@ def evaluation(path: str, *models: str, **accuracies: float) -> Evaluation:
     return Evaluation(Path(path), {"tasks": tasks})
 
 
+def test_each_folder_is_found_once(tmp_path: Path) -> None:
+    """The first folder holds a run and an evaluation."""
+    run, other = tmp_path / "a", tmp_path / "b"
+    for folder in (run, other):
+        folder.mkdir()
+        (folder / "samples.jsonl.gz").touch()
+        (folder / "results.json").write_text(json.dumps(evaluation("", "m", a=0.5).results))
+    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 7}\n')
+    folders = [run, tmp_path, other]
+    assert find_folders(folders) == [run, other] and find_folders([other, run]) == [run, other]
+    tables = results_table(folders)
+    assert tables.count("95 % interval") == 2 and tables.count("tokens (thousands)") == 1
+    assert results_table([run, run]).splitlines()[2].split()[:2] == ["a", "1"]
+    with pytest.raises(FileNotFoundError, match="no runs found"):
+        find_folders([run, tmp_path / "none"])
+
+
 def test_sections_of_evaluations() -> None:
     first = evaluation("one", "m", "n", "m", a=0.5, b=0.25, c=0.125)
     assert (first.model, first.baselines) == ("m, n", "old/m, old/n")
@@ -257,3 +278,5 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
     figure = Figure().subplots()
     evaluations.draw_interval(figure, 2, None, None, "k")
     assert not figure.lines
+    evaluations.draw_interval(figure, 2, 0.0, [0.0, 0.5], "k")
+    assert [points(line) for line in figure.lines] == [[(0, 2)], [(0, 2), (50, 2)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 trl = pytest.importorskip("trl", minversion="1.15")
 
+from datasets import Dataset  # noqa: E402 - after the skip
 from trl import GRPOTrainer  # noqa: E402 - after the skip
 
 from gac import Mixer  # noqa: E402 - after the skip
+from gac.data.order import Order  # noqa: E402 - after the skip
 from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
 from gac.integrations import trl_grpo  # noqa: E402 - after the skip
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
@@ -64,6 +67,34 @@ def test_masked_tool_tokens_are_not_observed() -> None:
         ([[1, 1, 0], [1, 1, 1]], "advantages", "ref"),
     ]
     assert trainer._micro_batch == 2
+
+
+def test_demonstrations_are_formatted_with_the_options_of_the_trainer(monkeypatch: Any) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        trl_grpo.FusedGRPOMixin, "__init__", lambda self, **options: vars(self).update(options)
+    )
+    monkeypatch.setattr(gac_trl, "_unsupported_options", lambda trainer: {})
+    monkeypatch.setattr(gac_trl, "base_model", lambda trainer: trainer.model)
+    monkeypatch.setattr(gac_trl, "attach_head", calls.append)
+    monkeypatch.setattr(gac_trl, "tokenized", lambda *call: calls.append(call))
+    rows = Dataset.from_list([{"prompt": "1", "completion": "2"}] * 3)
+    options = {
+        "args": SimpleNamespace(seed=7),
+        "processing_class": "words",
+        "accelerator": SimpleNamespace(main_process_first=contextlib.nullcontext),
+        "model": "model",
+        "beta": 0.1,
+    }
+    given = {"tools": ["t"], "chat_template": "c", "chat_template_kwargs": {"lead": 1}}
+    make: Any = type("Made", (GACMixin, Host), {})
+    trainer = make(demo_dataset=rows, demo_batch=2, **options, **given)
+    make(demo_dataset=rows, demo_batch=2, tools=[], chat_template_kwargs=None, **options)
+    demos = (rows, "demo_dataset", "words")
+    assert calls[:2] == [(*demos, {"tools": ["t"], "chat_template": "c", "lead": 1}), "model"]
+    assert calls[2] == (*demos, {"tools": None, "chat_template": None})
+    assert trainer.mixer.method == METHODS["gac"]() and trainer.mixer.batch == 2
+    assert trainer.mixer.draw() == Order(3, 7).take(2)
 
 
 def test_evaluation_uses_the_loss_of_trl() -> None:
