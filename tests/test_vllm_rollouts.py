@@ -128,15 +128,6 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
         assert torch.equal(bare[name], adapted[name]) != ("q_proj.w" in name or "down_" in name)
 
 
-def test_large_weights_are_split_into_several_files(policy, monkeypatch):
-    monkeypatch.setattr(vllm, "MAX_FILE_BYTES", 4000)
-    weights = vllm.Weights(policy[0])
-    parts = list(vllm._files(iter(weights)))
-    names = [name for name, _, _ in weights.metadata]
-    assert len(parts) > 2 and [name for part in parts for name in part] == names
-    assert all(sum(x.nbytes for x in list(part.values())[:-1]) < 4000 for part in parts)
-
-
 def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
     """Two runs with one seed are identical. Each step sends new weights, so the ratios are 1."""
     request_count = len(server.requests())
