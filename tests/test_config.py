@@ -303,7 +303,7 @@ def test_a_long_list_of_valid_names_is_abbreviated(count):
 
 
 EIGHT = {f"kind-{i}": Sft for i in range(8)}
-NINE = {82 * "x": Mixed, 50 * "x": Mixed, f"y-{35 * 'y'}": Mixed} | dict.fromkeys("abcdef", Sft)
+NINE = {82 * "x": Mixed, 50 * "x": Mixed, f"yy-{34 * 'y'}": Mixed} | dict.fromkeys("abcdef", Sft)
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ x.short: kind-0 | kind-1 | kind-2 | kind-3 | kind-4 | kind-5 | kind-6 | kind-7 =
 x.long: one of the names below = {82 * "x"}
       Mixed: {82 * "x"},
         {50 * "x"},
-        y-{35 * "y"}
+        yy-{34 * "y"}
       Sft: a, b, c, d, e, f"""
 
 

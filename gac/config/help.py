@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import typing
 from typing import Any, NamedTuple
@@ -73,18 +74,18 @@ def _own_docs(cls: type) -> dict[str, str]:
     except (OSError, TypeError):  # defined at run time, so there is no source
         return {}
     lines = source.splitlines()
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    [definition] = ast.parse(source).body
+    body = typing.cast(ast.ClassDef, definition).body
     docs = {}
-    for node, following in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        text = following.value if isinstance(following, ast.Expr) else None
-        if isinstance(text, ast.Constant) and isinstance(text.value, str):
-            doc = text.value
-        else:
-            rest = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
-            doc = rest.partition("#")[2]
-        docs[node.target.id] = " ".join(doc.split())
+    for pair in itertools.pairwise([*body, None]):
+        match pair:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                pass
+            case ast.AnnAssign(ast.Name(name), end_lineno=int(row), end_col_offset=column), _:
+                doc = lines[row - 1][column:].partition("#")[2]
+            case _:
+                continue
+        docs[name] = " ".join(doc.split())
     return docs
 
 
