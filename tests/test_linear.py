@@ -339,6 +339,9 @@ def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
     assert not torch.equal(weight_grad, weight_grad.bfloat16().float())
     exact = linear_token_logprobs(rounded.hidden, rounded.weight, batch.targets)[0]
     assert torch.equal(logps, exact)
+    (expected,) = torch.autograd.grad(exact.sum(), rounded.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(logps.sum(), batch.weight)[0], expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gac_kernels import LossSpec, fused_gac_loss, reference, token_logprobs
+from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
 
 from .cases import (
     BY_NAME,
@@ -178,6 +178,24 @@ def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
     assert torch.equal(a.loss, b.loss) and torch.equal(d_a, d_b)
     assert torch.equal(a.logps, b.logps) and torch.equal(a.entropy, b.entropy)
     assert a.moments.signals() == b.moments.signals()
+
+
+@each_backend
+def test_rows_without_an_upstream_gradient_get_zeros_even_if_their_logits_are_nan(
+    backend: str,
+) -> None:
+    require_backend(backend)
+    logits, targets = torch.randn(2, 2, 5), torch.tensor([1, 2, 3, -100])
+    logits[0, 0] = torch.nan
+    d_logps, d_entropy, ones = (
+        torch.tensor([0.0, 2, 0, 1]),
+        torch.tensor([0.0, 0, 3, 1]),
+        torch.ones(4),
+    )
+    out = torch.full_like(logits, torch.nan)
+    rows = backends.load(backend, logits.device)
+    rows.row_grads(logits, targets, ones, ones, d_logps, d_entropy, 1.0, out)
+    assert (out != 0).any(-1).tolist() == [[False, True], [True, False]]
 
 
 @each_backend

@@ -177,7 +177,8 @@ def test_moments_off() -> None:
 
 def test_to_moves_every_part() -> None:
     on_meta = moments(slice(None)).to("meta")
-    assert all(x.is_meta for x in (on_meta.rollouts, on_meta.demo_nll, on_meta.totals))
+    for part in (on_meta, on_meta + moments(slice(None))):  # a sum is where its first part is
+        assert all(x.is_meta for x in (part.rollouts, part.demo_nll, part.totals))
 
 
 def test_all_reduce_without_a_process_group_is_a_no_op() -> None:
