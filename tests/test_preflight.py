@@ -54,14 +54,14 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path, monk
 
 
 def test_a_checkpoint_needs_the_weights_and_two_moments(tmp_path, monkeypatch):
-    """30 float32 weights, 20 of them trained: 4 (30 + 2 x 20) = 280 bytes per checkpoint."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(20)), torch.zeros(10)])
+    """20 bfloat16 weights are trained, 10 float32 ones are not: 40 + 2 x 40 + 40 = 160 bytes."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(20).bfloat16()), torch.zeros(10)])
     model[1].requires_grad_(False)
-    free = SimpleNamespace(free=2 * 280)
+    free = SimpleNamespace(free=2 * 160)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     preflight.check_space(tmp_path, model, checkpoints=2)
     free.free -= 1
-    sizes = "2 checkpoints of this model need 5.6e-07 GB, but only 5.59e-07 GB are free"
+    sizes = "2 checkpoints of this model need 3.2e-07 GB, but only 3.19e-07 GB are free"
     with pytest.raises(RunError, match=f"out='{tmp_path}': {sizes}"):
         preflight.check_space(tmp_path, model, checkpoints=2)
 
