@@ -386,6 +386,8 @@ assert t.f == 212
 t.f = 32
 assert t._c == 0 and hasattr(t, "f") and not hasattr(t, "g") and getattr(t, "g", 5) == 5
 
+t.f = 50
+assert t._c == 10
 del t.f
 assert t._c == 0
 === class attributes, static and class methods

@@ -125,7 +125,7 @@ import inspect
 assert list(inspect.signature(area).parameters) == ["r", "pi"]
 
 import typing
-assert typing.get_type_hints(area)["return"] is float and callable(area)
+assert typing.get_type_hints(area, {})["return"] is float and callable(area)
 
 assert area.__annotations__["r"] is float and area.__defaults__ is None
 
@@ -222,6 +222,14 @@ t = TreeNode(1, TreeNode(2), TreeNode(3, TreeNode(4)))
 assert depth(t) == 3
 
 assert invert(t).left.val == 3
+=== hashable objects of the tests
+def distinct(items): return len(set(items))
+----
+class Key:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def __hash__(self): return hash(self.n)
+assert distinct([Key(1), Key(2), Key(1)]) == 2
 === IO objects
 import io
 def read_lines(f): return [line.rstrip() for line in f]

@@ -389,8 +389,6 @@ class SolverClient:
         if type(description) is int:
             return self._classes[description]
         number, name, kind, bases, methods = description
-        if type(number) is not int or not isinstance(name, str):
-            raise TypeError("a class needs a number and a name")
         if number not in self._classes:
             standard = [_STANDARD[base] for base in bases if isinstance(base, str)]
             standard += [_CONTAINERS[kind]] if kind in _CONTAINERS else []

@@ -17,7 +17,6 @@ import datetime
 import ipaddress
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -109,7 +108,6 @@ def encode(value: Any, refer: Callable[[Any], Node | None] | None = None) -> Jso
             if value is not _PENDING:
                 break
             frames.pop()
-            unfinished.discard(id(owner))
             nodes.append([tag, content, items])
             item = [len(nodes) - 1]
             finished[id(owner)] = item, owner
@@ -232,12 +230,9 @@ def _read_array(content: Json) -> Any:
         raise TypeError("an array needs a known dtype and a shape")
     numpy: Any = sys.modules["numpy"]
     data = base64.b64decode(text, validate=True)
-    kind = numpy.dtype(dtype)
-    if len(shape) > 32 or math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError("the size of an array does not match its shape")
     if dtype == "|b1":
         return (numpy.frombuffer(bytearray(data), "u1") != 0).reshape(shape)
-    return numpy.frombuffer(bytearray(data), kind).reshape(shape)
+    return numpy.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
 def _defaultdict_items(value: Any) -> list[Any]:

@@ -1,0 +1,182 @@
+"""Verdicts of the judge: which tests pass, the first problem, and what is wrong with a row."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
+
+if sys.platform != "linux":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
+
+F = "def f(x): return x"
+EXIT = "import os\ndef f(x): os._exit(0)"
+THREE = ("assert f(1) == 1", "assert  f(1) \\\n == 2", "assert f(1) == 1")
+CATCH = "try: f(1)\nexcept BaseException: pass"
+CANNOT_SEND = "cannot send a value of type object between processes"
+EVERY = "a test fails for every program; "
+INTERPRET = "the tests would interpret data as code (compile); rewrite them"
+UNUSED = (
+    "the tests use no name from the program; if they need its entry point, set entry_point_field"
+)
+
+
+def failed(problem, *passed, suspect=""):
+    return RunResult("ended", passed or (False,), problem, suspect=suspect)
+
+
+def invalid(problem):
+    return RunResult("ended", row_problem=problem)
+
+
+# program, tests, other fields of the row, result
+VERDICTS = {
+    "the first failure is the last test": (
+        (F, THREE, {}),
+        failed("test 2 (assert f(1) \\ == 2): AssertionError", True, False, False),
+    ),
+    "all tests": (
+        (F, THREE, {"all": True}),
+        failed("test 2 (assert f(1) \\ == 2): AssertionError", True, False, True),
+    ),
+    "an exception": (
+        ("def f(x): raise ValueError('no', x)", ["f(1)"], {}),
+        failed("test 1 (f(1)): ValueError: ('no', 1)"),
+    ),
+    "an exception without text": (
+        ("def f(x): raise ValueError", ["f(1)"], {}),
+        failed("test 1 (f(1)): ValueError"),
+    ),
+    "an exception without __str__": (
+        ("class C(Exception):\n  def __str__(s): 1 / 0\ndef f(x): raise C", ["f(1)"], {}),
+        failed("test 1 (f(1)): C"),
+    ),
+    "a long problem": (
+        ("def f(x): return 'x' * 600", ["raise KeyError(f(1))"], {}),
+        failed(f"test 1 (raise KeyError(f(1))): KeyError: '{'x' * 489}"),
+    ),
+    "the program ends a loop": (
+        ("def f(x): raise StopIteration(5)", ["for _ in map(f, [1]): assert 0"], {}),
+        failed("test 1 (for _ in map(f, [1]): assert 0): RemoteError: StopIteration: 5"),
+    ),
+    "the program calls exit": (
+        ("def f(x): exit(3)", ["f(1)"], {}),
+        failed("test 1 (f(1)): RemoteError: SystemExit: 3"),
+    ),
+    "a test exits": (
+        (F, ["f(1)", "exit()"], {}),
+        failed("test 2 (exit()): SystemExit: None", True, False),
+    ),
+    "no entry point": (
+        (F, ["g(1)"], {"entry_point": "g"}),
+        failed("the program does not define g"),
+    ),
+    "a check": (
+        (F, ["def check(g): assert g(1) == 2"], {"entry_point": "f"}),
+        failed("test 1 (def check(g): assert g(1) == 2 check(f)): AssertionError"),
+    ),
+    "a check that another test calls": (
+        (F, ["def check(g): assert g(1) == 1", "check(f)"], {"entry_point": "f"}),
+        RunResult("ended", (True, True)),
+    ),
+    "the program fails": (
+        ("1 / 0", ["f(1)", "f(2)"], {}),
+        failed("the program: ZeroDivisionError: division by zero", False, False),
+    ),
+    "the program exits": (
+        ("import os; os._exit(0)", ["f(1)"], {}),
+        failed("the program: RemoteError: the program exited"),
+    ),
+    "the program exits in a test": (
+        (EXIT, ["f", CATCH, "assert True"], {"all": True}),
+        failed(
+            "test 2 (try: f(1) except BaseException: pass): RemoteError: the program exited",
+            True,
+            False,
+            False,
+        ),
+    ),
+    "the program has other names": (
+        ("x = 1", ["assert f"], {"reference": F}),
+        failed("test 1 (assert f): NameError: name 'f' is not defined"),
+    ),
+    "a name of the reference": (
+        (F, ["f(y)"], {"reference": f"{F}\ny = 2"}),
+        failed("test 1 (f(y)): NameError: name 'y' is not defined"),
+    ),
+    "a name that nobody defines": (
+        (F, ["assert f(1)\nf(y)"], {"reference": F}),
+        failed(
+            "test 1 (assert f(1) f(y)): NameError: name 'y' is not defined",
+            suspect=f"{EVERY}'assert f(1) f(y)': NameError: name 'y' is not defined",
+        ),
+    ),
+    "a value that cannot be sent": (
+        (F, ["f(f(object()))"], {}),
+        invalid(f"{EVERY}'f(f(object()))': NotPlain: {CANNOT_SEND}"),
+    ),
+    "a value that cannot be sent, after a request": (
+        (F, ["assert f(1)\nf(object())"], {}),
+        failed(
+            f"test 1 (assert f(1) f(object())): NotPlain: {CANNOT_SEND}",
+            suspect=f"{EVERY}'assert f(1) f(object())': {CANNOT_SEND}",
+        ),
+    ),
+    "an import of the tests": (
+        (F, ["import absent\nf(1)"], {}),
+        invalid(f"{EVERY}'import absent f(1)': ModuleNotFoundError: No module named 'absent'"),
+    ),
+    "an import of the program": (
+        ("def f(x): import absent", ["f(1)"], {}),
+        failed("test 1 (f(1)): ModuleNotFoundError: No module named 'absent'"),
+    ),
+    "text of the program": (
+        ("def f(x): return '1 + 1'", ["try: eval(f(1))\nexcept Exception: pass", "f(1)"], {}),
+        failed(
+            f"test 1 (try: eval(f(1)) except Exception: pass): RefusedError: {INTERPRET}",
+            False,
+            False,
+            suspect=f"{EVERY}'try: eval(f(1)) except Exception: pass': {INTERPRET}",
+        ),
+    ),
+    "a setup that fails": (
+        (F, ["f(1)"], {"setup": "f\nraise SystemExit"}),
+        failed("setup: SystemExit", suspect="the row's setup fails"),
+    ),
+    "a setup that fails without the program": (
+        (F, ["f(1)"], {"setup": "raise SystemExit"}),
+        invalid("the row's setup fails: SystemExit"),
+    ),
+    "a setup that is not valid": (
+        (F, ["f(1)"], {"setup": "return 1"}),
+        invalid(
+            "the row's setup is not valid Python: SyntaxError: 'return' outside function "
+            "(<setup>, line 1)"
+        ),
+    ),
+    "tests without the program": ((F, ["assert 1", "assert 2"], {}), invalid(UNUSED)),
+    "tests that define the name": (
+        ("x = 1", ["def f(): return 1\nassert f()"], {"reference": "def g(): pass"}),
+        invalid(UNUSED),
+    ),
+    "a name that the program need not define": (
+        ("x = 1", ["try: f\nexcept NameError: pass"], {}),
+        failed("the program defines no name that the tests use"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(workers=1)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(pool, name):
+    (program, tests, fields), result = VERDICTS[name]
+    spec = JudgeSpec(tuple(tests), **fields)
+    assert pool.check(Program(program, entry_point=spec.entry_point), spec, 5, 256) == result
