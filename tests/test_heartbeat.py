@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -36,21 +38,21 @@ class Thread:
 
     def __init__(self, target, name, daemon) -> None:
         assert daemon  # the process may exit while it runs
-        self.target, self.joined = target, False
+        self.target, self.started, self.joined = target, False, False
 
     def start(self) -> None:
-        pass
+        self.started = True
 
     def join(self) -> None:
         self.joined = True
 
 
 @pytest.fixture
-def rank_0(monkeypatch):
-    """The heartbeat of rank 0 of 2, and a function that runs its thread for some intervals."""
+def last_rank(monkeypatch):
+    """The heartbeat of rank 2 of 3, its clock, and a function that runs it for some intervals."""
     clock = [100.0]
-    monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
-    monkeypatch.setattr(heartbeat, "rank", lambda: 0)
+    monkeypatch.setattr(heartbeat, "world_size", lambda: 3)
+    monkeypatch.setattr(heartbeat, "rank", lambda: 2)
     monkeypatch.setattr(heartbeat.dist, "TCPStore", Store)
     monkeypatch.setattr(heartbeat.threading, "Thread", Thread)
     at_exit: list = []
@@ -61,7 +63,10 @@ def rank_0(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     beat = Heartbeat()
     assert at_exit == [beat.stop]
-    assert beat._store.options["timeout"] <= timedelta(minutes=1)  # rank 0 may be dead
+    timeout = beat._store.options["timeout"]
+    assert timedelta(seconds=10) < timeout < timedelta(minutes=1)  # rank 0 may be dead
+    assert not (beat._store.options["is_master"] or beat._store.options["wait_for_workers"])
+    assert beat._thread.started and beat._thread.target == beat._run
     done = threading.Event
     assert isinstance(beat._done, done)
 
@@ -85,57 +90,74 @@ def rank_0(monkeypatch):
         run(1)
 
     monkeypatch.setattr(heartbeat.time, "sleep", sleep)
-    return beat, run
+    return beat, run, clock
 
 
-def test_it_writes_its_own_and_reads_the_next_heartbeat(rank_0) -> None:
-    beat, run = rank_0
-    assert beat._store.address == ("host", 77) and beat._store.options["is_master"] is False
+def test_it_writes_its_own_and_reads_the_next_heartbeat(last_rank) -> None:
+    beat, run, clock = last_rank
+    assert beat._store.address == ("host", 77)
     run(1)
-    assert beat._store["gac/beat/3/0"].startswith(b"1;set-up on ")
-    assert beat._last == "1;training on host, pid 7"
+    own = f"1;set-up on {socket.gethostname()}, pid {os.getpid()}"
+    assert beat._store["gac/beat/3/2"].decode() == own
+    assert beat._last == "1;training on host, pid 7" and "gac/beat/3/0" in beat._store
+    before = clock[0]
     assert beat.dead_rank_message() is None
+    assert clock[0] - before == 2 * (INTERVAL + INTERVAL / 4)  # the second new heartbeat suffices
+    beat.activity = "waiting"
+    run(1)
+    assert b";waiting on " in beat._store["gac/beat/3/2"]
     beat.stop()
     assert beat._thread.joined and beat._done.is_set()
 
 
-def test_a_dead_rank_is_named_with_its_last_heartbeat(rank_0) -> None:
-    beat, run = rank_0
+def test_a_dead_rank_is_named_with_its_last_heartbeat(last_rank) -> None:
+    beat, run, clock = last_rank
     run(2)
     beat._store.alive = False
-    message = beat.dead_rank_message()
-    assert message.startswith("rank 1 is not responding: no heartbeat for ")
-    assert "(last: 2;training on host, pid 7)" in message
-    assert DEAD_AFTER <= float(message.split()[8]) <= DEAD_AFTER + 5 * INTERVAL
+    before = clock[0]
+    silence = "no heartbeat for 6 s (last: 2;training on host, pid 7)"
+    assert beat.dead_rank_message() == f"rank 0 is not responding: {silence}"
+    assert clock[0] - before == DEAD_AFTER + INTERVAL
 
 
-def test_a_heartbeat_sent_before_the_death_is_not_a_sign_of_life(rank_0) -> None:
-    beat, run = rank_0
+def test_a_heartbeat_sent_before_the_death_is_not_a_sign_of_life(last_rank) -> None:
+    beat, run, _ = last_rank
     run(2)
-    beat._store.set("gac/beat/3/1", "3;training on host, pid 7")
+    beat._store.set("gac/beat/3/0", "3;training on host, pid 7")
     beat._store.alive = False
     assert "(last: 3;training" in beat.dead_rank_message()
 
 
-def test_one_warning_per_silence(rank_0, caplog) -> None:
+def test_one_warning_per_silence(last_rank, caplog) -> None:
     caplog.set_level(logging.WARNING)
-    beat, run = rank_0
+    beat, run, _ = last_rank
     intervals = int(WARN_AFTER / INTERVAL) + 3
     run(intervals)
     assert not caplog.records
     for count in (1, 2):
         beat._store.alive = False
         run(2 * intervals)
-        assert len(caplog.records) == count and "rank 1 is not responding" in caplog.text
+        assert len(caplog.records) == count and "rank 0 is not responding" in caplog.text
         beat._store.alive = True
         run(1)
 
 
-def test_a_lost_store_ends_the_thread(rank_0, monkeypatch) -> None:
-    beat, run = rank_0
+def test_a_silent_rank_is_warned_about_after_a_minute(last_rank, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    beat, run, _ = last_rank
+    beat._store.alive = False
+    run(int(WARN_AFTER / INTERVAL) + 1)
+    assert not caplog.records  # the silence is exactly WARN_AFTER
+    run(1)
+    assert caplog.messages == ["rank 0 is not responding: no heartbeat for 61 s (last: )"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_lost_store_ends_the_thread(last_rank, monkeypatch, error) -> None:
+    beat, run, _ = last_rank
 
     def lost(key: str, value: str) -> None:
-        raise RuntimeError("connection closed")
+        raise error("connection closed")
 
     monkeypatch.setattr(beat._store, "set", lost)
     run(5)
