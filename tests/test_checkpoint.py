@@ -153,6 +153,14 @@ def test_each_file_is_written_and_checked_by_one_rank(tmp_path, monkeypatch):
         assert sorted(map(bool, faults)) == [False, True]
 
 
+def test_the_files_of_all_ranks_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "gather", lambda sums: [sums, {"__1_0.distcp": [5, 7]}])
+    (path,) = save(tmp_path, 1)
+    files = checkpoint.read_progress(path)["files"]
+    assert files.pop("__1_0.distcp") == [5, 7]
+    assert files.keys() == {"__0_0.distcp", ".metadata"}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_renames_and_deletes_while_the_others_wait(tmp_path, monkeypatch, rank):
     for path in save(tmp_path, 1, 2)[1:]:
