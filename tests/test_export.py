@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.models.causal_lm import LoraConfig, ModelConfig, make_model
+from gac.training import export
 from gac.training.export import export_checkpoint, export_run
 from gac.training.trainer import train
 
@@ -85,6 +86,10 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
         weight_files = set(index["weight_map"].values())
         assert files == {*weight_files, index_name}
+        count = len(weight_files)
+        names = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+        assert weight_files == names
+        assert index["metadata"]["total_parameters"] == model.num_parameters()
         # one file for each layer and for each other weight
         assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
     else:
@@ -93,7 +98,7 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
 
-def test_adapters_are_merged_layer_by_layer(tmp_path):
+def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     pytest.importorskip("peft", reason="needs the extra `lora`")
     targets = ("q_proj", "down_proj", "lm_head")
     config = ModelConfig(
@@ -101,6 +106,13 @@ def test_adapters_are_merged_layer_by_layer(tmp_path):
     )
     untied = {"tie_word_embeddings": False}
     path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)
+
+    def merge(own, unit, merge=export._merged):
+        merged = merge(own, unit)
+        assert all(x.is_meta for x in own.state_dict().values())  # only the result is in memory
+        return merged
+
+    monkeypatch.setattr(export, "_merged", merge)
     export_checkpoint(config, path, tmp_path / "out", 1)
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
     assert exported.keys() == expected.keys()

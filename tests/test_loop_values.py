@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +310,70 @@ def test_a_step_has_the_counts_and_rewards_of_all_ranks(monkeypatch) -> None:
     assert (step.rewards, step.old_logps, step.teacher_logps) == (Rewards(0, 0, 0), (), ())
 
 
+def test_a_step_uses_the_mix_that_was_chosen_before(monkeypatch) -> None:
+    """The last step's own mix ends the run, not the next one."""
+    results = {"_sample": "rows", "_assemble": "step", "_apply": "update"}
+    events: list = []
+    fake = SimpleNamespace(method="method", mix=Mix(0.3, final=False), state="before")
+
+    def part(name: str, result: Any) -> Any:
+        return lambda *arguments: events.append((name, *arguments)) or result
+
+    for name, result in results.items():
+        setattr(fake, name, part(name, result))
+    fake.gradients, fake._observe = part("gradients", "measured"), part("observe", ("row", "seen"))
+    following = "after", Mix(0.4, final=True)
+    monkeypatch.setattr(trainer, "next_mix", part("next", following))
+    assert Trainer._train_step(fake) == "row"
+    assert events == [
+        ("_sample",),
+        ("_assemble", "rows", Mix(0.3)),
+        ("gradients", "step"),
+        ("_apply", "step", "measured"),
+        ("observe", "step", "measured", "update"),
+        ("next", "method", "before", "seen"),
+    ]
+    assert not fake.ended and (fake.state, fake.mix) == following
+    Trainer._train_step(fake)
+    assert fake.ended
+
+
+@pytest.mark.parametrize("results", [{"accuracy": 0.5, "a": 1}, {"length": 7}, None])
+def test_an_evaluation_of_the_gathered_model(monkeypatch, results) -> None:
+    events: list = []
+
+    @contextlib.contextmanager
+    def gathered(model: str, parallel: str):
+        events.append((model, parallel))
+        yield
+        events.append("done")
+
+    class Evaluator:
+        def __bool__(self) -> bool:
+            return results is not None
+
+        def __call__(self, policy: str) -> dict[str, float]:
+            events.append(policy)
+            return results
+
+    monkeypatch.setattr(trainer.setup, "gathered", gathered)
+    fake = SimpleNamespace(
+        evaluator=Evaluator(),
+        heartbeat=SimpleNamespace(activity=""),
+        step=4,
+        model="model",
+        policy="policy",
+        config=SimpleNamespace(parallel="parallel"),
+        record=SimpleNamespace(evaluation=events.append),
+    )
+    assert Trainer._evaluate(fake) == (results or {}).get("accuracy")
+    if results is None:
+        assert events == []
+    else:
+        assert events == [("model", "parallel"), "policy", "done", {"step": 4, **results}]
+        assert fake.heartbeat.activity == "step 4, evaluation"
+
+
 # ---- the loop
 
 
@@ -380,24 +445,38 @@ def test_an_error_of_a_dead_rank_names_it(monkeypatch, dead, error) -> None:
 
 def runnable(monkeypatch, events: list, **changes: Any) -> Any:
     """A run of 9 steps, of which 2 are done."""
-    monkeypatch.setattr(trainer, "closing_reward", contextlib.nullcontext)
+
+    @contextlib.contextmanager
+    def within(name: str):
+        events.append(name)
+        yield
+        events.append(f"{name} done")
+
+    monkeypatch.setattr(trainer, "closing_reward", within)
     monkeypatch.setattr(trainer, "export_checkpoint", lambda *a: events.append(("export", *a)))
     finish = SimpleNamespace(finish=lambda: events.append("tracker"))
     config = load(TrainConfig, {"name": changes.get("name"), "export": changes.get("export", True)})
+
+    def run_loop(bar: tqdm) -> None:
+        events.append(bar.disable or (bar.total, bar.n, bar.desc))
+        if not bar.disable:  # the system clock may jump
+            assert bar._time is time.monotonic and bar.dynamic_ncols
+            assert bar.start_t == bar.last_print_t <= time.monotonic()
+
     return SimpleNamespace(
         step=2,
         config=config,
         method=SimpleNamespace(name="the-method"),
         feed=SimpleNamespace(steps=9),
         accelerator=SimpleNamespace(is_main_process=changes.get("main", True), trackers=[finish]),
-        stop=contextlib.nullcontext(),
-        tally=SimpleNamespace(reward=None),
+        stop=within("signals"),
+        tally=SimpleNamespace(reward="reward"),
         evaluator=SimpleNamespace(close=lambda: events.append("close")),
         heartbeat=SimpleNamespace(stop=lambda: events.append("stop")),
         checkpoints="checkpoints",
         out=Path("out"),
         _exported_checkpoint=lambda: "its checkpoint",
-        _loop=lambda bar: events.append(bar.disable or (bar.total, bar.initial, bar.desc)),
+        _loop=run_loop,
     )
 
 
@@ -411,4 +490,5 @@ def test_a_run_from_its_start_to_its_export(monkeypatch, changes, exported) -> N
     assert Trainer.run(fake) == Path("out")
     shown = (9, 2, changes.get("name", "the-method")) if "main" not in changes else True
     export = ("export", fake.config.model, "its checkpoint", Path("out/model"))
-    assert events == [shown, "close", "stop", *[export] * exported, "tracker"]
+    closed = ["close", "reward done", "signals done"]
+    assert events == ["signals", "reward", shown, *closed, "stop", *[export] * exported, "tracker"]

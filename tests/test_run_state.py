@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gac.config import dump, load
 from gac.errors import ConfigError
-from gac.methods.base import Mix
+from gac.methods import METHODS, Observation
+from gac.methods.base import Mix, StepNeeds
+from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.plan import Sampling, Stage
 from gac.training import run
 from gac.training.run import Run
 from gac.training.run_config import TrainConfig
+from gac_kernels import LossSpec
 
 
 @pytest.mark.parametrize(
@@ -148,3 +155,169 @@ def test_a_resumed_run_keeps_its_micro_batches(monkeypatch, resize, own, saved, 
     steps.newest, fake.config = lambda folder: None, config
     assert Run._find_checkpoint(fake, False) is Run._find_checkpoint(fake, True) is None
     assert fake.config is config
+
+
+def test_the_parts_of_a_run(monkeypatch) -> None:
+    """Each part is built from the run's settings and the parts before it."""
+    settings = {
+        "out": "runs/a",
+        "model": {"path": "the-model"},
+        "seed": 17,
+        "steps": 3,
+        "trackers": ["wandb"],
+        "mixed_precision": "bf16",
+        "reward_noise": {"rate": 0.5},
+        "rollouts": {"max_new_tokens": 7, "completions": 5, "stop": ["a"]},
+        "eval": {"stop": ["b"]},
+        "method": {"name": "constant", "mu": 0.3},
+    }
+    given, resumed, chosen = (load(TrainConfig, {**settings, "micro_batch": n}) for n in (1, 2, 3))
+    chosen = replace(chosen, micro_batch=None, micro_tokens=64)
+    parts: dict[str, tuple] = {}
+
+    def part(name: str, result: Any = None) -> None:
+        def build(*arguments: Any, **keywords: Any) -> Any:
+            parts[name] = (*arguments, keywords) if keywords else arguments
+            return name if result is None else result
+
+        owner = run.setup if name == "make_accelerator" else run
+        monkeypatch.setattr(owner, name, build)
+
+    accelerator = SimpleNamespace(
+        process_index=2, num_processes=4, unwrap_model=lambda model: ("unwrapped", model)
+    )
+    plan = given.method.sampling(5)
+    feed = SimpleNamespace(
+        check_budgets=lambda config: 11 if config is resumed else None,
+        longest_row=lambda response: response + 100,
+        unit=6,
+        more_examples="more",
+        sources=lambda: "sources",
+        names_sources=False,
+    )
+    part("make_accelerator", accelerator)
+    part("Feed", feed)
+    part("build_rewards", ("eval reward", "reward"))
+    part("choose_micro_batches", chosen)
+    part("next_mix", ("state", "mix"))
+    names = [
+        "Heartbeat",
+        "Record",
+        "load_tokenizer",
+        "stop_tokens",
+        "make_engine",
+        "load_policy",
+        "load_reference",
+        "make_optimizer",
+        "make_gradients",
+        "Sampler",
+        "Tally",
+        "Evaluator",
+        "fingerprint",
+        "StopRequest",
+        "Guard",
+    ]
+    for name in names:
+        part(name)
+
+    def find(self: Run, resume: bool) -> str:
+        assert self.config is given and resume == "resume"
+        self.config = resumed
+        return "checkpoint"
+
+    monkeypatch.setattr(Run, "_find_checkpoint", find)
+    monkeypatch.setattr(Run, "_open", lambda self, path: parts.update(opened=(path, self.step)))
+    made = Run(given, "resume")
+    needs = StepNeeds.union(map(made.needs, range(3)))
+    assert parts == {
+        "make_accelerator": (given.parallel, "bf16", ("wandb",), "runs/a"),
+        "Heartbeat": (),
+        "Record": (Path("runs/a"), accelerator),
+        "load_tokenizer": (resumed.model,),
+        "stop_tokens": ("load_tokenizer", ("a", "b")),
+        "Feed": (resumed, "load_tokenizer", 2, 4),
+        "make_engine": (
+            resumed.rollouts,
+            "load_tokenizer",
+            {"served": "the-model", "longest": 11, "folder": Path("runs/a")},
+        ),
+        "load_policy": (resumed, accelerator),
+        "load_reference": (resumed, accelerator, needs.kl),
+        "choose_micro_batches": (resumed, accelerator, "load_policy", "load_reference", 107, 6),
+        "make_optimizer": ("load_policy", chosen.optim),
+        "make_gradients": (
+            chosen,
+            accelerator,
+            "load_tokenizer",
+            "load_policy",
+            "load_reference",
+            needs,
+        ),
+        "build_rewards": ("math", chosen.reward_noise, 17, 2),
+        "Sampler": (
+            chosen.rollouts,
+            "make_engine",
+            "load_tokenizer",
+            "reward",
+            plan,
+            given.method.credit,
+            "more",
+        ),
+        "Tally": ("reward",),
+        "Evaluator": (chosen.eval, "load_tokenizer", "eval reward", 17),
+        "next_mix": (given.method, given.method.init(), Observation(0)),
+        "Guard": (chosen.guards,),
+        "StopRequest": (),
+        "fingerprint": (chosen.model, "load_tokenizer", "sources", "eval reward"),
+        "opened": ("checkpoint", 0),
+    }
+    assert made.checkpoints == Path("runs/a/checkpoints") and feed.sized_in_tokens is True
+    assert (made.policy, made.plan) == (("unwrapped", "load_policy"), plan)
+    assert (made.config, made.state, made.mix, made.step) == (chosen, "state", "mix", 0)
+    assert (made.rollouts, made.ended, made.best, made.first_skipped) == (None, False, {}, None)
+    chosen = replace(chosen, micro_tokens=None)
+    part("choose_micro_batches", chosen)
+    resumed = replace(resumed, method=METHODS["sft"](), loss=LossSpec(kl_coef=0.1))
+    given = replace(given, method=resumed.method)
+    feed.check_budgets = lambda config: 0
+    assert Run(given, "resume").kl_in_loss and not feed.sized_in_tokens
+    assert parts["make_engine"][0] == RolloutConfig()  # no server is contacted
+
+
+@pytest.mark.parametrize(
+    ("completions", "stages", "demo_in_group", "rollouts", "valid"),
+    [
+        (2, (), False, True, True),
+        (1, (), False, True, False),
+        (1, (), True, True, True),
+        (1, (), False, False, True),
+        (8, (1,), False, True, False),
+        (1, (1, 1), False, True, True),
+    ],
+)
+def test_advantages_need_two_rewards(completions, stages, demo_in_group, rollouts, valid) -> None:
+    plan = Sampling(stages=tuple(map(Stage, stages)), demo_in_group=demo_in_group)
+    method = SimpleNamespace(
+        sampling=lambda n: plan if n == completions else None,
+        needs=lambda step: StepNeeds(rollouts=rollouts),
+    )
+    config = SimpleNamespace(method=method, rollouts=SimpleNamespace(completions=completions))
+    message = f"rollouts.completions={completions}: advantages compare .* use a number >= 2"
+    with contextlib.nullcontext() if valid else pytest.raises(ValueError, match=message):
+        TrainConfig._check_groups(config)
+
+
+def test_settings_at_the_edge_of_their_range() -> None:
+    assert load(TrainConfig, {"loss": {"clip_low": 1}}).loss.clip_low == 1
+    assert load(TrainConfig, {"loss": {"clip_low": None}}).loss.clip_low is None
+    for changes, message in (
+        ({"loss": {"clip_low": 1.01}}, r"loss.clip_low=1.01: use a number in \[0, 1\]"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16': use one of no, bf16"),
+        (
+            {"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}},
+            "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp",
+        ),
+        ({"optim": {"schedule": "step"}}, "schedule='step': use one of cosine, linear, constant"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(TrainConfig, changes)

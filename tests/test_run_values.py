@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,15 @@ def test_rows_must_fit_into_learned_positions(monkeypatch, caplog, fields, longe
     assert result != "warning" or "unless the model supports more than 8" in caplog.text
 
 
+def test_the_configuration_of_a_models_text_part(monkeypatch) -> None:
+    """Adapters have the configuration of their base model."""
+    monkeypatch.setattr(input_checks, "base_folder", lambda path: f"base of {path}")
+    text = SimpleNamespace(get_text_config=lambda decoder: ("text", decoder))
+    configs = SimpleNamespace(from_pretrained={"base of a": text}.get)
+    monkeypatch.setattr(input_checks, "AutoConfig", configs)
+    assert input_checks._text_config(ModelConfig(path="a")) == ("text", True)
+
+
 # ---- logs
 
 
@@ -448,6 +458,9 @@ def test_a_skipped_step_by_hand(tmp_path, monkeypatch, weights) -> None:
     assert written == [(tmp_path / "step-00000005" / "weights", "model", tracked)] * 2
     with pytest.raises(ConfigError, match="step-00000007 contains no saved step: give a folder in"):
         skipped.load(tmp_path / "step-00000007")
+    torch.save({"format": skipped.FORMAT, "step": Path()}, path / "rank-0.pt")
+    with pytest.raises(pickle.UnpicklingError):  # only tensors and plain types
+        skipped.load(path)
 
 
 def test_a_replayed_step_names_its_culprits(tmp_path, monkeypatch) -> None:
