@@ -190,7 +190,7 @@ def test_where_matches_a_value_or_a_list_and_limit_counts_kept_rows(tmp_path, to
 def test_demos_come_from_their_own_file_without_needing_answers(tmp_path, tokenizer):
     prompts = write(tmp_path / "p.jsonl", {"prompt": "1+1", "answer": "2"})
     demos = write(tmp_path / "d.jsonl", {"prompt": "7-2", "solution": "5"})
-    config = DataConfig(prompts=prompts, demos=demos)
+    config = DataConfig(prompts=prompts, demos=demos, answer_pattern="(.)")
     [demo] = load_demos(config, tokenizer)
     assert (demo.prompt_text, demo.answer) == ("7-2", None)
     assert demo.id == f"{demos}, line 1"

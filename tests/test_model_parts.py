@@ -56,8 +56,9 @@ def test_packed_heads_keep_their_parts_in_place() -> None:
 def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(s, generator=generator) for s in ((2, 3, 4), (7, 4), (7,)))
-    plain = Head(hidden, weight, bias, scaling=(2.0, 3.0))
+    plain = Head(hidden, weight.requires_grad_(), bias, scaling=(2.0, 3.0))
     copy = plain.detached()
+    assert copy.scaling == (2.0, 3.0) and not copy.weight.requires_grad
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         copied = getattr(copy, name)
         assert torch.equal(copied, tensor) and copied.data_ptr() != tensor.data_ptr()
@@ -173,7 +174,7 @@ def test_the_base_of_adapters(tmp_path, monkeypatch) -> None:
     assert base_folder("owner/not-in-the-cache") == "owner/not-in-the-cache"
 
 
-def test_initial_weights_depend_only_on_the_seed(tmp_path) -> None:
+def test_initial_weights_depend_only_on_the_seed(tmp_path, caplog) -> None:
     AutoConfig.for_model("qwen2", **TINY).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), random_init=True, dtype="bfloat16")
     first, same, other = (load_model(config, *seed) for seed in ((), (0,), (1,)))
@@ -182,6 +183,7 @@ def test_initial_weights_depend_only_on_the_seed(tmp_path) -> None:
     assert first.lm_head.weight.dtype == torch.bfloat16
     assert not any(module.training for module in first.modules())
     assert all(module.training for module in load_model(replace(config, dropout=True)).modules())
+    assert "model.dropout" not in caplog.text  # there is none in its configuration
     meta = load_meta_model(config)
     assert {(p.dtype, p.device.type) for p in meta.parameters()} == {(torch.bfloat16, "meta")}
     assert meta.config.name_or_path == str(tmp_path)
@@ -240,6 +242,9 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
     words.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.tokenizer='.*': the tokenizer has no EOS token"):
         load_tokenizer(ModelConfig(path="other", tokenizer=str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model.path='.*' cannot be loaded: Expecting"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

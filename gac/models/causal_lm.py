@@ -234,7 +234,7 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
                 lora_alpha=config.alpha,
                 lora_dropout=config.dropout,
                 target_modules=targets,
-                exclude_modules=special if targets == ALL_LINEAR and special else None,
+                exclude_modules=special if targets == ALL_LINEAR else None,
                 task_type="CAUSAL_LM",
             ),
         )
