@@ -132,7 +132,7 @@ def test_wrong_usage_exits_with_two(capsys):
         assert "usage: gac" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "study"])
 def test_usage_puts_the_config_before_set(capsys, command):
     """After --set, CONFIG.yaml would be parsed as another KEY=VALUE."""
     with pytest.raises(SystemExit):

@@ -137,5 +137,8 @@ def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path):
     (run / "results.json").write_text("[]")
     assert "Evaluations" not in write_report([run], tmp_path).read_text()
     (run / "samples.jsonl.gz").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"results.json: not a valid gac eval result.*delete"):
-        write_report([run], tmp_path)
+    for text in ("[]", "{", "{}", '{"tasks": {"a": {}}}', '{"tasks": 1}'):
+        (run / "results.json").write_text(text)
+        message = r"results.json: not a valid gac eval result.*delete"
+        with pytest.raises(ConfigError, match=message):
+            write_report([run], tmp_path)

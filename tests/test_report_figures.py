@@ -30,9 +30,15 @@ def points(line: Any) -> list[tuple[float, float]]:
 
 def made_group(label: str, *columns: dict[str, list[float]]) -> Group:
     made = [{name: np.array(values, float) for name, values in run.items()} for run in columns]
-    return Group(
-        label, tuple(SimpleNamespace(metrics=c, evals=c, steps_done=len(c["step"])) for c in made)
-    )
+    runs: Any = [
+        SimpleNamespace(
+            metrics={name: values for name, values in run.items() if "accuracy" not in name},
+            evals={name: run[name] for name in run if "accuracy" in name or name == "step"},
+            steps_done=len(run["step"]),
+        )
+        for run in made
+    ]
+    return Group(label, tuple(runs))
 
 
 def panel_of(key: str) -> plots.Panel:
@@ -64,6 +70,7 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
+    assert all(tick == int(tick) for tick in axes.get_xticks())
     # all smoothed lines and the middle 98 % of the trace, 1.02 to 2.98, and 6 % of the height
     assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
     axes = draw(plots._metric, panel, groups[2], 1, 3.0)
@@ -164,6 +171,8 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     four = drawn["four.png"]
     assert [axes.axison for axes in four.axes] == [True] * 4 + [False] * 2
     assert four.get_size_inches() == pytest.approx([13.2, 6.1])
+    plots._draw_overview(panels[:2], [recorded], tmp_path / "two.png")
+    assert drawn["two.png"].get_size_inches() == pytest.approx([8.8, 3.2])
 
 
 # --- results of gac eval
@@ -188,7 +197,7 @@ def evaluation(path: str, *models: str, **accuracies: float) -> Evaluation:
     return Evaluation(Path(path), {"tasks": tasks})
 
 
-def test_each_folder_is_found_once(tmp_path: Path) -> None:
+def test_each_folder_is_found_once(tmp_path: Path, monkeypatch: Any) -> None:
     """The first folder holds a run and an evaluation."""
     run, other = tmp_path / "a", tmp_path / "b"
     for folder in (run, other):
@@ -197,6 +206,9 @@ def test_each_folder_is_found_once(tmp_path: Path) -> None:
         (folder / "results.json").write_text(json.dumps(evaluation("", "m", a=0.5).results))
     (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 7}\n')
     folders = [run, tmp_path, other]
+    monkeypatch.setattr(Path, "rglob", lambda path, name: [other / name, run / name])
+    assert find_folders([tmp_path]) == [run, other]
+    monkeypatch.undo()
     assert find_folders(folders) == [run, other] and find_folders([other, run]) == [run, other]
     tables = results_table(folders)
     assert tables.count("95 % interval") == 2 and tables.count("tokens (thousands)") == 1

@@ -18,7 +18,7 @@ from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.study import page, runs
 from gac.study.arms import arm_config, parse_arm, read_study
-from gac.study.results import row_cells, summary
+from gac.study.results import interval, mean, row_cells, summary
 
 from .tiny import tiny_config, write_tiny
 
@@ -201,6 +201,7 @@ def test_cells_of_a_study() -> None:
     assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
     missing = summary({"a": [0.5], "b": [None]}, "a")["b"]
     assert row_cells(missing) == ["0", "-", "-", "-", "-"]
+    assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
 
 def train_run(config, train, **options) -> list:

@@ -310,8 +310,6 @@ def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -
     curves = [_curves(group, panel) for group in groups]
     lines = [values for curve in curves for _, values in _smoothed(curve, span)]
     raw = [values for curve in curves if len(curve) == 1 for _, values in curve]
-    if not lines:
-        return
     shown = [np.concatenate(lines)] + [np.quantile(values, (0.01, 0.99)) for values in raw]
     low, high = min(x.min() for x in shown), max(x.max() for x in shown)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.05

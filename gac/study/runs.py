@@ -29,7 +29,7 @@ PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for 
 
 def run_all(
     configs: Sequence[TrainConfig],
-    jobs: int = 1,
+    jobs: int,
     *,
     discard: bool = False,
     report: bool = False,

@@ -18,7 +18,9 @@ pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
+from gac.data.order import Order  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
+from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
@@ -179,6 +181,9 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
         advantages.var(correction=0).item(), rel=1e-5
     )
     reference = load_model(model)
+    order = Order(len(trainer._demos), 3)  # with the trainer's seed
+    drawn = [row_of(row) for row in trainer._demos.select(order.take(5))]
+    assert trainer.demos_per_step[0] == drawn
     losses = [
         plain.demo_term(reference, [row], phi=False).item() for row in trainer.demos_per_step[0]
     ]

@@ -190,6 +190,14 @@ def test_divisors_of_a_micro_batch_with_few_tokens(tokens):
     assert FusedGRPOTrainer._entropy_bonus(trainer, mask, norm) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_micro_batch_with_hardly_any_tokens(trainer, options, no_fallback, tokens):
+    inputs = make_inputs(trainer, off_policy=True)
+    inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
+    inputs["completion_mask"][1, :tokens] = 1
+    check_equal(trainer, inputs)
+
+
 def test_token_advantages(trainer, options, no_fallback):
     inputs = make_inputs(trainer, off_policy=True)
     inputs["advantages"] = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1))
@@ -286,8 +294,9 @@ def test_head_outputs_equal_those_of_trl(softcap, bias):
     )
 
 
-def test_a_trl_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(utils, HOOK)
+@pytest.mark.parametrize("name", [HOOK, "add_fused_lm_head"])
+def test_a_trl_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.delattr(utils, name)
     with pytest.raises(ImportError, match=r"trl==.*1\.15 or later"):
         apply_fused_head()
 

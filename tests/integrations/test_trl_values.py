@@ -117,6 +117,7 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     trainer._compute_loss(None, batch(**prompts))
     (((first, second, third, fourth), is_demo, out),) = units
     assert first == second and len({first, third, fourth}) == 3 and min(first, third, fourth) >= 0
+    assert max(first, third, fourth) < 2**63
     assert (is_demo, out) == (False, "out")
     trainer.rollout_out = None
     with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
@@ -163,14 +164,15 @@ def test_the_head_s_precision_is_that_of_its_weight() -> None:
     losses: list[Any] = []
 
     def loss(self: Any, *args: Any, **options: Any) -> None:
-        losses.append((self.hidden.dtype, args, options))
+        losses.append((getattr(self.hidden, "dtype", None), args, options))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Head, "loss", loss)
         terms: Any = SimpleNamespace(targets="t", advantages="a", is_demo="d")
         _score(terms, "spec", 4.0, "sketch", head)
+        _score(terms, "spec", 4.0, "sketch", Head(hidden=None, logits=rows))
     options = {"mu": 1.0, "spec": "spec", "demo_norm": 4.0, "sketch": "sketch"}
-    assert losses == [(torch.float32, ("t", "a", "d"), options)]
+    assert losses == [(dtype, ("t", "a", "d"), options) for dtype in (torch.float32, None)]
 
 
 # --- the fused loss
