@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import pickle
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from gac.config import choose
+from gac.control.schedules import RandomPrior
 from gac.methods import METHODS
 from gac.methods.base import Loss, StepNeeds
+from gac.methods.constant import Constant
+from gac.methods.listing import methods_table
+from gac.methods.preset import preset
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
@@ -118,3 +124,48 @@ def test_what_a_method_asks_for(name: str) -> None:
     if not name.startswith(("gac", "oracle")):  # see test_kl_is_measured_whenever_alpha_is_updated
         needs = [StepNeeds(**changes) for changes in NEEDS.get(name, 3 * [{}])]
         assert [method.needs(step) for step in (0, 10, 15)] == needs
+
+
+def test_a_preset_is_the_same_class_with_other_defaults() -> None:
+    kind = preset(Constant, "much-sft", "Mostly SFT.", mu=0.75, source="a test")
+    assert (kind.__name__, kind.name, kind.__doc__) == ("MuchSft", "much-sft", "Mostly SFT.")
+    assert (kind.source, kind.family, kind.__module__) == (
+        "a test",
+        "schedule",
+        Constant.__module__,
+    )
+    assert kind() == kind(mu=0.75) != kind(weight=DemoWeight.P) and issubclass(kind, Constant)
+    assert pickle.loads(pickle.dumps(kind(mu=0.5))) == kind(mu=0.5)
+    with pytest.raises(FrozenInstanceError):
+        kind().mu = 0.5
+    with pytest.raises(ValueError, match="mu=2: use"):
+        kind(mu=2)
+    with pytest.raises(TypeError, match=r"^muu=1: Constant has no such field or attribute$"):
+        preset(Constant, "other", "A typing error.", muu=1)
+    changed = choose(METHODS, {"name": "gac-prior-low", "prior": {"name": "random"}})
+    assert changed.prior == RandomPrior()
+
+
+def test_the_list_of_methods_is_wrapped(monkeypatch) -> None:
+    class First(Constant):
+        """Has a short name.
+
+        This paragraph is not shown.
+        """
+
+        family, source, cost = "one", "x", f"{30 * 'a'} {80 * 'b'} {12 * 'c'} d"
+
+    class Second(First):
+        """Is in another family."""
+
+        family, cost = "two", "none"
+
+    monkeypatch.setattr("gac.methods.listing.METHODS", {"a": First, "name": Second, "b": First})
+    for method, name in ((First, "a"), (Second, "name")):
+        monkeypatch.setattr(method, "name", name)
+    first = f"""\
+  a     Has a short name. [x] Needs: rollouts, demonstrations. Extra: {30 * "a"}
+        {80 * "b"}
+        {12 * "c"} d."""
+    second = "  name  Is in another family. [x] Needs: rollouts, demonstrations."
+    assert methods_table() == f"one:\n{first}\n{first}\ntwo:\n{second}"

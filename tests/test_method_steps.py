@@ -83,6 +83,8 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
     controller = GuidedController(ControllerConfig(update_every=1, **GUARDED))
     state, mix = method.mix(method.init(), Observation(0))
     assert mix == Mix(controller.update())
+    unread = {"read_sft_variance": None, "read_rl_variance": None, "read_disagreement": None}
+    assert method.report(state).items() >= unread.items()
     messages = []
     for step in range(1, 40):
         losses = 5.0 if step > 36 else 1 + 0.1 * (step % 3), 0.9

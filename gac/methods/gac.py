@@ -97,5 +97,5 @@ class GAC(ControllerConfig, TokenWeighted):
         if isinstance(self.signals, ProxySignals):
             return columns
         # the logged signals are the proxies; add the latest reading that this step's mu is based on
-        names = [f"read_{name}" for name in Signals._fields]
-        return columns | dict(zip(names, state["read"] or [None] * 3, strict=True))
+        read = Signals(*state["read"])._asdict() if state["read"] else {}
+        return columns | {f"read_{name}": read.get(name) for name in Signals._fields}

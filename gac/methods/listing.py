@@ -40,7 +40,7 @@ def families() -> dict[str, list[type[Method]]]:
 
 def summary(method: type[Method]) -> str:
     """The first paragraph of the class docstring."""
-    return " ".join((method.__doc__ or "").split("\n\n")[0].split())
+    return " ".join(str(method.__doc__).split("\n\n")[0].split())
 
 
 def needs(method: Method) -> tuple[str, ...]:

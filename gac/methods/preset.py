@@ -21,13 +21,12 @@ def preset(base: type[M], name: str, doc: str, **changes: Any) -> type[M]:
         TypeError: `base` has no such field or class attribute.
     """
     hints = typing.get_type_hints(base, include_extras=True)
-    known = base.__dataclass_fields__  # includes class variables
     attributes: dict[str, Any] = {"name": name, "__doc__": doc, "__module__": base.__module__}
     defaults = []
     for key, value in changes.items():
         if key not in hints:
             raise TypeError(f"{key}={value!r}: {base.__name__} has no such field or attribute")
-        if key in known and typing.get_origin(hints[key]) is not typing.ClassVar:
+        if typing.get_origin(hints[key]) is not typing.ClassVar:
             defaults.append((key, hints[key], field(default=value)))
         else:
             attributes[key] = value
