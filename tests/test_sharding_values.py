@@ -183,7 +183,9 @@ def test_layers_and_the_rest_are_sharded(monkeypatch, keep_root) -> None:
     monkeypatch.setattr(setup, "DTensor", Sharded)
     layers = [Layer(), Layer(), Layer()]
     named = Family([Nested(), Layer()], ["Nested", "Layer"])
-    for model, units in ((Family(layers), layers), (named, list(named.layers))):
+    one = Family([Nested(), Layer()], ["Nested"])
+    cases = ((Family(layers), layers), (named, list(named.layers)), (one, [one.layers[0]]))
+    for model, units in cases:
         assert setup.shard(model, loading, "policy", keep_root) is model
         expected = [("to meta", model), *((unit, True) for unit in units)]
         assert calls == [*expected, (model, not keep_root), ("fill", model)]

@@ -177,7 +177,7 @@ def shard(
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     if not names:  # the family does not name its layers: take the modules in its longest list
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         names = {type(m).__name__ for m in max(lists, key=len, default=())}
     layers = [m for m in model.modules() if type(m).__name__ in names]
     nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
