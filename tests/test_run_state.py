@@ -17,9 +17,9 @@ from gac.methods import METHODS, Observation
 from gac.methods.base import Mix, StepNeeds
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.plan import Sampling, Stage
-from gac.training import run
+from gac.training import run, trainer
 from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.training.run_config import TrainConfig, upgrade_config
 from gac_kernels import LossSpec
 
 
@@ -321,3 +321,58 @@ def test_settings_at_the_edge_of_their_range() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load(TrainConfig, changes)
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a bug")])
+def test_a_run_is_locked_and_leaves_its_process_group(monkeypatch, error) -> None:
+    events: list = []
+
+    @contextlib.contextmanager
+    def lock(folder: Path):
+        events.append(("lock", folder))
+        yield
+        events.append("unlock")
+
+    def make(*arguments: Any) -> Any:
+        events.append(arguments)
+        return SimpleNamespace(run=lambda: "out")
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, "run_lock", lock)
+    monkeypatch.setattr(trainer, "Trainer", fail if error else make)
+    monkeypatch.setattr(trainer.setup, "leave", lambda: events.append("leave"))
+    config = load(TrainConfig, {"out": "runs/a"})
+    if error:
+        with pytest.raises(KeyError):
+            trainer.train(config)
+        assert events == [("lock", Path("runs/a")), "leave"]
+    else:
+        for arguments in ((config,), (config, False)):
+            assert trainer.train(*arguments) == "out"
+            resume = len(arguments) == 1
+            expected = [("lock", Path("runs/a")), (config, resume), "unlock", "leave"]
+            assert events == expected
+            events.clear()
+
+
+def test_configurations_of_earlier_versions() -> None:
+    """Gates had no alarm; alarms without `slack` had another threshold."""
+    gated, guarded = ({"method": {"name": name}} for name in ("gac-gated", "guarded"))
+    for current in (gated, guarded, {"method": "grpo"}, {}):
+        plain = dump(load(TrainConfig, current))
+        assert upgrade_config(plain) == plain
+    method = dump(load(TrainConfig, gated))["method"]
+    assert method["alarm"] is not None
+    older = {key: value for key, value in method.items() if key != "alarm"}
+    assert upgrade_config({"method": older})["method"] == {**method, "alarm": None}
+    settings = {"decay": 0.8, "threshold": 5.0, "warmup": 7}
+    for alarm, threshold in ((settings, None), ({**settings, "slack": 0.25}, 5.0)):
+        new = upgrade_config({"method": {"name": "guarded", "alarm": alarm}})["method"]["alarm"]
+        default = dump(load(TrainConfig, guarded))["method"]["alarm"]
+        changes = {key: alarm[key] for key in alarm if key != "threshold"}
+        changes |= {"threshold": threshold} if threshold else {}
+        assert new == {**default, **changes}
+    for unknown in ({"steps": 3, "removed": 1}, {"method": {"name": "removed"}}):
+        assert upgrade_config(unknown) == unknown
