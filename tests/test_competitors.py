@@ -195,6 +195,7 @@ def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
     lengths = [method.prefix_tokens(t, 10, Draws(0.5)) for t in (0, 1, 2, 9)]
     assert lengths == [9, 7, 5, 5]  # 0.9, (0.5 + 0.9) / 2, (0.1 + 0.9) / 2 of 10 tokens
     assert method.prefix_tokens(0, 2, Draws(1.0)) == 1
+    assert METHODS["prefix-rft"](high=0.5).prefix_tokens(0, 10, Draws(0.25)) == 5
     # three tokens of a prefix and two sampled ones: of p = 0.5, 0.9 and 0.7, the entropy of
     # 0.9 is the lowest, and ceil(0.5 * 3) = 2 tokens are trained
     p = torch.tensor([0.5, 0.9, 0.7, 0.2, 0.4], dtype=torch.float64)

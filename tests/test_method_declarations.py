@@ -169,3 +169,9 @@ def test_the_list_of_methods_is_wrapped(monkeypatch) -> None:
         {12 * "c"} d."""
     second = "  name  Is in another family. [x] Needs: rollouts, demonstrations."
     assert methods_table() == f"one:\n{first}\n{first}\ntwo:\n{second}"
+
+
+def test_methods_can_be_pickled() -> None:
+    for name in METHODS:
+        assert replace(METHODS[name]()) == METHODS[name]()
+        assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -20,7 +22,10 @@ from gac.control.solvers import Gram
 from gac.control.term_pair import TermPair
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, next_mix
+from gac.methods.dpo import Preference
 from gac.methods.gram_solver import GramSolver
+from gac.methods.rules import Rule
+from gac.rollouts.advantages import group_credit
 from gac_kernels import Signals
 
 
@@ -247,6 +252,66 @@ def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) ->
     before, _ = method.mix(method.init(), Observation(0))
     after, mix = method.mix(before, Observation(1, **measured))
     assert after == before and mix.mu == 0.5
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_states_are_plain_json_and_never_changed_in_place(name: str) -> None:
+    method = METHODS[name]()
+    state = method.init()
+    rows = torch.randn(8, 3, dtype=torch.float64)
+    moments = Signals(0.5, 2.0, 1.5), Corrections(0.1)
+    losses = TermPair(1.0, -0.5), TermPair(0.9, -0.6), (0.8, 1.2)
+    for step in range(60):
+        last = Observation(
+            step, *moments[:1], 0.03, 1.5 - 0.01 * step, 0.4, 0.2, -0.5, 1.0, moments[1]
+        )
+        last = replace(last, losses_before=losses[0], losses_after=losses[1], demo_losses=losses[2])
+        last = replace(last, lr=0.1, demo_sources=("a", "b") if step > 30 else None)
+        before = copy.deepcopy(state)
+        after, mix = method.mix(state, last if step else Observation(0))
+        assert state == before
+        parts = 2 * method.needs(step).parts
+        if parts:
+            before, gram = copy.deepcopy(after), rows[:parts] @ rows[:parts].T
+            solved, _ = method.solve(after, gram, mix)
+            assert after == before
+            after = solved
+        state = json.loads(json.dumps(after))
+        assert state == after
+
+
+CHANGED = {  # fields of the credit that are not those of the group
+    **dict.fromkeys(["hpt", "superrl", "dypo"], ("rollout_weight", "demo_weight")),
+    **dict.fromkeys(["relift", "sdar"], ("demo_weight",)),
+    "srft": ("rollouts",),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_advantages_are_those_of_the_group(name: str) -> None:
+    rewards = torch.tensor([[0.25, 1.0, 0.0], [0.5, 0.0, math.nan]])
+    for kind, demos in (("std", None), ("centered", torch.tensor([1.0, 0.75]))):
+        expected = group_credit(rewards, demos, kind)._asdict()
+        for field, value in METHODS[name]().credit(rewards, demos, kind)._asdict().items():
+            assert field in CHANGED.get(name, ()) or torch.equal(value, expected[field]), field
+    zeros = METHODS["sdar"]().credit(rewards, None, kind).demo_weight
+    assert zeros.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Method().mix({}, Observation(0)),
+        lambda: GramSolver().closed_form(Gram(1.0, 0.0, 1.0)),
+        lambda: Preference().pair_loss(torch.zeros(1)),
+        lambda: Rule().measured(Observation(0)),
+        lambda: Rule().constant(1.0),
+        lambda: Rule().rule(1.0, 1.0),
+    ],
+)
+def test_base_classes_have_no_formula(call) -> None:
+    with pytest.raises(NotImplementedError):
+        call()
 
 
 @pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])

@@ -70,9 +70,8 @@ class TokenView(NamedTuple):
         chunk: number of tokens whose logits are materialized at a time; the backward pass
             recomputes them.
         """
-        if self.reference is None:
-            raise ValueError("reference=None: set Loss.reference=True in the method's loss")
-        index = self.batch.live.nonzero()[:, 0]
+        assert self.reference is not None  # `Loss.reference` is set
+        index = self.batch.live.nonzero().flatten()
         out = self.logps.new_zeros(len(self.logps))
         for part in index.split(chunk):
             arguments = self.head, self.reference, part, self.spec.temperature, forward
