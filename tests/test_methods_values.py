@@ -7,7 +7,6 @@ that masks, normalizers, temperatures and prefixes are checked too.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
 import re
