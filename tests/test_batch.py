@@ -56,7 +56,9 @@ def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
     g = torch.Generator().manual_seed(1)
     logps = -2 * torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
     entropy = torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
-    return TokenTerms(*(x.detach() for x in reference.token_terms(logps, entropy, tokens, spec)))
+    terms = TokenTerms(*(x.detach() for x in reference.token_terms(logps, entropy, tokens, spec)))
+    clipped = (torch.arange(len(logps)) % 3 != 1) & tokens.rollout
+    return terms._replace(kl=logps.square() * tokens.rollout, clipped=clipped.float())
 
 
 def assert_close(name: str, actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -141,6 +143,7 @@ EDGES: dict[str, Callable[[], PlanArgs]] = {
     "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
     "packed without tokens": lambda: packed([0, 0]),
     "one token": lambda: padded(1, 1, demos=(0,)).change(targets=torch.tensor([[3]])),
+    "two tokens": lambda: padded(1, 2, demos=(0,)).change(targets=torch.tensor([[3, 4]])),
     "empty sequences at both ends and adjacent": lambda: packed([0, 3, 0, 0, 4, 0]),
     "sequences of several blocks": lambda: packed([50, 2, 33]),
     "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),

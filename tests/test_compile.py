@@ -319,6 +319,20 @@ def test_shapes_of_a_packed_batch() -> None:
         torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
 
 
+def test_shapes_of_half_precision_log_probs() -> None:
+    batch, _ = options.make(LossSpec())
+    leaves, targets = options.copies(batch.leaves, torch.bfloat16), batch.inputs[0]
+    scaling, gemms = (0.7, 2.0, "reference"), (torch.bfloat16, None)
+    operators, frozen = torch.ops.gac_kernels, [x.detach() for x in leaves]
+    for needs, more in (([True, False, True], True), ([False, True, True], False)):
+        arguments = (*leaves, targets, *scaling, *gemms, more)
+        torch.library.opcheck(operators.logprobs.default, arguments, test_utils="test_faketensor")
+        arguments = (*frozen, targets, torch.rand(4, len(targets)), *scaling, *gemms, needs)
+        torch.library.opcheck(
+            operators.logprobs_backward.default, arguments, test_utils="test_faketensor"
+        )
+
+
 def test_operators_check_values() -> None:
     batch, _ = options.make(LossSpec())
     hidden, weight, _ = batch.leaves

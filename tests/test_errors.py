@@ -193,6 +193,14 @@ def test_cu_seqlens(name: str) -> None:
     check_error(error, match, make=packed, cu_seqlens=cu_seqlens)
 
 
+def test_a_packed_batch_may_be_empty() -> None:
+    nothing = torch.zeros(0)
+    out = fused_gac_loss(
+        torch.zeros(0, V), nothing.long(), nothing, nothing > 0, cu_seqlens=int32(0)
+    )
+    assert out.loss == 0 and len(out.moments.demo_nll) == 0
+
+
 SPECS = {
     "demo_weight": "phi2",
     "rollout_reduction": "mean",

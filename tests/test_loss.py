@@ -181,21 +181,32 @@ def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
 
 
 @each_backend
-def test_rows_without_an_upstream_gradient_get_zeros_even_if_their_logits_are_nan(
-    backend: str,
-) -> None:
+def test_only_rows_without_an_upstream_gradient_get_zeros(backend: str) -> None:
+    """Even if their logits are nan."""
     require_backend(backend)
-    logits, targets = torch.randn(2, 2, 5), torch.tensor([1, 2, 3, -100])
+    logits, targets = torch.randn(1, 6, 5), torch.tensor([1, 2, 3, 4, 0, -100])
     logits[0, 0] = torch.nan
-    d_logps, d_entropy, ones = (
-        torch.tensor([0.0, 2, 0, 1]),
-        torch.tensor([0.0, 0, 3, 1]),
-        torch.ones(4),
-    )
-    out = torch.full_like(logits, torch.nan)
+    d_logps, d_entropy = torch.tensor([[0.0, 1, -1, 0, 0, 1], [0.0, 0, 0, 1, -1, 1]])
+    ones, out = torch.ones(6), torch.full_like(logits, torch.nan)
     rows = backends.load(backend, logits.device)
     rows.row_grads(logits, targets, ones, ones, d_logps, d_entropy, 1.0, out)
-    assert (out != 0).any(-1).tolist() == [[False, True], [True, False]]
+    assert (out[0] != 0).any(-1).tolist() == [False, True, True, True, True, False]
+
+
+@each_backend
+@pytest.mark.parametrize(("advantage", "bonus"), [(1.0, 0.0), (0.0, 1.0)])
+def test_coefficients_of_exactly_1_are_not_skipped(
+    advantage: float, bonus: float, backend: str
+) -> None:
+    require_backend(backend)
+    logits, targets = torch.randn(2, 2, 5), torch.randint(5, (2, 2))
+    inputs = targets, torch.tensor([advantage, -advantage]), torch.zeros(2).bool()
+    keywords = {"mu": 0.0, "rollout_norm": 1.0}
+    for coefficient in (bonus, -bonus):
+        spec = LossSpec(rollout_reduction="sum", entropy_coef=coefficient)
+        leaf = logits.clone().requires_grad_()
+        fused_gac_loss(leaf, *inputs, spec=spec, **keywords, backend=backend).loss.backward()
+        assert (leaf.grad != 0).any(-1).all()
 
 
 @each_backend

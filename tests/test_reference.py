@@ -34,6 +34,7 @@ def one_token(p: float, spec: LossSpec, **keywords) -> tuple[float, float]:
         **logps,
     )
     (grad,) = torch.autograd.grad(out.loss, x)
+    assert out.clip_fraction == out.moments.clip_fraction == (grad == 0)
     return out.loss.item(), grad.item() / (1 - p)
 
 
@@ -257,11 +258,13 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
     batch = BatchInputs(torch.tensor([[0, 0]]), torch.zeros(1), torch.zeros(1).bool())
     columns = {"scale": scale, "advantages": advantage, **changes}
     tokens = plan(batch, LossSpec())._replace(
-        **{name: torch.tensor([0.0, value]) for name, value in columns.items()}
+        **{name: torch.tensor([value, 0.0]) for name, value in columns.items()}
     )
     inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
-    assert inv_scale == power and scaled.scale.tolist() == [0, torch.tensor(scale) / power]
+    assert inv_scale == power and scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
     assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
+    empty = tokens.part(slice(0, 0))
+    assert scale_for_float16(empty, spec, torch.float16)[0] == 1
 
 
 def test_only_the_loss_requires_grad() -> None:

@@ -314,7 +314,8 @@ def test_scaling_in_place(dtype: torch.dtype) -> None:
     flat = torch.randn(10_007, device=DEVICE).to(dtype)
     wide = torch.randn(2, 3, 20, device=DEVICE).to(dtype)
     columns = torch.randn(4, 6, device=DEVICE).to(dtype)
-    for tensor in (flat, wide[:, ::2, 3:17], columns.t(), flat[:0]):
+    transposed = torch.randn(2, 3, 4, device=DEVICE).to(dtype).transpose(1, 2)
+    for tensor in (flat, wide[:, ::2, 3:17], columns.t(), transposed, flat[:0]):
         expected = (tensor.float() * 0.3).to(dtype)
         before = wide.clone()
         backend.scale_(tensor, torch.tensor(0.3, device=DEVICE))
@@ -384,6 +385,14 @@ print(triton.unavailable(torch.device("cpu"), torch.float32))
     assert "TRITON_INTERPRET" in result.stdout, result.stderr
 
 
+def test_gpus_below_capability_8_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "InterpretedFunction", type(None))  # kernels would be compiled
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    for capability, reason in (((7, 5), "T4 has a compute capability below 8.0"), ((8, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert backend.unavailable(torch.device("cuda"), torch.float32) == reason
+
+
 def test_a_rollout_far_from_its_sampling_policy_has_no_gradient() -> None:
     """With a ratio of e^50 and a negative advantage, nothing else bounds the gradient."""
     logits = torch.full((1, 1, 5), -50.0, device=DEVICE)
@@ -426,7 +435,7 @@ def test_rows_at_any_address_are_read_in_wide_loads(
         ((2, 3, 8192), 0, False),
         ((2, 3, 8192), 3, True),
         ((2, 3, 8193), 0, True),
-        ((2, 3, 301), 0, False),
+        ((2, 3, 8191), 0, False),
     ],
     ids=["aligned", "another address", "odd rows", "small"],
 )
