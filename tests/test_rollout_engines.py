@@ -162,7 +162,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     monkeypatch.setattr(policy[0], "generate_batch", respond, raising=False)
     params = SamplingParams(4, 0.7, 0.9, samples=3, stop=(policy[1].decode([15]),))
     for settings in ({"page_size": 8}, {**PAGES, "page_size": 4}):
-        torch.manual_seed(5)
+        torch.manual_seed(1)
         responses = paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
         assert responses == [(20 + i, 1) for i in range(9)]
     for left, message in (
@@ -178,8 +178,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     prompts, own, pages = calls[0]
     assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
     assert sorted(own.eos_token_id) == [1, 15] and (own.top_p, own.temperature) == (0.9, 0.7)
-    torch.manual_seed(5)
-    assert pages.seed == calls[1][2].seed == int(torch.randint(2**31, ()))
+    assert pages.seed == calls[1][2].seed == 2135392491
     assert not pages.auto_switch_to_flash
 
 

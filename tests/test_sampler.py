@@ -76,8 +76,8 @@ class Script:
 
 @pytest.fixture(autouse=True)
 def third_rank(monkeypatch) -> None:
-    """Rank 2 of 3, whose clock shows 0, 1, 4, 9, 16 and so on."""
-    clock = iter(range(100))
+    """Rank 2 of 3, whose clock shows 1, 4, 9, 16 and so on."""
+    clock = iter(range(1, 100))
     monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: next(clock) ** 2))
     monkeypatch.setattr(sampling, "rank", lambda: 2)
     monkeypatch.setattr(sampling, "world_size", lambda: 3)
@@ -105,8 +105,8 @@ def test_rollouts_by_hand() -> None:
         Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8),
     ]
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.sources == {"x": (1.25, 3)}
-    # the engine took 1 - 0 and 9 - 4 seconds, the reward 25 - 16
-    assert result.stats == SamplingStats(6, 14, 6, 9, groups=2, flat_groups=1, truncated=2)
+    # the engine took 4 - 1 and 16 - 9 seconds, the reward 36 - 25
+    assert result.stats == SamplingStats(6, 14, 10, 11, groups=2, flat_groups=1, truncated=2)
     assert result.old_logps == result.teacher_logps == result.collected == []
     assert script.calls == [7, "model", ([A.prompt, B.prompt, C.prompt], 2)]
     texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
@@ -194,6 +194,24 @@ def test_stages_by_hand() -> None:
     }
 
 
+def test_a_complete_demonstration_needs_no_continuation() -> None:
+    """Its last token is sampled instead, in step with the other ranks, and discarded."""
+    stages = Stage(1, prefix=1.0), Stage(1)
+    script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
+    assert script.run(Sampling("prompt", stages), [A], completions=2).rewards == [1.0]
+    assert script.calls[2:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
+    assert [text for text, _ in script.scored] == ["45", "1"]
+
+
+@pytest.mark.parametrize(("responses", "scores"), [(1, 2), (2, 1)])
+def test_every_prompt_needs_all_responses_and_scores(monkeypatch, responses, scores) -> None:
+    script = Script([], [], *ONES)
+    monkeypatch.setattr(Script, "policy", lambda self, *_: [(4, 1)] * responses)
+    monkeypatch.setattr(Script, "__call__", lambda self, *_: [1.0] * scores)
+    with pytest.raises(ValueError, match="zip"):
+        script.run(Sampling(), [A], completions=2)
+
+
 def test_groups_without_signal_are_replaced_at_most_twice() -> None:
     """A and C are flat; D, in the place of A, is not, and C's second replacement is flat again."""
     asked = []
@@ -224,7 +242,14 @@ def test_ranks_resample_together(monkeypatch) -> None:
     assert asked == [0] and script.calls[3:] == [([], 2)] and result.stats.resampled == 0
 
 
+def test_all_flat_groups_are_replaced() -> None:
+    script = Script([(4, 1)] * 2, [0.5] * 2, *ONES)
+    with pytest.raises(ValueError, match="zip"):
+        script.run(Sampling(), [A], lambda count: [], completions=2, resample=1)
+
+
 def test_the_rows_of_a_pair_share_a_unit() -> None:
+    assert [Sampling(groups=g, pairs=p).unit(5) for g, p in ((0, 0), (0, 1), (1, 0))] == [1, 2, 5]
     script = Script(RESPONSES, SCORES, *ONES)
     rows = script.run(Sampling(pairs=True), [A, B, C], completions=2).rows
     assert [(row.ids, row.advantage, row.unit, row.sequence) for row in rows] == [

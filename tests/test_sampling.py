@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -75,20 +76,24 @@ def test_groups_of_equal_rewards_are_flat() -> None:
 
 
 def test_advantages_and_credit_by_hand() -> None:
-    """Of a dropped rollout, of two and three rollouts, and of a demonstration in the group."""
-    table = torch.tensor(
-        [[1, 0, math.nan], [0.7, 0.7, math.nan], [math.nan] * 3], dtype=torch.float64
-    )
-    spread = math.sqrt((0.4**2 + 0.6**2 + 2 * 0.1**2) / 3)  # of 1, 0, 0.7, 0.7 about 0.6
-    for kind, scale in (("centered", 1), ("std", math.sqrt(0.5) + 1e-4), ("batch", spread + 1e-4)):
-        first, *others = group_advantages(table, kind).tolist()
-        assert first == pytest.approx([0.5 / scale, -0.5 / scale, 0], rel=1e-12)
-        assert others == [[0.0] * 3] * 2
+    """With dropped rollouts, groups of equal rewards, and a demonstration in the group."""
+    rewards = [[1.0, 0.0], [3.0, 1.0, 5.0], [0.7] * 3, [2.0], []]
+    rows = [row + [math.nan] * (4 - len(row)) for row in rewards]
+    table = torch.tensor(rows, dtype=torch.float64)
+    spread = statistics.stdev(x for row in rewards for x in row)
+    scales = {"centered": (1, 1), "std": (math.sqrt(0.5) + 1e-4, 2 + 1e-4)}
+    scales["batch"] = (spread + 1e-4, spread + 1e-4)
+    for kind, (pair, triple) in scales.items():
+        first, second, *others = group_advantages(table, kind).tolist()
+        assert first == pytest.approx([0.5 / pair, -0.5 / pair, 0, 0], rel=1e-12)
+        assert second == pytest.approx([0, -2 / triple, 2 / triple, 0], rel=1e-12)
+        assert others == [[0.0] * 4] * 3
+    table = table[[0, 2, 4]]
     pair = group_advantages(table[:1], "batch")
     assert pair[0, 0].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4), rel=1e-12)
     demos = torch.tensor([2.0, math.nan, 0.5], dtype=torch.float64)
     credit = group_credit(table, demos, "centered")
-    assert credit.rollouts.tolist() == [[0, -1, 0], [0] * 3, [0] * 3]
+    assert credit.rollouts.tolist() == [[0, -1, 0, 0], pytest.approx([0.0] * 4), [0] * 4]
     assert credit.demos.tolist() == [1, 0, 0]
     plain = group_credit(table, None, "std")
     assert torch.equal(plain.rollouts, group_advantages(table, "std"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -53,6 +55,7 @@ class Client:
         files = {file.name: load_file(file) for file in sorted(folder.iterdir())}
         self.calls.append((path, body["method"], folder, folder.stat().st_mode & 0o777, files))
         if self.fail == path:
+            shutil.rmtree(folder)
             raise RuntimeError("full")
 
     def clear_prefix_cache(self) -> None:
@@ -119,12 +122,11 @@ def test_weights_on_disk(make, tmp_path, monkeypatch, fail) -> None:
     monkeypatch.setattr(vllm, "MAX_FILE_BYTES", 36)
     server, model = make(tmp_path / "new" / "run"), tiny()
     server.client.fail = fail
-    (tmp_path / "new" / "run" / f"{server.prefix}old").mkdir(parents=True)
     weights = vllm.Weights(model)
     try:
         server._send_by_disk(weights, iter(weights))
     except RuntimeError:
-        assert fail
+        assert fail  # and not that the folder is gone
     (path, method, folder, mode, files), *clear = server.client.calls[1:]
     assert (path, method, mode) == ("collective_rpc", "reload_weights", 0o755)
     assert folder.parent == tmp_path / "new" / "run" and folder.name.startswith(server.prefix)
@@ -136,12 +138,17 @@ def test_weights_on_disk(make, tmp_path, monkeypatch, fail) -> None:
     assert all(torch.equal(x, model.get_parameter(name)) for name, x in sent.items())
     assert clear == ([] if fail else ["clear"]) and not list(folder.parent.iterdir())
     server.client.fail = ""
+    leftover, file = (folder.parent / f"{server.prefix}{name}" for name in ("old", "file"))
+    leftover.mkdir()
+    file.touch()  # cannot be removed as a folder
     server._send_by_disk(weights, iter(weights))
+    assert list(folder.parent.iterdir()) == [file]
     assert server.client.calls[-2][2] != folder  # the server may cache by path
 
 
-def test_weights_by_nccl(make) -> None:
-    server, model = make(), tiny()
+def test_weights_by_nccl(make, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
+    server, model = make(weights="nccl"), tiny()
     server.client.calls.clear()
     weights = vllm.Weights(model)
     for _ in range(2):
@@ -164,23 +171,35 @@ def test_files_of_weights() -> None:
     assert all(x.is_contiguous() and torch.equal(x, square) for x in parts[0].values())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_sends_and_probes(make, monkeypatch, rank) -> None:
+@pytest.mark.parametrize(("rank", "way"), [(0, "disk"), (1, "disk"), (0, "nccl")])
+def test_only_rank_0_sends_and_probes(make, monkeypatch, rank, way) -> None:
     """The other ranks iterate over the weights, and compare with the probe of rank 0."""
-    server, sent, compared, read = make(), [], [], []
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
+    server, sent, compared, read = make(weights=way), [], [], []
     probe = server._probe()
     monkeypatch.setattr(vllm, "rank", lambda: rank)
     monkeypatch.setattr(vllm, "gather", lambda own: [probe, None] if rank else [own, None])
-    monkeypatch.setattr(vllm, "Weights", lambda model: SimpleNamespace(__iter__=None))
-    monkeypatch.setattr(vllm, "iter", lambda weights: map(read.append, range(3)), raising=False)
-    monkeypatch.setattr(server, "_send_by_disk", lambda *arguments: sent.append(arguments))
+    reading = map(read.append, range(3))
+    monkeypatch.setattr(vllm, "Weights", lambda model: "weights")
+    monkeypatch.setattr(vllm, "iter", lambda weights: reading, raising=False)
+    monkeypatch.setattr(server, f"_send_by_{way}", lambda *arguments: sent.append(arguments))
     monkeypatch.setattr(server, "_compare", lambda *arguments: compared.append(arguments))
     monkeypatch.setattr(server, "_sample", lambda *arguments: arguments)
     server.client.calls.clear()
     policy = server.load("model", SamplingParams(4, 0.7))
-    assert len(sent) == len(server.client.calls) == 1 - rank and read == [0, 1, 2]
+    assert sent == [("weights", reading)] * (1 - rank) and read == [0, 1, 2]
+    assert len(server.client.calls) == 1 - rank
     assert compared == [("model", *probe)]
     assert policy([(4,)], 3) == ([(4,)], SamplingParams(4, 0.7, samples=3))
+
+
+def test_each_prompt_has_a_seed(make) -> None:
+    server = make()
+    server.client.calls.clear()
+    torch.manual_seed(1)
+    assert server._sample([(4,), (5,), (6,)], SamplingParams(4, 0.7)) == [(3, 1)] * 3
+    seeds = {p[0][0]: options["generation_kwargs"]["seed"] for p, options in server.client.calls}
+    assert seeds == {4: 2135392491, 5: 1857819720, 6: 550290313}
 
 
 def test_missing_responses_are_an_error(make) -> None:
@@ -189,6 +208,11 @@ def test_missing_responses_are_an_error(make) -> None:
     for ids, count in (([[3]], 1), ([[3], []], 1), ([[3]] * 3, 3)):
         server.client.reply = REPLY | {"completion_ids": ids}
         with pytest.raises(ValueError, match=f"received only {count} of 2 responses"):
+            server._sample([(4,)], params)
+    two = {"completion_ids": [[3, 1]] * 2}
+    for incomplete in (two, {**two, "logprobs": [[[-1.0]]] * 2, "logprob_token_ids": [[[3]]] * 2}):
+        server.client.reply = REPLY | incomplete
+        with pytest.raises(ValueError, match="zip"):
             server._sample([(4,)], params)
     server.client.reply = REPLY | {"completion_ids": [[3, 18], [1]]}
     with pytest.raises(RunError, match="sampled token 18, but .* has 18 tokens"):
@@ -274,7 +298,47 @@ def test_a_failed_request_is_sent_again(failure) -> None:
     assert received == ["GET /v1/models HTTP/1.1"] * 2 + ["POST /sleep HTTP/1.1"] * 3
     retries = client.session.get_adapter("https://x").max_retries
     assert (retries.total, retries.read, retries.backoff_factor) == (3, 1, 0.5)
+    assert client.session.get_adapter("https://x")._pool_maxsize == vllm.MAX_CONCURRENT
     assert client.communicator is None and client._updating_weights is False
+    defaults = inspect.signature(vllm.VLLMClient.__init__).parameters
+    assert client.group_port == defaults["group_port"].default
+
+
+def test_commands_have_a_body(monkeypatch) -> None:
+    sent = []
+    client = vllm.Client("http://x/", 7)
+    reply = SimpleNamespace(status_code=200, content=b"{}", json=lambda: {"a": 1})
+    monkeypatch.setattr(client.session, "post", lambda *a, **k: sent.append((a, k)) or reply)
+    assert client.post("sleep", {"level": 2}) == {"a": 1}
+    assert sent == [(("http://x/sleep",), {"json": {"level": 2}})]
+
+
+class Adapted(nn.Module):
+    """A layer with two adapters, as in peft."""
+
+    def __init__(self, disabled: bool) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(2, 3), nn.Linear(2, 1)
+        self.base_layer.to(torch.bfloat16)
+        self.disable_adapters, self.active_adapters = disabled, ["one", "two"]
+
+    def get_delta_weight(self, adapter: str) -> Any:
+        return torch.full((3, 2), {"one": 0.5, "two": 0.25}[adapter])
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_adapters_are_added_to_their_layer(disabled) -> None:
+    inner = nn.Sequential(Adapted(disabled), nn.Linear(3, 1))
+    model = SimpleNamespace(get_base_model=lambda: inner)
+    layer, last = inner[0].base_layer, inner[1]
+    base = layer.weight.clone()
+    expected = {"0.weight": base if disabled else base + 0.5 + 0.25, "0.bias": layer.bias}
+    expected |= {"1.weight": last.weight, "1.bias": last.bias}
+    weights = dict(vllm.Weights(model))
+    assert list(weights) == list(expected)
+    for name, x in weights.items():
+        assert torch.equal(x, expected[name]) and x.dtype == expected[name].dtype
+    assert torch.equal(layer.weight, base)
 
 
 def test_requests_have_a_timeout(monkeypatch) -> None:

@@ -259,7 +259,7 @@ def _continue(
         remaining = settings.max_new_tokens - len(tokens[0])
         if not (ended.stopped and remaining):
             return new
-        kept = (~ended.rows).nonzero()[:, 0]
+        kept = (~ended.rows).nonzero().flatten()
         live = [live[i] for i in kept.tolist()]
         ids, mask = out[kept], mask[kept]
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)

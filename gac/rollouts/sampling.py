@@ -238,8 +238,8 @@ class Sampler:
         """Sample all groups, then replace groups without signal by groups of new prompts."""
         groups = self._sample_all(policy, examples)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
-        counts = sum(len(_scored(group)) > 1 for group in groups), len(flat)
-        self.stats = self.stats._replace(groups=counts[0], flat_groups=counts[1])
+        several = sum(len(_scored(group)) > 1 for group in groups)
+        self.stats = self.stats._replace(groups=several, flat_groups=len(flat))
         for _ in range(self.config.resample if self.more is not None else 0):
             if not collectives.largest([len(flat)])[0]:
                 break
@@ -283,7 +283,7 @@ class Sampler:
         prefixes = [_prefix(example, group, stage, self.step) for example, group in pairs]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
-        complete = [bool(p) and p == e.demo for p, e in zip(prefixes, examples, strict=True)]
+        complete = [p == e.demo for p, e in zip(prefixes, examples, strict=True)]
         starts = [
             example.prompt + (prefix[:-1] if done else prefix)
             for example, prefix, done in zip(examples, prefixes, complete, strict=True)

@@ -149,11 +149,11 @@ class Server:
         """
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self._check_vocabulary(ids)
-        device = next(model.parameters()).device
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
         with torch.no_grad(), sampling_mode(model):
-            logits = model(input_ids=torch.tensor([ids], device=device)).logits[0, PROBE - 1 : -1]
-        response = torch.tensor(ids[PROBE:], device=device)[:, None]
-        logps = logits.float().log_softmax(-1).gather(1, response)[:, 0].cpu()
+            logits = model(input_ids=tokens).logits[:, PROBE - 1 : -1]
+        response = tokens[:, PROBE:, None]
+        logps = logits.float().log_softmax(-1).gather(-1, response).flatten().cpu()
         gap = float((logps - torch.tensor(server_logps)).abs().mean())
         if not gap < LOGPROB_TOLERANCE:
             raise RunError(
