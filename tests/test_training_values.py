@@ -159,7 +159,7 @@ class Policy(nn.Module):
         ("cpu", 1e9, 1e9, 100, 1, (2048, "the maximum"), 20),
         ("cuda", 1e9, 1e9, 100, 1, (16384, "the maximum"), 163),
         ("xpu", 1e9, 1e9, 100, 1, (16384, "the maximum"), 163),
-        ("cpu", 300, 999, 1, 1, (1, "0 GB are free"), 1),
+        ("cpu", 200, 999, 1, 1, (1, "0 GB are free"), 1),
         ("cpu", 300 + 20, 999, 1, 7, (7, "2e-08 GB are free"), 7),
     ],
 )
