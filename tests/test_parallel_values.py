@@ -259,10 +259,14 @@ def test_leaving_a_process_group(monkeypatch) -> None:
 
 
 def test_at_exit_an_error_no_longer_holds_the_run(monkeypatch) -> None:
+    def deepest() -> None:
+        large = [0]  # noqa: F841 - a local of the frame
+        raise OSError
+
     def inner() -> None:
-        large = [1]  # noqa: F841 - a local of the frame
+        large = [1]  # noqa: F841
         try:
-            raise OSError
+            deepest()
         except OSError:
             raise KeyError  # noqa: B904 - its context is the OSError
 
@@ -288,7 +292,7 @@ def test_at_exit_an_error_no_longer_holds_the_run(monkeypatch) -> None:
         failing()
     except ValueError as error:
         caught = error
-    assert len(locals_of(caught)) == 4
+    assert len(locals_of(caught)) == 5
     group = Group(monkeypatch)
     monkeypatch.setattr(sys, "last_value", caught, raising=False)
     setup._leave_at_exit()

@@ -75,6 +75,12 @@ def test_a_gathered_model_calls_no_collective(monkeypatch, units) -> None:
         assert not setup.in_lockstep(nn.Identity())
 
 
+def test_a_number_of_a_sharded_tensor(monkeypatch) -> None:
+    sharded = SimpleNamespace(full_tensor=lambda: torch.tensor(3.5))
+    monkeypatch.setattr(setup, "DTensor", SimpleNamespace)
+    assert [setup.to_float(x) for x in (sharded, torch.tensor(2.5))] == [3.5, 2.5]
+
+
 def test_only_the_root_defers_the_reduction(units) -> None:
     root, events = units
     with contextlib.suppress(KeyError), setup._deferred_reduction(root):
