@@ -77,7 +77,7 @@ class Timer:
         return self
     def __exit__(self, kind, error, trace):
         self.events.append(kind.__name__ if kind else None)
-        return kind is ZeroDivisionError
+        return kind is ZeroDivisionError and str(error) == "division by zero"
 ----
 with Timer() as t:
     t.events.append("body")

@@ -40,6 +40,9 @@ assert int(Roman("XIV")) == 14
 assert float(Roman("IX")) == 9.0
 
 assert bytes(Roman("IX")) == b"IX" and complex(Roman("V")) == 5
+
+from fractions import Fraction
+assert float(Fraction(1, 2)) + float(Roman("V")) == 5.5 and int("11", 2) == 3
 === in place, returns None
 def rotate(m):
     m[:] = [list(r) for r in zip(*m[::-1])]

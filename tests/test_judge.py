@@ -61,6 +61,14 @@ VERDICTS = {
         ("def f(x): raise StopIteration(5)", ["for _ in map(f, [1]): assert 0"], {}),
         failed("test 1 (for _ in map(f, [1]): assert 0): RemoteError: StopIteration: 5"),
     ),
+    "a function of the tests ends a loop": (
+        (
+            "def f(g): return g()",
+            ["def g(): raise StopIteration(7)", "for _ in map(f, [g]): assert 0"],
+            {},
+        ),
+        failed("test 2 (for _ in map(f, [g]): assert 0): RemoteError: 7", True, False),
+    ),
     "the program calls exit": (
         ("def f(x): exit(3)", ["f(1)"], {}),
         failed("test 1 (f(1)): RemoteError: SystemExit: 3"),
@@ -70,16 +78,28 @@ VERDICTS = {
         failed("test 2 (exit()): SystemExit: None", True, False),
     ),
     "no entry point": (
-        (F, ["g(1)"], {"entry_point": "g"}),
+        (F, ["g(h(1))"], {"entry_point": "g"}),
         failed("the program does not define g"),
+    ),
+    "no function with the name of a builtin": (
+        ("def total(a): return 3", ["assert sum([1, 2]) == 3"], {"reference": "def sum(a): pass"}),
+        failed("the program does not define sum"),
+    ),
+    "no class with the name of a module": (
+        (F, ["assert math.pi > f(3)"], {"reference": "class math: pi = 3.14"}),
+        failed("the program does not define math"),
     ),
     "a check": (
         (F, ["def check(g): assert g(1) == 2"], {"entry_point": "f"}),
         failed("test 1 (def check(g): assert g(1) == 2 check(f)): AssertionError"),
     ),
     "a check that another test calls": (
-        (F, ["def check(g): assert g(1) == 1", "check(f)"], {"entry_point": "f"}),
-        RunResult("ended", (True, True)),
+        (
+            F,
+            ["def check(g): calls.append(g(1))", "check(f)", "assert calls == [1]"],
+            {"entry_point": "f", "setup": "calls = []"},
+        ),
+        RunResult("ended", (True, True, True)),
     ),
     "the program fails": (
         ("1 / 0", ["f(1)", "f(2)"], {}),
@@ -113,6 +133,32 @@ VERDICTS = {
             suspect=f"{EVERY}'assert f(1) f(y)': NameError: name 'y' is not defined",
         ),
     ),
+    "a name that nobody defines, before a request": (
+        (F, ["f(y)"], {"reference": F}),
+        failed(
+            "test 1 (f(y)): NameError: name 'y' is not defined",
+            suspect=f"{EVERY}'f(y)': NameError: name 'y' is not defined",
+        ),
+    ),
+    "a name without a reference": (
+        (F, ["f(y)"], {}),
+        failed("test 1 (f(y)): NameError: name 'y' is not defined"),
+    ),
+    "several failures": (
+        (
+            F,
+            ["assert f(1) == 2", "f(y)", "f(1)", "f(object())"],
+            {"all": True, "reference": F},
+        ),
+        failed(
+            "test 1 (assert f(1) == 2): AssertionError",
+            False,
+            False,
+            True,
+            False,
+            suspect=f"{EVERY}'f(y)': NameError: name 'y' is not defined",
+        ),
+    ),
     "a value that cannot be sent": (
         (F, ["f(f(object()))"], {}),
         invalid(f"{EVERY}'f(f(object()))': NotPlain: {CANNOT_SEND}"),
@@ -127,6 +173,13 @@ VERDICTS = {
     "an import of the tests": (
         (F, ["import absent\nf(1)"], {}),
         invalid(f"{EVERY}'import absent f(1)': ModuleNotFoundError: No module named 'absent'"),
+    ),
+    "an import of the tests, if the program is data": (
+        ("f = 1", ["import absent\nf"], {}),
+        failed(
+            "test 1 (import absent f): ModuleNotFoundError: No module named 'absent'",
+            suspect=f"{EVERY}'import absent f': ModuleNotFoundError: No module named 'absent'",
+        ),
     ),
     "an import of the program": (
         ("def f(x): import absent", ["f(1)"], {}),
@@ -144,6 +197,10 @@ VERDICTS = {
     "a setup that fails": (
         (F, ["f(1)"], {"setup": "f\nraise SystemExit"}),
         failed("setup: SystemExit", suspect="the row's setup fails"),
+    ),
+    "a setup that fails by the program without its name": (
+        ("def f(x): raise KeyError", ["f(1)"], {"setup": "globals()['f'](1)"}),
+        failed("setup: KeyError", suspect="the row's setup fails"),
     ),
     "a setup that fails without the program": (
         (F, ["f(1)"], {"setup": "raise SystemExit"}),

@@ -18,7 +18,7 @@ from typing import Any
 
 from .library import CONVERSIONS, is_instance, run_coroutines_remotely
 from .remote import Remote, RemoteClass, RemoteError, SolverClient
-from .wire import Channel, ChannelClosed, WireError
+from .wire import Channel, WireError
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure; optionally "suspect", why
@@ -98,7 +98,7 @@ class _Judge:
             found = self._client.ask("names", sorted(wanted))
             if not isinstance(found, dict) or not found.keys() <= wanted:
                 raise WireError("the reply contains names that were not requested")
-        except (Exception, ChannelClosed) as error:
+        except Exception as error:
             return all_failed | {"problem": f"the program: {_describe(error)}"}
         missing = self._entries - found.keys()
         if self._entry_point in missing or any(
@@ -137,7 +137,7 @@ class _Judge:
         passed: list[bool] = []
         problem = suspect = ""
         for text, code in zip(self._tests, self._codes, strict=True):
-            if self._client.lost_reason or (problem and not self._all):
+            if problem and not self._all:
                 break
             failure = self._failure_of(code, namespace)
             passed.append(failure is None)
@@ -350,8 +350,6 @@ def _is_not_builtin(name: str) -> bool:
 
 
 def _describe(error: BaseException | None) -> str:
-    if isinstance(error, ChannelClosed):
-        return "the process exited"
     try:
         text = str(error)
     except Exception:  # a class of the program may define __str__

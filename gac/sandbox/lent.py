@@ -153,8 +153,6 @@ def _proxy_class(name: str, operations: list[str]) -> type:
     if "__next__" in operations:
         members["__next__"] = _next
         members.setdefault("__iter__", lambda self: self)
-    if "__eq__" in operations and "__hash__" not in operations:
-        members["__hash__"] = object.__hash__
     if "__exit__" in operations:
         members["__exit__"] = lambda self, kind, error, trace: self._ask_("__exit__", (error,), {})
     return type(name, (), members)

@@ -178,8 +178,6 @@ def _base(kind: type) -> type:
 
 def _next(self: Remote, name: str = "__next__", end: type[Exception] = StopIteration) -> Any:
     items = ask(name, self)
-    if not (isinstance(items, list) and len(items) <= 1):
-        raise RemoteError("invalid answer: neither an item nor the end of the iterator")
     if not items:
         raise end
     return items[0]
