@@ -133,7 +133,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
     """They share the group of their prompt; B has none, and the rollout of D has weight 0."""
     responses = Response.of((4, 1), (-1.0, -2.0)), (6, 1), (7, 1)
     credit = [[1.0], [2.0], [3.0]], [7.0, 8.0, 9.0], [2.0, 0.0, 0.0], [3.0, 5.0, 4.0]
-    script = Script(responses, (1.0, 0.5, 0.0, 0.75, None), *credit)
+    script = Script(responses, (1.0, 0.5, 0.0, 0.7, None), *credit)
     plan = Sampling("prompt", demo_in_group=True, teacher=True, advantages="batch", demo_tokens=1)
     result = script.run(plan, [A, B, D], completions=1)
     row = Row((4, 6, 4, 1), 2, False, 1.0, 0, 2.0, 2, 2, (-1.0, -2.0), (4, 6, 7, 8, 1))
@@ -144,7 +144,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
         demo_row(D, 1)._replace(advantage=9.0, weight=4.0, unit=8, sequence=3),
     ]
     rewards = [[1.0], [0.5], [0.0]]
-    assert same(script.given, (rewards, [0.75, math.nan, math.nan], "batch"))
+    assert same(script.given, (rewards, [0.7, math.nan, math.nan], "batch"))
     assert script.scored[3:] == [("45", "a"), ("", "d")]
 
 
@@ -270,9 +270,9 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
 
     stage = Stage(1, length=length)
     assert stage.has_prefix and not Stage(1).has_prefix and Stage(1, prefix=0.1).has_prefix
-    assert _prefix(A, [], stage, 3) == (7, 8)
-    assert _prefix(B, [], stage, 3) == _prefix(A, [], Stage(1), 3) == ()
-    assert drawn == [(3, 3, random.Random("3:a").random())]
+    assert _prefix(A, [], stage, 5) == (7, 8)
+    assert _prefix(B, [], stage, 5) == _prefix(A, [], Stage(1), 5) == ()
+    assert drawn == [(5, 3, random.Random("5:a").random())]
 
 
 def test_only_responses_of_the_policy_make_a_group() -> None:

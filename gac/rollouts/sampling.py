@@ -368,7 +368,7 @@ def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) 
     """Demonstration tokens to append to the prompt; () if the mean reward is >= `stage.below`."""
     rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
-    if not stage.has_prefix or not example.demo or mean >= stage.below:
+    if not example.demo or mean >= stage.below:
         return ()
     if stage.length is None:
         return example.demo[: math.ceil(stage.prefix * len(example.demo))]
@@ -379,9 +379,9 @@ def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) 
 def _pair(example: Example, group: list[Sample]) -> list[Row]:
     """Rows of the best and the worst response, if their rewards differ; ties go to the first."""
     scored = [s for s in group if not math.isnan(s.reward)]
-    best, worst = (pick(scored, key=lambda s: s.reward, default=None) for pick in (max, min))
-    if best is None or worst is None or best.reward == worst.reward:
+    if len({s.reward for s in scored}) < 2:
         return []
+    best, worst = (pick(scored, key=lambda s: s.reward) for pick in (max, min))
     start = len(example.prompt)
     return [
         Row(example.prompt + sample.response, start, False, sign)
