@@ -47,7 +47,9 @@ def test_save_load_round_trip(tmp_path):
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
+    loaded_optimizer.param_groups[0]["lr"] = 0.5
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
+    assert loaded_optimizer.param_groups[0]["lr"] == 0.1
     assert extra["x"].tolist() == [1, 1]
     assert (progress["step"], progress["note"]) == (7, {"10": [1, 2], "9": 3})
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
@@ -177,7 +179,13 @@ def test_rank_0_renames_and_deletes_while_the_others_wait(tmp_path, monkeypatch,
     assert (tmp_path / ".writing-00000003").exists() == (rank == 1)
 
 
-def test_weights_without_an_optimizer_round_trip(tmp_path):
+def test_weights_without_an_optimizer_round_trip(tmp_path, monkeypatch):
+    def load_here(*args, no_dist, **keywords):
+        assert no_dist  # this process does not wait for others
+        return load(*args, **keywords)
+
+    load = checkpoint.dcp.load
+    monkeypatch.setattr(checkpoint.dcp, "load", load_here)
     model, _ = small()
     path = tmp_path / "replay" / "weights"
     path.mkdir(parents=True)
@@ -194,6 +202,8 @@ def test_weights_without_an_optimizer_round_trip(tmp_path):
     assert all(map(torch.equal, model.parameters(), loaded.parameters()))
     checkpoint.write_weights(tmp_path / "new" / "weights", model, {})
     checkpoint.load_weights(tmp_path / "new" / "weights", loaded)
+    bias = {"1.bias": checkpoint.model_tensors(path)["1.bias"]}
+    assert checkpoint.read_tensors(path, bias)["1.bias"].tolist() == model[1].bias.tolist()
 
 
 def test_only_the_warning_about_one_process_is_ignored():

@@ -195,7 +195,7 @@ class Alarm:
             state, extremes = state._replace(scale=typical * growth**extremes), 0
         if extreme:
             extremes += 1
-            shifted = loss if extremes == 1 else shifted + (loss - shifted) / extremes
+            shifted += (loss - shifted) / extremes
         cusum = min(cusum, self.threshold + self.clip)  # else small drifts would add up
         state = state._replace(cusum=cusum, shifted=shifted, extremes=extremes)
         if cusum > self.threshold and extremes > 1:

@@ -117,8 +117,7 @@ def load_weights(
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _read(state, path, no_dist=True)
-    model.load_state_dict(state["model"])
+    _read(state, path, no_dist=True)  # in place
 
 
 def model_tensors(path: Path) -> dict[str, Tensor]:
