@@ -209,8 +209,10 @@ def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
 def test_fallback_is_reported_once(monkeypatch) -> None:
     backends._warn_of_fallback.cache_clear()
     monkeypatch.setattr(cpu, "library_error", lambda: "the extension is not built")
-    with pytest.warns(RuntimeWarning, match="native.*not built.*reference"):
-        assert backends.choose("auto", CPU, torch.float32) is backends.load("reference", CPU)
+    with pytest.warns(RuntimeWarning, match="native.*not built.*reference") as warned:
+        token_logprobs(torch.zeros(1, 1, 4), torch.zeros(1, 1).long())
+    assert warned[0].filename == __file__  # the caller's line
+    assert backends.choose("auto", CPU, torch.float32) is backends.load("reference", CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backends.choose("auto", CPU, torch.float32)
