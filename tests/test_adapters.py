@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from gac.integrations.patch import Patch
 from gac.integrations.rollouts import rollout_moments
 from gac.integrations.verl_head import apply_fused_head
 from gac.methods import GAC, METHODS, Constant
+from gac.training.probes.sketches import UnitSketches
 from gac_kernels import HeadSketch, LossSpec, TokenMoments
 
 from .test_mixer import moments
@@ -70,6 +72,31 @@ def test_a_mixer_is_saved_in_one_file(tmp_path: Path) -> None:
     mixer.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["gac.json"]
     assert mixer.state_dict()["step"] == 1 and mixer.state_dict()["order"]["position"] == 6
+
+
+def test_steps_trim_as_the_method_asks_and_gather_no_needless_sketches(monkeypatch: Any) -> None:
+    monkeypatch.setattr(UnitSketches, "gathered", None)
+    logged = []
+    for name in ("gac", "gac-no-trim"):
+        mixer = Mixer(METHODS[name](), rows=9, batch=20)
+        mixer.observe(moments(0, demo=True, rows=20))
+        logged.append(mixer.close()["sft_variance"])
+    total = moments(0, demo=True, rows=20)
+    assert logged == [total.signals(trim).sft_variance for trim in (0.1, 0.0)]
+    assert logged[0] != logged[1]
+
+
+def test_alarms_read_the_unweighted_losses_of_the_demonstrations() -> None:
+    mixer = Mixer(METHODS["guarded"](), rows=4, batch=6)
+    for loss in [0.4, 0.35] * 6 + [4.0] * 2:
+        assert mixer.mu == 0.4
+        mixer.weight_demo_loss(torch.tensor(0.1))
+        seen = moments(0, demo=True)
+        mixer.observe(replace(seen, demo_nll=torch.full_like(seen.demo_nll, loss)))
+        mixer.observe(moments(0, demo=False, entropy=2.5))
+        log = mixer.close()
+        assert log["entropy"] == pytest.approx(2.5)
+    assert mixer.mu == 0
 
 
 def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:

@@ -23,7 +23,9 @@ from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 from tests import ranks
 
 
-def moments(seed: int, *, demo: bool, ref: bool = True, rows: int = 6) -> TokenMoments:
+def moments(
+    seed: int, *, demo: bool, ref: bool = True, rows: int = 6, entropy: float | None = None
+) -> TokenMoments:
     generator = torch.Generator().manual_seed(seed)
     logps = -torch.rand(rows, 5, generator=generator)
     computed = loss_from_logprobs(
@@ -32,6 +34,7 @@ def moments(seed: int, *, demo: bool, ref: bool = True, rows: int = 6) -> TokenM
         torch.randn(rows, generator=generator),
         torch.full((rows,), demo),
         ref_logps=logps - 0.1 if ref and not demo else None,
+        entropy=None if entropy is None else torch.full_like(logps, entropy),
     ).moments
     assert computed is not None
     return computed

@@ -1,0 +1,27 @@
+"""Stand-ins for packages that the test environment lacks, while one of our adapters is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def modules(contents: Mapping[str, Mapping[str, Any]], adapter: str) -> Iterator[None]:
+    """Provide modules with the given names and attributes; `adapter` is imported anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, attributes in contents.items():
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                path = ".".join(parts[:end])
+                if path not in contents or path == name:
+                    patch.setitem(sys.modules, path, ModuleType(path))
+            vars(sys.modules[name]).update(attributes)
+        patch.delitem(sys.modules, adapter, raising=False)
+        yield
+        sys.modules.pop(adapter, None)
