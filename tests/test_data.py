@@ -164,7 +164,9 @@ def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
 
 
 def test_answer_pattern_takes_the_last_match(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 1 no\n#### 1,234 \n"})
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": "p", "answer": "#### 0\n#### 1 no\n#### 1,234 \n"}
+    )
     config = DataConfig(prompts=path, answer_pattern=r"####(.+)")
     assert load_prompts(config, tokenizer)[0].answer == "1,234"
 
@@ -204,7 +206,8 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     config = DataConfig(prompts=path)
     demos = load_demos(config, tokenizer)
     assert [(e.id, e.answer) for e in demos] == [("r1", "2"), ("r2", "3")]
-    texts = [e.demo and tokenizer.decode(e.demo) for e in load_prompts(config, tokenizer)]
+    prompts = load_prompts(replace(config, max_demo_tokens=99), tokenizer)
+    texts = [e.demo and tokenizer.decode(e.demo) for e in prompts]
     assert texts == ["is 2</s>", None, "is 3</s>"]
     with pytest.raises(ValueError, match="demonstration field 'expert'.*set demo_field"):
         load_demos(DataConfig(prompts=path, demo_field="expert"), tokenizer)

@@ -320,10 +320,15 @@ def test_numbers_are_text_and_missing_fields_list_the_others():
 
 
 def test_a_conversation_without_a_demonstration(tmp_path, chat_tokenizer):
-    source = conversation(tmp_path, {"messages": [ASSISTANT]}, {"messages": [USER, ASSISTANT]})
-    config = DataConfig(prompts=source, answer_field=None, demo_field=None)
-    examples = load_prompts(config, chat_tokenizer)
-    assert [(e.prompt_text, e.demo) for e in examples] == [("a:2;a:", None), ("u:1+1;a:", None)]
+    """The system prompt precedes all other messages."""
+    conversations = ([ASSISTANT], [ASSISTANT, USER], [USER, ASSISTANT])
+    source = conversation(tmp_path, *({"messages": messages} for messages in conversations))
+    for field in ("solution", None):
+        config = DataConfig(prompts=source, answer_field=None, demo_field=field, system="0")
+        examples = load_prompts(config, chat_tokenizer)
+        texts = [example.prompt_text for example in examples]
+        assert texts == ["s:0;a:2;a:", "s:0;a:2;u:1+1;a:", "s:0;u:1+1;a:"]
+        assert [bool(example.demo) for example in examples] == [False, False, field is not None]
 
 
 def test_references_are_solutions_or_answers(tmp_path):

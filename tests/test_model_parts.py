@@ -135,7 +135,7 @@ def test_rounding_is_no_dependence_on_later_tokens(dtype, change, causal) -> Non
 
     def forward(input_ids, use_cache):
         seen.append(len(seen))
-        logits = torch.tensor([8.0, 0.0]).repeat(*input_ids.shape, 1)
+        logits = torch.tensor([2.0**-9, 0.0]).repeat(*input_ids.shape, 1)
         logits[:, -2] *= 1 + change * len(seen)
         return SimpleNamespace(logits=logits)
 
@@ -201,6 +201,7 @@ def test_weights_in_one_file_are_read_lazily(tmp_path) -> None:
     model.config.save_pretrained(path)
     assert lazy_tensors("model.path", path) is None
     model.save_pretrained(path)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
     expected = load_file(tmp_path / "model.safetensors")
     tensors = lazy_tensors("model.path", path)
     assert {name: x[...].tolist() for name, x in tensors.items()} == {
@@ -209,6 +210,7 @@ def test_weights_in_one_file_are_read_lazily(tmp_path) -> None:
     for lazily in (True, False):
         loaded = read_model("model.path", path, lazily, dtype=torch.bfloat16)
         assert loaded.config.name_or_path == path and loaded.dtype == torch.bfloat16
+        assert loaded.generation_config.temperature == 0.7
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     (tmp_path / "adapter_config.json").write_text("{}")
     assert lazy_tensors("model.path", path) is None
@@ -225,6 +227,10 @@ def test_stop_strings_are_encoded_without_special_tokens() -> None:
 
 
 def test_only_causal_models_are_trained(tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the folder has no model \(config.json\): give a folder"
+    ):
+        load_model(ModelConfig(path=str(tmp_path)))
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="model type 't5' is not a causal language model"):
         _training_config(ModelConfig(path=str(tmp_path)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,6 +89,8 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
     example = Example("0", (1, 2), "", None, (3, 4, 5), {}, "web")
     expected = Row((1, 2, 3, 4, 5), start, True, 1.0, source="web")
     assert demo_row(example, tokens) == expected
+    none = replace(example, demo=None)
+    assert demo_row(none, tokens) == expected._replace(ids=(1, 2), start=2)
 
 
 @pytest.mark.parametrize(
