@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -18,6 +19,7 @@ from gac.config import (
     parse_yaml,
     read_yaml,
     save,
+    save_text,
     to_yaml,
 )
 
@@ -133,11 +135,20 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
 @pytest.mark.parametrize(
     ("override", "key", "expected"),
     [
-        ("steps=12", "steps", 12),
+        (" steps = 12 ", "steps", 12),
+        ("model=a=b", "model", "a=b"),
         ("model=123", "model", "123"),  # text stays text, even if it looks like a number
         ("kl=1e-2", "kl", 0.01),
         ("kl=none", "kl", None),
+        ("kl=NULL", "kl", None),
+        ("kl=~", "kl", None),
+        ("kl=", "kl", None),
         ("resume=false", "resume", False),
+        ("resume=Off", "resume", False),
+        ("resume=no", "resume", False),
+        ("resume=Yes", "resume", True),
+        ("resume=on", "resume", True),
+        ("color=DARK_BLUE", "color", Color.DARK_BLUE),
         ("names=a,b", "names", ("a", "b")),
         ("optimizer={lr: 2}", "optimizer", Optimizer(lr=2.0, weight_decay=0.1)),
         ("sizes=[1, 2]", "sizes", (1, 2)),
@@ -165,6 +176,9 @@ def test_nested_keys_override_the_parents_default_not_the_class_default():
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones():
     assert build({"steps": 1}, "steps=2", "steps=3").steps == 3
+    data = {"model": "m", "optimizer": {"lr": 1}}
+    assert load(Config, data, ["optimizer.lr=2", "steps=5"]).optimizer.lr == 2.0
+    assert data == {"model": "m", "optimizer": {"lr": 1}}
 
 
 def test_a_choice_takes_its_fields_next_to_its_name():
@@ -173,6 +187,7 @@ def test_a_choice_takes_its_fields_next_to_its_name():
     default = Mixed(optimizer=Optimizer(lr=9))
     expected = Mixed(ema_decay=0.1, optimizer=Optimizer(lr=9))
     assert choose(TABLE, {"ema_decay": 0.1}, default=default) == expected
+    assert choose(TABLE, default, default=Sft()) is default
     with pytest.raises(ConfigError, match=r"^method: `name` is missing; use one of sft, mixed, "):
         choose(TABLE, {"ema_decay": 0.1})
 
@@ -273,8 +288,24 @@ def test_file_errors_name_the_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
             load(Config, path)
-        assert str(caught.value).startswith(str(path))
+        assert str(caught.value).startswith(f"{path}: ")
         assert part in str(caught.value)
+    path.write_bytes(b"a: \xff")
+    with pytest.raises(ConfigError, match="not valid YAML: .* can't decode"):
+        load(Config, path)
+
+
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path, monkeypatch):
+    path, seen, replace = tmp_path / "a.txt", [], Path.replace
+
+    def record(partial, target):
+        seen.append((partial.read_text(encoding="utf-8"), target.read_text()))
+        return replace(partial, target)
+
+    path.write_text("old")
+    monkeypatch.setattr(Path, "replace", record)
+    save_text(path, "new ü")
+    assert seen == [("new ü", "old")] and path.read_bytes() == "new ü".encode()
 
 
 def test_yaml_text_reads_back_what_it_writes():
@@ -366,7 +397,8 @@ def test_describe_shows_types_defaults_and_field_docs():
 def test_a_prior_is_chosen_by_its_name():
     """A mapping without `name` changes the method's default prior, as in earlier versions."""
     from gac.control.schedules import Prior, RandomPrior
-    from gac.training.run_config import TrainConfig, upgrade_config
+    from gac.train_config import TrainConfig
+    from gac.training.run_config import upgrade_config
 
     def prior(**fields):
         return load(TrainConfig, {"method": {"name": "gac", "prior": fields}}).method.prior

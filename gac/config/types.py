@@ -99,8 +99,6 @@ def parse_overrides(value: Any) -> Any:
         return parse_value(value, "override")
     if isinstance(value, Mapping):
         return {key: parse_overrides(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [parse_overrides(item) for item in value]
     return value
 
 
