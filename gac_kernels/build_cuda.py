@@ -42,13 +42,13 @@ class NoCompilerError(RuntimeError):
 
 def find_nvcc() -> str | None:
     """Find nvcc in CUDA_HOME, on the PATH, in /usr/local/cuda or among pip's packages."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    first, *rest = [candidates[0], "nvcc", candidates[-1]]
+    home = os.environ.get("CUDA_HOME")
+    candidates = [f"{home}/bin/nvcc"] if home else []
+    candidates += ["nvcc", "/usr/local/cuda/bin/nvcc"]
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
-        rest += map(str, sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True))
-    return next(filter(None, map(shutil.which, (first, *rest))), None)
+        candidates += map(str, sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True))
+    return next(filter(None, map(shutil.which, candidates)), None)
 
 
 def architectures() -> tuple[str, ...]:

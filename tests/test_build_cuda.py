@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,72 @@ def test_a_missing_compiler_is_no_error_of_the_build(
         build_cuda.main(["--arch", "90a"])
     assert error.value.code == build_cuda.NO_COMPILER == settings.SKIPPED
     assert capsys.readouterr().out.startswith("skipped: nvcc was not found")
+
+
+NVCC = """\
+#!/bin/sh
+echo "$@"
+echo warning >&2
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit CODE
+"""
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc in CUDA_HOME that writes an empty library, and one on the PATH that fails."""
+    monkeypatch.setattr(build_cuda, "PACKAGE", tmp_path / "package")
+    for folder, code in ((tmp_path / "cuda" / "bin", "0"), (tmp_path / "path", "3")):
+        folder.mkdir(parents=True)
+        (folder / "nvcc").write_text(NVCC.replace("CODE", code))
+        (folder / "nvcc").chmod(0o755)
+    (tmp_path / "package").mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    return tmp_path
+
+
+def test_output_and_errors_of_the_compiler(
+    fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_cuda.main(["--arch", "90a", "100"])
+    (library,) = (fake_nvcc / "package").iterdir()
+    assert capsys.readouterr().out == f"{library}\n" and library.name.endswith("-90a-100.so")
+    runtime = fake_nvcc / "cuda" / "lib" / "libcudart_static.a"
+    for options in ([], [f"-L{runtime.parent}"]):
+        output = build_cuda.compile_source("-x", "y")
+        source = build_cuda.SOURCES / "cuda" / "launch.cu"
+        expected = [*build_cuda.FLAGS, *options, "-x", "y", str(source)]
+        assert output == f"{' '.join(expected)}\nwarning\n"
+        runtime.parent.mkdir(exist_ok=True)
+        runtime.write_text("")
+    library.unlink()
+    monkeypatch.delenv("CUDA_HOME")
+    assert build_cuda.find_nvcc() == str(fake_nvcc / "path" / "nvcc")
+    with pytest.raises(SystemExit, match=r"path/nvcc .* failed:\nwarning"):
+        build_cuda.main(["--arch", "90a"])
+
+
+def test_another_library_is_built_if_a_source_changes_and_the_cache_is_used_if_need_be(
+    fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = fake_nvcc / "csrc"
+    (sources / "cuda").mkdir(parents=True)
+    monkeypatch.setattr(build_cuda, "SOURCES", sources)
+    paths = []
+    for name in ("cuda/launch.cu", "math.h", "cuda/rows.h", "cuda/notes.txt"):
+        (sources / name).write_text("// text")
+        build_cuda._digest.cache_clear()
+        paths.append(build_cuda.build(["90a"]))
+    assert len({*paths}) == 3 and paths[3] == paths[2] and all(p.exists() for p in paths)
+    package, access = build_cuda.PACKAGE, os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != package and access(path, mode))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fake_nvcc / "cache"))
+    path = build_cuda.build(["100"])
+    assert path.parent == fake_nvcc / "cache" / "gac" and path.exists()
+    assert build_cuda.build(["100"]) == path
+    (sources / "cuda" / "launch.cu").unlink()
+    with pytest.raises(RuntimeError, match="launch.cu does not exist: reinstall gac"):
+        build_cuda.compile_source()
+    monkeypatch.undo()
+    build_cuda._digest.cache_clear()
