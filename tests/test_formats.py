@@ -329,6 +329,7 @@ def test_a_conversation_without_a_demonstration(tmp_path, chat_tokenizer):
         texts = [example.prompt_text for example in examples]
         assert texts == ["s:0;a:2;a:", "s:0;a:2;u:1+1;a:", "s:0;u:1+1;a:"]
         assert [bool(example.demo) for example in examples] == [False, False, field is not None]
+        assert not any(None in example.extra for example in examples)
 
 
 def test_references_are_solutions_or_answers(tmp_path):
@@ -337,10 +338,11 @@ def test_references_are_solutions_or_answers(tmp_path):
         {"prompt": "p", "answer": 1, "solution": "s"},
         {"messages": [SYSTEM, USER, ASSISTANT], "answer": "3"},
         {"prompt": "q", "answer": "5"},
+        {"prompt": "r", "solution": "t"},
     )
     config = DataConfig(prompts=source)
     for field, expected in (
-        ("solution", [("p", "1", "s"), ("0\n1+1", "3", "2")]),
+        ("solution", [("p", "1", "s"), ("0\n1+1", "3", "2"), ("r", None, "t")]),
         (None, [("p", "1", "1"), ("0\n1+1", "3", "3"), ("q", "5", "5")]),
     ):
         pairs = load_references(replace(config, demo_field=field))

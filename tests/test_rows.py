@@ -133,7 +133,7 @@ def test_rows_are_assigned_by_hand():
 
 def test_exchanged_rows_are_renumbered_and_otherwise_unchanged():
     rows = [row._replace(sequence=4, ids=(200_000, *row.ids)) for row in MIXED]
-    assert rebalance(rows) == [row._replace(sequence=i) for i, row in enumerate(rows)]
+    assert rebalance(rows, 1) == [row._replace(sequence=i) for i, row in enumerate(rows)]
 
 
 def test_shifts_are_after_the_first_step_and_in_order():

@@ -45,7 +45,7 @@ def assign_rows(rows: Sequence[Row], ranks: int, together: int = 1) -> list[list
     return [[row for row, r in zip(rows, owner, strict=True) if r == rank] for rank in range(ranks)]
 
 
-def rebalance(rows: Sequence[Row], together: int = 1) -> list[Row]:
+def rebalance(rows: Sequence[Row], together: int) -> list[Row]:
     """Exchange rows between ranks; return this rank's rows, renumbered. Call it on every rank."""
     # token ids are unpacked only by the rank that trains on them
     compact = [row._replace(ids=_packed(row.ids)) for row in rows]
