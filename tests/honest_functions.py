@@ -30,6 +30,7 @@ def hello(name="x"):
 assert hello() == ["hi x"] * 3 and hello(name="y")[0] == "hi y"
 
 assert hello.__name__ == "hello" and hello.__doc__ == "Says hello."
+assert hello.__wrapped__("y") == "hi y"
 === a decorator that the tests apply
 def memoize(f):
     cache = {}
@@ -289,6 +290,7 @@ c.cells = [[2]]
 assert b.cells == [[1]] and c.cells == [[2]]
 
 import copy
+assert b.copy.__self__ is b and "cells" in dir(b)
 d, e = copy.copy(b), copy.deepcopy(b)
 d.cells = 5
 assert b.cells == [[1]] and e.cells == [[1]] and e is not b

@@ -131,6 +131,7 @@ import typing
 assert typing.get_type_hints(area, {})["return"] is float and callable(area)
 
 assert area.__annotations__["r"] is float and area.__defaults__ is None
+assert area.__kwdefaults__ == {"pi": 3.14}
 
 import inspect
 assert inspect.isfunction(area) and inspect.getdoc(area) == "Area of a circle."
@@ -359,6 +360,11 @@ assert conf()["a"] == 1 and conf()["b"] == 3 and dict(conf()) == {"a": 1, "b": 3
 assert L([1]) == [1] and L([1]) == L([1])
 === Mapping and Sequence from abc
 from collections.abc import Mapping, MutableMapping, Sequence, MutableSequence, Set
+class Odd(Set):
+    def __init__(self, *xs): self.xs = xs
+    def __contains__(self, x): return x in self.xs
+    def __iter__(self): return iter(self.xs)
+    def __len__(self): return len(self.xs)
 class Reg(MutableMapping):
     def __init__(self, *a): self.d = dict(*a)
     def __getitem__(self, k): return self.d[k]
@@ -388,6 +394,8 @@ from collections.abc import Mapping, Sequence
 assert isinstance(Reg(), Mapping) and isinstance(Seq(1), Sequence)
 
 assert Reg({"a": 1}) == {"a": 1}
+
+assert Odd(1, 3) == {3, 1} and Odd(1, 3) == Odd(3, 1) != Odd(1) and Odd(1) != {3}
 === coroutines and task groups
 import asyncio
 async def fetch(n):
@@ -454,17 +462,6 @@ assert path() == pathlib.PurePosixPath("/a/b.txt")
 
 import uuid, ipaddress
 assert uid() == uuid.UUID(int=5) and ip() == ipaddress.ip_address("10.0.0.1")
-=== global configuration set by the tests
-config = {"debug": False}
-level = 1
-def is_debug(): return config["debug"]
-def get(): return level
-----
-config["debug"] = True
-assert is_debug() is True
-
-config.update(debug=False)
-assert is_debug() is False and get() == 1
 === globals that change
 stack = []
 count = 0

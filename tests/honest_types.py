@@ -17,7 +17,8 @@ assert s.peek() == 2 and len(s) == 2
 
 assert s.pop() == 2 and s == [1]
 
-assert isinstance(s, list) and isinstance(s, Stack)
+assert isinstance(s, list) and isinstance(s, Stack) and isinstance(s, (dict, list))
+assert not isinstance(s, (dict, set)) and isinstance(s, ((int, list), str))
 === a list with a limit
 class Bounded(list):
     def __init__(self, limit):

@@ -408,6 +408,47 @@ def run():
     return time.perf_counter() > t, len(w), time.strftime("%Y", time.gmtime(0))
 ----
 assert run() == (True, 1, "1970")
+=== lists, dicts and sets that the tests change
+items, table, marks = [3, 1, 2], {"a": 1, "b": 2}, {1, 2, 3}
+def state(): return [list(items), dict(table), set(marks)]
+----
+items.append(5); items.extend([7, 6]); items.insert(0, 9)
+assert items.pop() == 6
+items.remove(1); items.sort(); items.reverse()
+items[0] = 8
+del items[1]
+items += [4]
+assert items == [8, 5, 3, 2, 4] == state()[0]
+
+table.update(c=3)
+assert table.pop("a") == 1 and table.setdefault("d", [4]) == [4]
+table["e"] = 5
+del table["c"]
+assert table.popitem() == ("e", 5)
+table |= {"f": 6}
+assert table == {"b": 2, "d": [4], "f": 6} == state()[1]
+
+marks.add(9); marks.discard(1); marks.remove(2); marks.update({7})
+marks |= {8}
+marks &= {7, 8, 9, 1}
+marks -= {9}
+marks ^= {8, 5}
+assert marks == {5, 7} == state()[2]
+
+items.clear(); table.clear(); marks.clear()
+marks.add(4)
+assert marks.pop() == 4 and state() == [[], {}, set()]
+=== global configuration set by the tests
+config = {"debug": False}
+level = 1
+def is_debug(): return config["debug"]
+def get(): return level
+----
+config["debug"] = True
+assert is_debug() is True
+
+config.update(debug=False)
+assert is_debug() is False and get() == 1
 === an alarm as a time limit
 import signal, time
 class TooSlow(Exception): pass

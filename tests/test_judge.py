@@ -73,6 +73,20 @@ VERDICTS = {
         ("def f(x): exit(3)", ["f(1)"], {}),
         failed("test 1 (f(1)): RemoteError: SystemExit: 3"),
     ),
+    "an object is pickled": (
+        ("class K: pass", ["import pickle\npickle.dumps(K())"], {}),
+        failed(
+            "test 1 (import pickle pickle.dumps(K())): "
+            "TypeError: objects of the program cannot be pickled by the tests"
+        ),
+    ),
+    "a private attribute": (
+        ("class K:\n  __slots__ = ()", ["K.__slots__"], {}),
+        failed(
+            "test 1 (K.__slots__): AttributeError: "
+            "__slots__ cannot be read from the program's objects in the sandbox"
+        ),
+    ),
     "a test exits": (
         (F, ["f(1)", "exit()"], {}),
         failed("test 2 (exit()): SystemExit: None", True, False),

@@ -183,6 +183,14 @@ def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
         "print(dict(os.environ), sys.path, sys.argv, 'torch' in sys.modules, 'gac' in sys.modules)",
     )
     assert printed == "{} [] [''] False False\n"
+    text = (
+        "import gc, resource, signal\nfrom threading import stack_size\n"
+        "print(stack_size(1 << 30), stack_size(), stack_size())\n"
+        "print(resource.getrlimit(resource.RLIMIT_CPU), gc.isenabled())\n"
+        "print(gc.get_freeze_count() > 999, signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)"
+    )
+    printed = prints(pool, text, cpu_seconds=7)
+    assert printed == "2097152 67108864 2097152\n(7, 7) True\nTrue True\n"
 
 
 def test_neither_the_solver_nor_the_server_has_the_tests(pool):
@@ -252,6 +260,23 @@ def test_limits(pool, text, ending, printed):
     outcome = pool.run(Program(text), b"", 1, 256, 100)
     assert outcome.stdout == printed
     assert outcome.ending in {ending, "stalled"} - ({"stalled"} if ending == "ended" else set())
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "printed"),
+    [
+        ("exit()", 0, ""),
+        ("exit('x')", 1, ""),
+        ("exit(259)", 3, ""),
+        ("print(1, end='')\nraise KeyboardInterrupt", 1, "1"),
+        ("import atexit\natexit.register(lambda: print(5))\nprint(4)", 0, "4\n5\n"),
+        ("import sys\nsys.stdout.write('6')\nsys.stdout = None", 0, "6"),
+        ("import sys\nsys.stdout = 7", 1, ""),
+    ],
+)
+def test_scripts_end_as_in_python(pool, text, status, printed):
+    outcome = pool.run(Program(text), b"", 5, 256, 100)
+    assert (outcome.status, outcome.stdout.decode()) == (status, printed)
 
 
 def test_nothing_is_written_to_disk(tmp_path):

@@ -214,11 +214,17 @@ def test_closed_pool_leaves_no_process_and_can_be_reused(pool):
 
 def test_descriptors_do_not_leak(pool):
     assert passes(pool)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def descriptors():
+        servers = descendants(pool._server._process.pid)
+        pids = [os.getpid(), pool._server._process.pid, *servers]
+        return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+
+    before = descriptors()
     for _ in range(5):
         assert passes(pool)
         assert prints(pool, "print(1)") == "1\n"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() == before
 
 
 # --- threads, forks and ranks
@@ -343,6 +349,16 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     zygote = pool._server._process.pid
     maps = Path(f"/proc/{zygote}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    folder = Path(f"/proc/{zygote}")
+    settings = (folder / "environ").read_text().split("\0")
+    assert sorted(filter(None, settings)) == [
+        "MALLOC_ARENA_MAX=1",
+        "OMP_NUM_THREADS=1",
+        "OPENBLAS_NUM_THREADS=1",
+        "PYTHONHASHSEED=0",
+    ]
+    assert (folder / "cwd").readlink() == Path("/") and os.getsid(zygote) == zygote
+    assert (folder / "oom_score_adj").read_text() == "1000\n"  # programs die before the trainer
 
 
 def test_the_sandbox_imports_the_standard_library_only():

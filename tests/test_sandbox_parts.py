@@ -22,7 +22,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-from gac.sandbox import confine, modules, pool, probe, server, zygote
+from gac.sandbox import confine, event_loop, modules, pool, probe, server, zygote
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
 from gac.sandbox.server import Layers, Server
 from gac.sandbox.zygote import Job, Zygote
@@ -391,6 +391,14 @@ def test_threads_get_at_most_a_quarter_of_the_memory(monkeypatch, megabytes, lar
     monkeypatch.setattr(modules, "_largest_stack", [0])
     modules.limit_stacks(megabytes << 20)
     assert modules._largest_stack == [largest] and sizes == [2 << 20]
+
+
+def test_the_event_loop_waits_until_it_is_woken():
+    selector = event_loop._NoFiles()
+    selector.wake.set()
+    assert selector.select(None) == [] and not selector.wake.is_set()
+    started = time.monotonic()
+    assert selector.select(0.02) == [] and time.monotonic() - started >= 0.02
 
 
 # --- the probe ------------------------------------------------------------------------------------

@@ -87,9 +87,6 @@ class RemoteClass(_RemoteBase, type):
     def __contains__(cls, key: Any) -> Any:
         return ask("__contains__", cls, key)
 
-    def __reduce_ex__(cls, protocol: object) -> Any:
-        raise TypeError("classes of the program cannot be pickled by the tests")
-
 
 class Remote(_RemoteBase):
     """Proxy for an object in the solver. Base of the local classes."""
