@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -175,3 +176,21 @@ def test_methods_can_be_pickled() -> None:
     for name in METHODS:
         assert replace(METHODS[name]()) == METHODS[name]()
         assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sizes": (4, 4)},
+        {"sizes": (), "prefixes": (), "below": (), "trained": ()},
+        {"sizes": (8, 0, 1, 1)},
+        {"prefixes": (0.0, 0.2, 0.5, 1.1)},
+        {"prefixes": (0.0, -0.1, 0.5, 1.0)},
+    ],
+)
+def test_trapo_names_invalid_groups(fields) -> None:
+    name, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use ")):
+        METHODS["trapo"](**fields)
+    with pytest.raises(ValueError, match=r"rollouts\.completions=9: use 8, the sum"):
+        METHODS["trapo"]().sampling(9)

@@ -24,6 +24,7 @@ from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, next_mix
 from gac.methods.dpo import Preference
 from gac.methods.gram_solver import GramSolver
+from gac.methods.loss_weights import positive_losses
 from gac.methods.rules import Rule
 from gac.rollouts.advantages import group_credit
 from gac_kernels import Signals
@@ -254,6 +255,11 @@ def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) ->
     assert after == before and mix.mu == 0.5
 
 
+def test_losses_are_at_least_a_thousandth() -> None:
+    assert positive_losses(Observation(1, demo_loss=-2.0, reward_mean=1.5)) == (0.001, 0.001)
+    assert positive_losses(Observation(1, demo_loss=2.0, reward_mean=0.25)) == (2.0, 0.75)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_states_are_plain_json_and_never_changed_in_place(name: str) -> None:
     method = METHODS[name]()
@@ -316,10 +322,10 @@ def test_base_classes_have_no_formula(call) -> None:
 
 @pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])
 def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
-    rewards = torch.tensor([[0.25, 0.0], [0.5, 0.0]], dtype=torch.float64)
+    rewards = torch.tensor([[0.25, 0.0, math.nan], [0.5, 0.0, math.nan]], dtype=torch.float64)
     credit = METHODS[name](correct=0.25).credit(rewards, None, "centered")
     if name == "srft":
-        assert credit.rollouts.tolist() == [[-1.0, -1.0], [1.0, -1.0]]
+        assert credit.rollouts.tolist() == [[-1.0, -1.0, 0.0], [1.0, -1.0, 0.0]]
     else:
         assert credit.demo_weight.tolist() == [1.0, 0.0]
         assert credit.rollout_weight.tolist() == [float(name == "relift"), 1.0]
