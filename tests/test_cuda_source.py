@@ -10,6 +10,8 @@ import ctypes
 import json
 import math
 import operator
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from bench import roofline
 from gac_kernels import build_cuda, inspect_cuda
 from gac_kernels.backends import cuda, reference
 from gac_kernels.contract import DemoWeight, LossSpec
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import Tokens
 
 from . import cuda_emulation as emulation
@@ -369,3 +372,64 @@ def test_compiled_kernels_meet_their_limits(arch: int) -> None:
             )
         for instruction in ("UBLKCP.S.G", "STAS.128", "LDS.128", "STG.E.EF."):
             assert instruction in kernel.sass, f"{kernel.dtypes} has no {instruction}"
+
+
+def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+
+    def reason() -> str | None:
+        return cuda.unavailable(device, torch.float32)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert reason() == "there is no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert reason() == "L4 does not have compute capability 9.0 or 10.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert "not torch.float64" in cuda.unavailable(device, torch.float64)
+    monkeypatch.setattr(cuda, "_library_error", cuda._library_error.__wrapped__)
+    for error in (RuntimeError, OSError):
+        monkeypatch.setattr(cuda, "library", mock.Mock(side_effect=error("no compiler")))
+        assert reason() == "no compiler"
+    monkeypatch.setattr(cuda, "library", lambda: None)
+    assert reason() is None
+
+
+@pytest.mark.parametrize("inner", ["triton", "reference"])
+def test_what_the_kernels_do_not_support_runs_elsewhere(
+    inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softcaps, further outputs and the work per batch; by Triton if it is available."""
+    if inner == "reference":
+        monkeypatch.setattr(cuda.triton, "unavailable", lambda *_: "not installed")
+    logits, spec = 3 * torch.randn(2, 3, 40), LossSpec(kl_coef=0.1, temperature=0.7)
+    tokens = batch(logits, spec)
+    columns = tokens.targets, *torch.rand(4, 6), 0.7
+
+    def results(backend: ModuleType) -> list[Tensor]:
+        outs = torch.empty(2, *logits.shape).unbind()
+        stats = *backend.row_stats(logits, tokens.targets, 0.7, None, True), *columns[1:3]
+        capped = backend.row_stats(logits, tokens.targets, 0.7, 2.0)
+        backend.row_grads(logits, *columns, outs[0], 2.0)
+        terms = backend.row_loss(logits, tokens, spec, outs[1], None, 2.0)
+        inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
+        scaled = torch.ones(3)
+        backend.scale_(scaled, torch.tensor(3.0))
+        *sums, moments = backend.reduce(tokens, terms, True)
+        planned = backend.plan(inputs, spec)
+        return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
+
+    calls = []
+    rows = getattr(cuda, inner)
+    for name in ("plan", "reduce", "row_stats", "row_grads", "row_loss", "scale_"):
+        function = getattr(rows, name)
+        recorded = lambda *x, f=function, n=name: calls.append(n) or f(*x)  # noqa: E731
+        monkeypatch.setattr(rows, name, recorded)
+    torch.manual_seed(0)
+    ours = results(cuda)
+    assert len({*calls}) == 6
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    for x, y in zip(ours, results(reference), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, check_dtype=False)
