@@ -275,6 +275,7 @@ def test_a_suite_by_hand(tmp_path, steps, monkeypatch) -> None:
     (tmp_path / "e" / "results.json").write_text(json.dumps(only_a))
     run_suite(EvalConfig(tasks={"a": both["a"]}, out=str(tmp_path / "e")), other)
     assert list(read_samples(tmp_path / "e")) == ["a"]
+    assert list(run_suite(replace(config, tasks={}))["tasks"]) == ["a"]
 
 
 def test_a_single_task_by_hand(tmp_path, steps) -> None:
@@ -324,6 +325,8 @@ PACKED = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
     ids=["no gzip", "cut off", "damaged", "no JSON", "no task", "no answer", "list", "number"],
 )
 def test_damaged_samples_are_named(tmp_path, data) -> None:
+    with pytest.raises(ConfigError, match=r"no samples\.jsonl\.gz found"):
+        read_samples(tmp_path)
     (tmp_path / "samples.jsonl.gz").write_bytes(PACKED)
     assert len(read_samples(tmp_path)["a"]) == 99
     (tmp_path / "samples.jsonl.gz").write_bytes(data)

@@ -45,6 +45,7 @@ def test_prompts_are_padded_on_the_left_and_responses_are_in_order(monkeypatch) 
 
     def respond(input_ids, attention_mask, generation_config, stopping_criteria, synced_gpus):
         nonlocal count
+        assert not model.training and isinstance(model.generation_config, GenerationConfig)
         calls.append((input_ids.tolist(), attention_mask.tolist()))
         rows = input_ids.repeat_interleave(generation_config.num_return_sequences, 0)
         first = torch.arange(count, count + len(rows))[:, None] + 20

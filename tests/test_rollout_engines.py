@@ -153,6 +153,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     calls, errors = [], [None] * 9
 
     def respond(prompts, *, generation_config, continuous_batching_config):
+        assert not policy[0].training
         calls.append((prompts, generation_config, continuous_batching_config))
         return {
             f"{i}": SimpleNamespace(error=error, generated_tokens=[20 + i, 1])

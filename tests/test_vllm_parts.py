@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -191,6 +192,11 @@ def test_only_rank_0_sends_and_probes(make, monkeypatch, rank, way) -> None:
     assert len(server.client.calls) == 1 - rank
     assert compared == [("model", *probe)]
     assert policy([(4,)], 3) == ([(4,)], SamplingParams(4, 0.7, samples=3))
+    reading = map(read.append, range(3, 6))
+    monkeypatch.setattr(server, f"_send_by_{way}", lambda *arguments: [][0])
+    with pytest.raises(RunError) if rank == 0 else contextlib.nullcontext():
+        server.load("model", SamplingParams(4, 0.7))
+    assert read == [0, 1, 2, 3, 4, 5]  # also after an error
 
 
 def test_each_prompt_has_a_seed(make) -> None:

@@ -101,6 +101,6 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Differ
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values cannot be paired")
-    gaps = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    gaps = np.subtract(first, second, dtype=float)
     mean = float(gaps.mean()) if len(gaps) else math.nan
     return Difference(mean, bootstrap_interval(gaps.tolist()), len(gaps))
