@@ -291,7 +291,7 @@ def test_suspect_demos_close_the_gate_before_the_first_measurement():
         controller.update(demo_loss=loss, demo_losses=[loss])
     controller.update(demo_loss=0.4, demo_losses=[4.0])
     assert controller.update(demo_loss=0.4, demo_losses=[4.0]) == 0.0
-    assert controller.state.gate is None
+    assert controller.state.gate is None and controller.trust == 0.0
 
 
 def test_state_round_trips_json_and_older_states_load():

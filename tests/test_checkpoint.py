@@ -40,7 +40,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
     return [checkpoint.save(folder, step, *small(), {"note": step}) for step in steps]
 
 
-def test_save_load_round_trip(tmp_path):
+def test_save_load_round_trip(tmp_path, monkeypatch):
     model, optimizer = small()
     note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
     path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
@@ -48,6 +48,13 @@ def test_save_load_round_trip(tmp_path):
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
+    load = checkpoint.dcp.load
+
+    def load_together(*args, no_dist, **keywords):
+        assert not no_dist  # an error on one rank is raised on all
+        return load(*args, **keywords)
+
+    monkeypatch.setattr(checkpoint.dcp, "load", load_together)
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
     assert loaded_optimizer.param_groups[0]["lr"] == 0.1
     assert extra["x"].tolist() == [1, 1]
@@ -220,6 +227,7 @@ def test_half_written_checkpoints_are_ignored(tmp_path):
     partial = tmp_path / ".writing-00000020"
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".writing-00000030").touch()  # a file, which cannot be deleted like a folder
     assert checkpoint.newest(tmp_path) == first
     checkpoint.prune(tmp_path, 2, best=None)
     assert not partial.exists()
@@ -255,6 +263,16 @@ def test_the_cause_of_a_failed_write_is_one_line():
     assert str(checkpoint._cause(failure)) == "OSError: full"
     failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes)})
     assert isinstance(checkpoint._cause(failure), KeyboardInterrupt)
+
+
+def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise CheckpointException("write", {0: (ValueError("no space"), None)})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):
+        save(tmp_path, 1)
+    assert not checkpoint.list_complete(tmp_path)
 
 
 def test_only_errors_of_the_system_are_explained(tmp_path, monkeypatch):

@@ -203,6 +203,7 @@ def test_kl_sign_reverses_the_direction() -> None:
     config = ControllerConfig(kl_sign=-1)
     assert next_alpha(config, 0.5, 0.03) == pytest.approx(0.5 * math.exp(-0.1), abs=1e-15)
     assert next_alpha(config, 0.5, 0.0) == pytest.approx(0.5 * math.exp(0.3), abs=1e-15)
+    assert next_alpha(config, 0.5, -1e9) == 0.95  # exp would overflow
 
 
 def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:

@@ -60,7 +60,12 @@ def test_a_ramp_ends_exactly() -> None:
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 5, 0.8),
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 8, 0.5),
         (MixSchedule(0.8, 0.2, decay=4, decay_shape="linear"), 1, 0.65),
-        (MixSchedule(0.8, 0.2, warmup=4, warmup_shape="cosine"), 2, 0.4),
+        (MixSchedule(0.8, 0.2, warmup=4, start=0.4), 1, 0.5),
+        (
+            MixSchedule(0.8, 0.2, warmup=4, warmup_shape="cosine", decay_shape="linear"),
+            1,
+            0.4 - 0.4 * math.sqrt(0.5),
+        ),
         (MixSchedule(0.8, 0.2, warmup=2), 2, 0.2),  # no decay steps: drops to the valley at once
     ],
 )
@@ -99,8 +104,10 @@ def test_random_prior_is_uniform_and_constant_within_an_interval() -> None:
         (lambda: Prior(hold=-1), "hold=-1: use an integer >= 0"),
         (lambda: Prior(decay=1.5), "decay=1.5"),
         (lambda: RandomPrior(low=0.9, high=0.1), "low=0.9: use a number <= high=0.1"),
+        (lambda: RandomPrior(high=1.2), "high=1.2: use a number in [0, 1]"),
         (lambda: RandomPrior(interval=0), "interval=0"),
         (lambda: MixSchedule(0.5, "0.1"), "valley='0.1'"),
+        (lambda: MixSchedule(0.5, 0.1, warmup_shape="step"), "warmup_shape='step': use one of"),
         (lambda: MixSchedule(0.5, 0.1, decay_shape="step"), "decay_shape='step': use one of"),
     ],
 )

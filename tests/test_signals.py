@@ -83,6 +83,9 @@ def test_shuffling_draws_from_the_last_refreshes() -> None:
     signals, state = read_all(source, range(8))
     assert [s.disagreement for s in signals] == [0, 0, 2, 3, 2, 3, 5, 5]
     assert signals[0][:2] == (1.0, 2.0) and state == {"source": {}, "past": [5.0, 6.0, 7.0]}
+    nested = ShuffledDisagreement(ConstantVariance(ShuffledDisagreement(Steps())))
+    _, state = read_all(nested, range(3))
+    assert state["source"] == {"source": {}, "past": [0.0, 1.0, 2.0]}
 
 
 def test_shuffling_resumes_from_its_saved_state() -> None:
@@ -150,7 +153,7 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
 
 
 def test_moments_are_computed_in_float64() -> None:
-    gradients = torch.randn(4, 9) + 100
+    gradients = torch.randn(4, 9)
     gram = gradients @ gradients.T
     assert gradient_moments(gram, 2) == gradient_moments(gram.double(), 2)
     assert bias_moments(gram) == bias_moments(gram.double())

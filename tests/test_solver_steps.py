@@ -54,16 +54,16 @@ def test_gradnorm_first_step_by_hand() -> None:
     [(0.45, 1.55, (-1, 1)), (0.44, 1.56, (1, 1)), (0.23, 1.77, (1, 1)), (0.22, 1.78, (1, -1))],
 )
 def test_gradnorm_targets_by_hand(sft: float, rl: float, signs) -> None:
-    """Losses 1/2 and 1 times the first have rates 2/3 and 4/3; their squares are 0.444 and 1.778.
+    """Losses 1/4 and 1/2 of the first have rates 2/3 and 4/3, with squares 0.444 and 1.778.
 
     The two norms have the mean 1.
     """
-    state = GradNormState(initial_losses=(2.0, 3.0))
+    state = GradNormState(initial_losses=(4.0, 3.0))
     gram = Gram(sft**2, 0.0, rl**2)
-    weights, after = gradnorm_step(state, gram, (1.0, 3.0), asymmetry=2.0, lr=0.1)
+    weights, after = gradnorm_step(state, gram, (1.0, 1.5), asymmetry=2.0, lr=0.1)
     s, r = 1 + 0.1 * signs[0] * sft, 1 + 0.1 * signs[1] * rl
     assert weights == pytest.approx((2 * s / (s + r), 2 * r / (s + r)), abs=1e-12)
-    assert after == (weights, (2.0, 3.0))
+    assert after == (weights, (4.0, 3.0))
 
 
 def test_gradnorm_without_asymmetry_converges_to_the_nash_direction() -> None:
@@ -150,6 +150,7 @@ def test_dwa_values_by_hand() -> None:
         state = dwa_step(state, pair, window=2)
     state = dwa_step(state, (1.5, 0.0), window=2)  # means (3, 1), then (1.5, 1): ratios 1/2, 1
     s, r = math.exp(0.25), math.exp(0.5)
+    assert state == DWAState(newer=(1.5, 1.0), older=(3.0, 1.0))
     assert dwa_weights(state) == pytest.approx((2 * s / (s + r), 2 * r / (s + r)), abs=1e-8)
     assert dwa_weights(restored(state)) == dwa_weights(state)
 
@@ -188,6 +189,7 @@ def test_famo_keeps_equal_weights_for_equal_decreases() -> None:
     assert state.logits == (0.0, 0.0) and state.steps == 1
     assert famo_step(state, (math.nan, 1.0), (1.0, 1.0)) is None
     assert famo_weights(state, (1.0, math.inf)) is None
+    assert famo_weights(state, (1.0, 0.0)) == pytest.approx((0.0, 1.0), abs=1e-7)
 
 
 def gradnorm_with_losses(values):

@@ -209,6 +209,9 @@ def test_gram_of_micro_batches_and_their_halves(sft: int, rl: int) -> None:
     halves = [(z[: len(z) // 2].mean(0), z[len(z) // 2 :].mean(0)) for z in (x, y)]
     for (first, _), row in zip(halves, cross_gram(gram, sft), strict=True):
         assert row == pytest.approx([first.dot(second).item() for _, second in halves], rel=1e-12)
+    single = gram.float()  # its means are those of float64
+    assert Gram.of_means(single, sft) == Gram.of_means(single.double(), sft)
+    assert cross_gram(single, sft) == cross_gram(single.double(), sft)
 
 
 def test_squared_norms_that_were_rounded_below_zero_count_as_zero() -> None:
@@ -260,6 +263,8 @@ def test_squared_norms_that_were_rounded_below_zero_count_as_zero() -> None:
         (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(0.0, 0.0, 0.0), (0.75, 0.25)),
         # without the bound on x, these are equal to MGDA's
         (partial(sdmgrad, preference=(0.8, 0.2)), Gram(1.0, 0.9, 25.0), (1.24 / 1.3, 0.06 / 1.3)),
+        (sdmgrad, ((0.0, 2.0), (1.0, 0.0)), (0.15 / 1.3, 1.15 / 1.3)),  # saddles
+        (sdmgrad, ((0.0, 1.0), (2.0, 0.0)), (1.15 / 1.3, 0.15 / 1.3)),
         (partial(sdmgrad, preference=(0.8, 0.2)), Gram(25.0, 0.9, 1.0), (0.24 / 1.3, 1.06 / 1.3)),
     ],
 )

@@ -68,7 +68,7 @@ def save(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _on_all_ranks(lambda: _on_rank_0(lambda: _make_empty(temporary)), folder)
+    _on_all_ranks(lambda: _on_rank_0(lambda: _delete(temporary)), folder)
     _on_all_ranks(lambda: _write(state, temporary), folder)
     sums = _on_all_ranks(lambda: _checksums(temporary, _own_files(temporary)), folder)
     files = {name: value for part in gather(sums) for name, value in part.items()}
@@ -82,7 +82,7 @@ def write_weights(path: Path, model: nn.Module, extra_tensors: dict[str, Tensor]
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _on_all_ranks(lambda: _on_rank_0(lambda: _make_empty(path)), path)
+    _on_all_ranks(lambda: _on_rank_0(lambda: _delete(path)), path)
     _on_all_ranks(lambda: _write(state, path), path)
 
 
@@ -248,9 +248,8 @@ def _on_rank_0(work: Callable[[], None]) -> None:
         work()
 
 
-def _make_empty(path: Path) -> None:
+def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
