@@ -88,7 +88,7 @@ class ShardedLoading:
 
     def fill(self, model: nn.Module) -> None:
         """Move the loaded rows into `model`, which was sharded after `to_meta`."""
-        sharded = dict(model.named_parameters(remove_duplicate=False))
+        sharded = dict(model.named_parameters())  # tied weights under their first name
         filled: dict[nn.Parameter, nn.Parameter] = {}
         for name, placeholder in self._placeholders.items():
             if placeholder not in filled:  # tied weights stay one parameter
@@ -105,7 +105,6 @@ def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
         rows,
         param.device_mesh,
         param.placements,
-        run_check=False,
         shape=param.shape,
         stride=param.stride(),
     )
