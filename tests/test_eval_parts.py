@@ -173,6 +173,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     }
     evaluator.close()
     assert CLOSED == ["run", "own"]
+    only_more = replace(settings, data=DataConfig())
+    assert list(Evaluator(only_more, WORDS, Labeled(), 0).jobs) == ["more"]
 
 
 def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> None:
@@ -204,6 +206,15 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
         assert (model, words, len(examples), seed) == ("model on cpu", WORDS, 2, 5)
         assert eval_task is own and reward is config.reward
     assert len(calls) == 2 and CLOSED == ["a"] * 3
+
+
+def test_errors_of_the_model_are_errors_of_the_configuration(monkeypatch) -> None:
+    def fail(model: object) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(suite, "load_tokenizer", fail)
+    with pytest.raises(ConfigError, match="no such model"):
+        suite._run_tasks(EvalConfig(), "cpu", {}, lambda *_: None)
 
 
 def test_the_setting_of_a_task_has_all_that_affects_its_answers() -> None:

@@ -115,6 +115,9 @@ def test_runs_that_share_a_folder_keep_their_weights_apart(make, tmp_path) -> No
     assert first.folder == second.folder == tmp_path / "shared"
     assert first.prefix != second.prefix and first.prefix == make(tmp_path / "a").prefix
     assert make(tmp_path / "a").folder == tmp_path / "a" and make().folder.is_dir()
+    relative = Path("x").absolute()
+    assert make(Path("x")).folder == make(folder="x").folder == relative
+    assert make(Path("x")).prefix == make(relative).prefix
 
 
 @pytest.mark.parametrize("fail", ["", "collective_rpc"])
