@@ -22,7 +22,7 @@ from torch.autograd import Function
 from . import backends, checks, reference
 from .api import check_head, fold_scaling, with_temperature
 from .autograd import FusedLinearLoss, LossTask, loss_output
-from .contract import IGNORE, LossOutput, LossSpec
+from .contract import LossOutput, LossSpec
 from .inputs import BatchInputs
 from .linear import NeedsGrad
 from .tokens import Tokens, TokenTerms, with_factors
@@ -162,7 +162,7 @@ class ShardedRows:
     def _local(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Local column of each target [M, 1], 0 if it is not local; and whether it is local [M]."""
         local = targets - self.start
-        is_local = (local >= 0) & (local < width) & (targets != IGNORE)
+        is_local = (local >= 0) & (local < width)
         return torch.where(is_local, local, 0)[:, None], is_local
 
     def _statistics(
