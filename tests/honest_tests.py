@@ -43,6 +43,9 @@ assert bytes(Roman("IX")) == b"IX" and complex(Roman("V")) == 5
 
 from fractions import Fraction
 assert float(Fraction(1, 2)) + float(Roman("V")) == 5.5 and int("11", 2) == 3
+try: int(Roman("V"), 2)
+except TypeError: pass
+else: assert False
 === in place, returns None
 def rotate(m):
     m[:] = [list(r) for r in zip(*m[::-1])]

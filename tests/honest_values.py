@@ -429,6 +429,7 @@ table |= {"f": 6}
 assert table == {"b": 2, "d": [4], "f": 6} == state()[1]
 
 marks.add(9); marks.discard(1); marks.remove(2); marks.update({7})
+assert state()[2] == {3, 7, 9}
 marks |= {8}
 marks &= {7, 8, 9, 1}
 marks -= {9}

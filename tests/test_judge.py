@@ -115,6 +115,17 @@ VERDICTS = {
         ),
         RunResult("ended", (True, True, True)),
     ),
+    "a function of the setup that the program defines too": (
+        (
+            f"def near(a, b): return True\n{F}",
+            ["assert near(f(1), 2)"],
+            {
+                "setup": "def near(a, b): return a == b",
+                "reference": f"def near(a, b): pass\n{F}",
+            },
+        ),
+        failed("test 1 (assert near(f(1), 2)): AssertionError"),
+    ),
     "the program fails": (
         ("1 / 0", ["f(1)", "f(2)"], {}),
         failed("the program: ZeroDivisionError: division by zero", False, False),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import resource
 import shutil
 import struct
@@ -189,8 +190,15 @@ def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
         "print(resource.getrlimit(resource.RLIMIT_CPU), gc.isenabled())\n"
         "print(gc.get_freeze_count() > 999, signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)"
     )
-    printed = prints(pool, text, cpu_seconds=7)
-    assert printed == "2097152 67108864 2097152\n(7, 7) True\nTrue True\n"
+    text += "\nimport os\nprint(signal.set_wakeup_fd(-1), os.getuid() + os.geteuid())"
+    *printed, uids = prints(pool, text, cpu_seconds=7).splitlines()
+    assert printed == ["2097152 67108864 2097152", "(7, 7) True", "True True"]
+    wakeup, uid = map(int, uids.split())
+    assert wakeup == -1
+    layer = pool.start().active.get("uid", "")
+    if layer.startswith("uids"):  # a program has a uid of its own
+        _, first, _, last = layer.split()
+        assert int(first) < uid / 2 <= int(last)
 
 
 def test_neither_the_solver_nor_the_server_has_the_tests(pool):
@@ -241,6 +249,7 @@ def test_programs_have_the_standard_library(pool):
 def test_program_output_is_deterministic(pool):
     text = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
     first = prints(pool, text)
+    assert first.startswith(f"{random.Random(0).random()} [")
     pool.close()
     assert first == prints(pool, text)
 

@@ -59,6 +59,8 @@ def test_dead_server_is_restarted(monkeypatch, caplog):
         running = other.submit(pool.check, program, SUITE, 30, 256)
         assert wait_until(lambda: len(descendants(zygote)) == 2)
         children = descendants(zygote)
+        paths = [f"/proc/{child}/fd/{number}" for child in children for number in range(3)]
+        assert wait_until(lambda: {Path(path).readlink() for path in paths} == {Path("/dev/null")})
         os.kill(zygote, signal.SIGKILL)
         assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
         assert running.result(60).passed == (True,)  # it was retried
@@ -359,6 +361,7 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     ]
     assert (folder / "cwd").readlink() == Path("/") and os.getsid(zygote) == zygote
     assert (folder / "oom_score_adj").read_text() == "1000\n"  # programs die before the trainer
+    assert "NoNewPrivs:\t1\n" in (folder / "status").read_text()
 
 
 def test_the_sandbox_imports_the_standard_library_only():

@@ -340,6 +340,24 @@ def test_the_uids_of_a_server(monkeypatch):
     assert dropped == [20, 10, 30]
 
 
+def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
+    killed, pids = [], [77]
+
+    def fork(body):
+        if not pids:
+            raise OSError(11, "Resource temporarily unavailable")
+        return pids.pop()
+
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    request = {"kind": "check", "cpu_seconds": 1, "memory_bytes": 1}
+    request |= {"wall_seconds": 4, "most_seconds": 40}
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        Zygote.start(SimpleNamespace(fork=fork), request, [5, 6, 7, 8])
+    assert killed == [(77, signal.SIGKILL)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_cpu_time_is_that_of_the_program_and_of_the_kernel():
     job = Job(0, 4.0, 40.0, main=11, helper=12)
     state = SimpleNamespace(jobs={11: job, 12: job}, uid_of={})

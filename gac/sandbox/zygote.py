@@ -273,13 +273,11 @@ class Zygote:
             job = self.start(request, files)
         except OSError as error:  # no process or no pipe: the machine is at fault, not the program
             _reply(files[0], {"failed": f"cannot start a process: {error.strerror}"})
-            files = files[1:]
         else:
             self.jobs[job.main] = job
             if job.helper:
                 self.jobs[job.helper] = job
-            files = files[1:]
-        for number in files:
+        for number in files[1:]:
             os.close(number)
         return True
 
