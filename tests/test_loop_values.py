@@ -168,18 +168,18 @@ def test_what_a_step_reports(monkeypatch, number, fault, after) -> None:
 
 @pytest.mark.parametrize("main", [True, False])
 def test_which_skipped_steps_are_saved(main: bool, caplog) -> None:
-    """At most three; consecutive ones share the weights of the first."""
+    """At most four; consecutive ones share the weights of the first."""
     firsts: list = []
     fake = SimpleNamespace(
-        guard=Guard(GuardConfig(keep=3, patience=9)),
-        config=load(TrainConfig, {"guards": {"keep": 3}}),
+        guard=Guard(GuardConfig(keep=4, patience=9)),
+        config=load(TrainConfig, {"guards": {"keep": 4}}),
         first_skipped=None,
         out=Path("run"),
         model="model",
         gradients=SimpleNamespace(tracked="tracked"),
         accelerator=SimpleNamespace(is_main_process=main),
     )
-    for number, norm in enumerate((math.nan, math.inf, 1.0, math.nan, math.nan, math.nan)):
+    for number, norm in enumerate((math.nan, math.inf, math.nan, 1.0, math.nan, math.nan)):
         fault = fake.guard.judge(norm, {})
         if fault is None:
             continue
@@ -191,10 +191,10 @@ def test_which_skipped_steps_are_saved(main: bool, caplog) -> None:
 
         step = Step(**{**vars(STEP), "number": number})
         Trainer._save_skipped(fake, SimpleNamespace(save=save, step=step, fault=fault))
-    assert firsts == [None, "path-0", None] and fake.guard.kept == 3
-    saved = [(0, "nan", "path-0"), (1, "inf", "path-1"), (3, "nan", "path-3")]
-    expected = [f"skipped step {n}: grad_norm is {x} (gac replay {p})" for n, x, p in saved]
-    expected += [f"skipped step {n}: grad_norm is nan (not saved)" for n in (4, 5)]
+    assert firsts == [None, "path-0", "path-0", None] and fake.guard.kept == 4
+    saved = [(0, "nan"), (1, "inf"), (2, "nan"), (4, "nan")]
+    expected = [f"skipped step {n}: grad_norm is {x} (gac replay path-{n})" for n, x in saved]
+    expected.append("skipped step 5: grad_norm is nan (not saved)")
     assert caplog.messages == (expected if main else [])
 
 
