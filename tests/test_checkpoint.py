@@ -85,12 +85,18 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
         ("__0_0.distcp", truncate, "bytes instead of"),
         ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum detects it
         ("__0_0.distcp", Path.unlink, "missing"),
+        ("__0_0.distcp", make_unreadable, "Is a directory"),
         (".metadata", truncate, "bytes instead of"),
         ("progress.json", truncate, "cannot be read"),
         ("progress.json", flip, "cannot be read|checksum"),
@@ -122,8 +128,9 @@ def test_a_step_that_is_damaged_twice_is_renamed_twice(tmp_path):
 @pytest.mark.parametrize("content", ["{}", "[]", '{"content": {}}'])
 def test_progress_that_is_not_progress_cannot_be_read(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"progress.json cannot be read"):
-        checkpoint.read_progress(tmp_path)
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=r"progress.json cannot be read"):
+            checkpoint.read_progress(folder)
 
 
 def test_checksums_by_hand(tmp_path, monkeypatch):

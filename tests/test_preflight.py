@@ -88,7 +88,8 @@ def nested(key: str, value: int) -> dict:
 
 
 def saved(config: dict, **changes) -> dict:
-    return {"format": preflight.FORMAT, "config": config, "ranks": 1, **changes}
+    # with another number, all runs of this version could no longer be resumed
+    return {"format": 2, "config": config, "ranks": 1, **changes}
 
 
 @pytest.mark.parametrize("key", [*CHANGED.split(), *UNCHANGED.split()])
@@ -120,6 +121,6 @@ def test_ranks_and_versions_of_a_checkpoint():
         check_same_run(saved({}, **changes), {}, resize=True)
     with pytest.raises(ConfigError, match=r"by 2 processes but 1 are running.* Start 2 processes"):
         check_same_run(saved({}, ranks=2), {}, resize=False)
-    for version in (None, preflight.FORMAT - 1, preflight.FORMAT + 1):
+    for version in (None, 1, 3):
         with pytest.raises(ConfigError, match="another version of gac"):
             check_same_run(saved({}, format=version), {}, resize=True)
