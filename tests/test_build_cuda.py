@@ -126,6 +126,9 @@ def test_another_library_is_built_if_a_source_changes_and_the_cache_is_used_if_n
         build_cuda._digest.cache_clear()
         paths.append(build_cuda.build(["90a"]))
     assert len({*paths}) == 3 and paths[3] == paths[2] and all(p.exists() for p in paths)
+    monkeypatch.setattr(build_cuda, "FLAGS", (*build_cuda.FLAGS, "-g"))
+    build_cuda._digest.cache_clear()
+    assert build_cuda.library_path(["90a"]) not in paths
     package, access = build_cuda.PACKAGE, os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != package and access(path, mode))
     monkeypatch.setenv("XDG_CACHE_HOME", str(fake_nvcc / "cache"))

@@ -171,6 +171,15 @@ def test_sketch_does_not_depend_on_the_block_size(monkeypatch):
     torch.testing.assert_close(call(build(WIDE), sketch=SKETCH).sketch, expected)
 
 
+@pytest.mark.parametrize("mu", [0.0, 0.4, 1.0])
+def test_roles_per_token_give_the_same_sketches(mu):
+    batch = build(CASES[0])
+    expected = call(batch, sketch=SKETCH, mu=mu).sketch
+    batch.is_demo = batch.is_demo[:, None].expand_as(batch.targets)
+    sketches = call(batch, sketch=SKETCH, mu=mu).sketch
+    torch.testing.assert_close(sketches, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
 def test_sketch_does_not_depend_on_mu():
     a, b = (call(build(WIDE), sketch=SKETCH, mu=mu).sketch for mu in (0.2, 0.9))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
