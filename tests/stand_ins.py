@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -22,6 +23,10 @@ def modules(contents: Mapping[str, Mapping[str, Any]], adapter: str) -> Iterator
                 if path not in contents or path == name:
                     patch.setitem(sys.modules, path, ModuleType(path))
             vars(sys.modules[name]).update(attributes)
+        parent, _, name = adapter.rpartition(".")
+        package = importlib.import_module(parent)
         patch.delitem(sys.modules, adapter, raising=False)
+        patch.delattr(package, name, raising=False)
         yield
         sys.modules.pop(adapter, None)
+        vars(package).pop(name, None)

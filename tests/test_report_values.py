@@ -311,6 +311,26 @@ def test_smallest_and_largest_cells() -> None:
     assert (low.tolist(), high.tolist()) == ([0, 2], [3, 5])
 
 
+def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
+    text = page.render(groups, context_of([]), {})
+    assert '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
+    assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
+    assert "<h2>Samples</h2>" not in text and "Not recorded: (a) Rollout accuracy, " in text
+    path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
+    responses = [
+        {"text": "2", "reward": 0.12345, "truncated": False},
+        {"text": "3<", "reward": None, "truncated": True},
+    ]
+    prompts = [{"prompt": "1+1=", "responses": responses, "demonstration": "two"}]
+    write_lines(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
+    text = page.render(group_runs([read_run(path)]), context_of([]), {})
+    assert text.count('<td>0.123</td><td class="text">2</td>') == 2
+    assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
+    assert text.count('<td>demonstration</td><td class="text">two</td>') == 2
+    assert "<details><summary><b>run</b>, step 1</summary>" in text
+    assert "<details open><summary><b>run</b>, step 2</summary>" in text
+
+
 def test_samples_show_the_first_the_middle_and_the_last_step(tmp_path: Path) -> None:
     """A resumed run has written step 30 twice."""
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
