@@ -50,7 +50,8 @@ def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, mid
 
 
 def test_only_matrices_are_decayed():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), frozen)
     config = OptimConfig(lr=0.3, weight_decay=0.1, betas=(0.8, 0.7), eps=1e-3)
     matrices, vectors = make_optimizer(model, config).param_groups
     for group in (matrices, vectors):
@@ -58,6 +59,7 @@ def test_only_matrices_are_decayed():
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert [p.dim() for p in matrices["params"]] == [2]
     assert [p.dim() for p in vectors["params"]] == [1, 1, 1]  # a bias, and a norm's two vectors
+    assert len(make_optimizer(nn.Linear(2, 2, bias=False), config).param_groups) == 1
 
 
 def example(demo=(5, 6, 7)):

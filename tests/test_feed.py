@@ -80,11 +80,15 @@ def test_rows_are_moved_between_ranks_unless_parts_are_compared(
     assert feed.uses_balancing is balances
 
 
-def test_balanced_demonstrations(monkeypatch) -> None:
+def test_rows_of_all_ranks_are_balanced_in_units(monkeypatch) -> None:
     rows, calls = [Row((5,), 0, True)], []
     monkeypatch.setattr(feed_module, "assign_rows", lambda *a: calls.append(a) or ["a", "b"])
     feed = SimpleNamespace(uses_balancing=True, ranks=2, unit=3, rank=1)
     assert Feed._own(feed, rows) == "b" and calls == [(rows, 2, 3)]
+    monkeypatch.setattr(feed_module, "rebalance", lambda *a: calls.append(a) or "c")
+    assert Feed.balance(feed, rows) == "c" and calls[1:] == [(rows, 3)]
+    feed.uses_balancing = False
+    assert Feed.balance(feed, rows) is rows
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch", 3), ("rollouts", 5)])

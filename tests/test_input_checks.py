@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -12,6 +13,7 @@ from gac.config import ConfigError
 from gac.data import Example
 from gac.models.causal_lm import ModelConfig
 from gac.rewards import RewardError, build_reward
+from gac.training import input_checks
 from gac.training.input_checks import check_positions
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
@@ -76,6 +78,15 @@ def test_rows_beyond_learned_positions(tmp_path):
     check_positions(config, 8)
     with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower rollouts.max_new"):
         check_positions(config, 9)
+
+
+def test_the_configuration_of_a_models_text_part(monkeypatch) -> None:
+    """Adapters have the configuration of their base model."""
+    monkeypatch.setattr(input_checks, "base_folder", lambda path: f"base of {path}")
+    text = SimpleNamespace(get_text_config=lambda decoder: ("text", decoder))
+    configs = SimpleNamespace(from_pretrained={"base of a": text}.get)
+    monkeypatch.setattr(input_checks, "AutoConfig", configs)
+    assert input_checks._text_config(ModelConfig(path="a")) == ("text", True)
 
 
 def test_evaluations_need_data_or_tasks(task, tmp_path):

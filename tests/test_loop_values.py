@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import time
 from pathlib import Path
@@ -338,42 +339,6 @@ def test_a_step_uses_the_mix_that_was_chosen_before(monkeypatch) -> None:
     assert fake.ended
 
 
-@pytest.mark.parametrize("results", [{"accuracy": 0.5, "a": 1}, {"length": 7}, None])
-def test_an_evaluation_of_the_gathered_model(monkeypatch, results) -> None:
-    events: list = []
-
-    @contextlib.contextmanager
-    def gathered(model: str, parallel: str):
-        events.append((model, parallel))
-        yield
-        events.append("done")
-
-    class Evaluator:
-        def __bool__(self) -> bool:
-            return results is not None
-
-        def __call__(self, policy: str) -> dict[str, float]:
-            events.append(policy)
-            return results
-
-    monkeypatch.setattr(trainer.setup, "gathered", gathered)
-    fake = SimpleNamespace(
-        evaluator=Evaluator(),
-        heartbeat=SimpleNamespace(activity=""),
-        step=4,
-        model="model",
-        policy="policy",
-        config=SimpleNamespace(parallel="parallel"),
-        record=SimpleNamespace(evaluation=events.append),
-    )
-    assert Trainer._evaluate(fake) == (results or {}).get("accuracy")
-    if results is None:
-        assert events == []
-    else:
-        assert events == [("model", "parallel"), "policy", "done", {"step": 4, **results}]
-        assert fake.heartbeat.activity == "step 4, evaluation"
-
-
 # ---- the loop
 
 
@@ -381,6 +346,7 @@ def loop(*, start: int = 0, exhausted_at: int = 99, sample_every: int = 2) -> li
     """The actions of a run of 4 steps."""
     events: list = []
     rollouts = {"sample_every": sample_every}
+    keys = ("step", "seconds", "sampling_share")
     fake = SimpleNamespace(
         step=start,
         rollouts="rollouts",
@@ -388,7 +354,7 @@ def loop(*, start: int = 0, exhausted_at: int = 99, sample_every: int = 2) -> li
         sampler=SimpleNamespace(samples="samples"),
         guard=SimpleNamespace(exhausted=False),
         record=SimpleNamespace(
-            step=lambda row: events.append(("row", row["step"])),
+            step=lambda row: events.append(("row", *(row[key] for key in keys))),
             samples=lambda step, samples, config: events.append((samples, step)),
         ),
         _evaluate=lambda: events.append("evaluate"),
@@ -399,29 +365,32 @@ def loop(*, start: int = 0, exhausted_at: int = 99, sample_every: int = 2) -> li
     def train_step() -> dict[str, Any]:
         fake.guard.exhausted = fake.step + 1 == exhausted_at
         never = dict.fromkeys(("mu", "reward_mean", "kl", "entropy"))
-        return {"step": fake.step + 1, "sampling_seconds": 0.0, **never}
+        return {"step": fake.step + 1, "sampling_seconds": 1.0, **never}
 
     def abort() -> None:
         raise RunError("abort")
 
     fake._train_step, fake._abort = train_step, abort
-    with tqdm(total=4, file=io.StringIO()) as bar, contextlib.suppress(RunError):
-        Trainer._loop(fake, bar)
+    with tqdm(total=4, file=io.StringIO()) as bar, pytest.MonkeyPatch.context() as patch:
+        # a step takes 4 seconds
+        patch.setattr(trainer, "time", SimpleNamespace(perf_counter=itertools.count(9, 4).__next__))
+        with contextlib.suppress(RunError):
+            Trainer._loop(fake, bar)
+        assert bar.n == sum(event[0] == "row" for event in events)
     return events
 
 
 def test_the_actions_of_a_run() -> None:
     def steps(*numbers: int, samples: tuple[int, ...]) -> list:
-        return [
-            event
-            for n in numbers
-            for event in (("row", n), *[("samples", n)] * (n in samples), ("checkpoint", n))
-        ]
+        events = []
+        for n in numbers:
+            events += [("row", n, 4, 0.25), *[("samples", n)] * (n in samples), ("checkpoint", n)]
+        return events
 
     assert loop() == ["evaluate", *steps(1, 2, 3, 4, samples=(1, 3))]
     assert loop(start=2) == steps(3, 4, samples=(3,))
     assert loop(sample_every=0) == ["evaluate", *steps(1, 2, 3, 4, samples=(1, 2, 3, 4))]
-    assert loop(exhausted_at=2) == ["evaluate", *steps(1, samples=(1,)), ("row", 2)]
+    assert loop(exhausted_at=2) == ["evaluate", *steps(1, samples=(1,)), ("row", 2, 4, 0.25)]
 
 
 @pytest.mark.parametrize("dead", [None, "rank 1 is not responding"])

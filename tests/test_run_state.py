@@ -20,6 +20,7 @@ from gac.rollouts.plan import Sampling, Stage
 from gac.training import run, trainer
 from gac.training.run import Run
 from gac.training.run_config import TrainConfig, upgrade_config
+from gac.training.trainer import Trainer
 from gac_kernels import LossSpec
 
 
@@ -376,3 +377,39 @@ def test_configurations_of_earlier_versions() -> None:
         assert new == {**default, **changes}
     for unknown in ({"steps": 3, "removed": 1}, {"method": {"name": "removed"}}):
         assert upgrade_config(unknown) == unknown
+
+
+@pytest.mark.parametrize("results", [{"accuracy": 0.5, "a": 1}, {"length": 7}, None])
+def test_an_evaluation_of_the_gathered_model(monkeypatch, results) -> None:
+    events: list = []
+
+    @contextlib.contextmanager
+    def gathered(model: str, parallel: str):
+        events.append((model, parallel))
+        yield
+        events.append("done")
+
+    class Evaluator:
+        def __bool__(self) -> bool:
+            return results is not None
+
+        def __call__(self, policy: str) -> dict[str, float]:
+            events.append(policy)
+            return results
+
+    monkeypatch.setattr(trainer.setup, "gathered", gathered)
+    fake = SimpleNamespace(
+        evaluator=Evaluator(),
+        heartbeat=SimpleNamespace(activity=""),
+        step=4,
+        model="model",
+        policy="policy",
+        config=SimpleNamespace(parallel="parallel"),
+        record=SimpleNamespace(evaluation=events.append),
+    )
+    assert Trainer._evaluate(fake) == (results or {}).get("accuracy")
+    if results is None:
+        assert events == []
+    else:
+        assert events == [("model", "parallel"), "policy", "done", {"step": 4, **results}]
+        assert fake.heartbeat.activity == "step 4, evaluation"

@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -242,19 +243,10 @@ def test_rows_must_fit_into_learned_positions(monkeypatch, caplog, fields, longe
     assert result != "warning" or "unless the model supports more than 8" in caplog.text
 
 
-def test_the_configuration_of_a_models_text_part(monkeypatch) -> None:
-    """Adapters have the configuration of their base model."""
-    monkeypatch.setattr(input_checks, "base_folder", lambda path: f"base of {path}")
-    text = SimpleNamespace(get_text_config=lambda decoder: ("text", decoder))
-    configs = SimpleNamespace(from_pretrained={"base of a": text}.get)
-    monkeypatch.setattr(input_checks, "AutoConfig", configs)
-    assert input_checks._text_config(ModelConfig(path="a")) == ("text", True)
-
-
 # ---- logs
 
 
-def test_a_log_keeps_what_json_can_hold(tmp_path) -> None:
+def test_a_log_keeps_what_json_can_hold(tmp_path, monkeypatch) -> None:
     book = Logbook(tmp_path / "rows.jsonl")
     book.append({"step": 1, "a": math.nan, "b": -math.inf, "c": 0.5, "d": None, "e": "x", "f": 3})
     line = '{"step": 1, "a": null, "b": null, "c": 0.5, "d": null, "e": "x", "f": 3}\n'
@@ -264,6 +256,10 @@ def test_a_log_keeps_what_json_can_hold(tmp_path) -> None:
     with book.path.open("ab") as file:
         file.write(b'[1]\n3\n{"a": 1}\n\xff\n"step"\n{"step": 2}\n')
     assert [row["step"] for row in book.read()] == [1, 2]
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="a full disk"):
+        patch.setattr(Path, "rename", Mock(side_effect=OSError("a full disk")))
+        book.truncate(0)
+    assert len(book.read()) == 2  # replaced as a whole
     book.truncate(0)
     assert book.path.read_text() == "" and [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
     missing = Logbook(tmp_path / "missing.jsonl")

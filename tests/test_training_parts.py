@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from gac.config import load
 from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row
+from gac.data.rows import Counts
 from gac.methods import Observation
 from gac.methods.base import Mix, StepNeeds
 from gac.models.causal_lm import load_tokenizer
@@ -41,13 +41,6 @@ def test_copies_of_a_shard_are_counted_over_the_replicated_dimensions(monkeypatc
     assert copies(sharded(Shard(0), Shard(1))) == 1
     monkeypatch.setattr("gac.training.probes.parts.world_size", lambda: 5)
     assert copies(torch.zeros(1)) == 5  # DDP
-
-
-def test_rows_are_balanced_only_with_token_budgets() -> None:
-    rows = [Row((5,) * 3, 1, False, 1.0, sequence=7 + i) for i in range(2)]
-    assert Feed.balance(SimpleNamespace(uses_balancing=False), rows) is rows
-    balanced = Feed.balance(SimpleNamespace(uses_balancing=True, unit=1), rows)
-    assert [row.sequence for row in balanced] == [0, 1]
 
 
 @pytest.mark.parametrize(
