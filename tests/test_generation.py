@@ -74,6 +74,7 @@ def test_prompts_are_padded_on_the_left_and_responses_are_in_order(monkeypatch) 
 @pytest.mark.parametrize(
     ("limit", "samples", "expected"),
     [
+        (14, 1, [(4, 14, 1), (2, 12, 1), (1, 8, 1)]),
         (8, 1, [(4, 8, 1), (2, 6, 1), (1, 2, 1)]),
         (6, 1, [(4, 6, 1), (2, 4, 1)]),
         (6, 2, [(8, 6, 2), (4, 4, 1)]),
@@ -83,7 +84,7 @@ def test_a_batch_shrinks_whenever_half_of_its_rows_have_ended(
     monkeypatch, limit, samples, expected
 ) -> None:
     """A model that counts down to <eos>, 1; at least two tokens are generated before a batch
-    shrinks. Prompts are (rows, limit, samples).
+    shrinks. `expected` has the rows, the limit and the samples of each call.
     """
     calls = []
 
@@ -103,7 +104,7 @@ def test_a_batch_shrinks_whenever_half_of_its_rows_have_ended(
 
     monkeypatch.setattr(generation, "SHRINK_AFTER", 2)
     monkeypatch.setattr(generation, "in_lockstep", lambda model: False)
-    ids = torch.tensor([[0, 13], [9, 2], [0, 7], [9, 2]])
+    ids = torch.tensor([[0, 13], [0, 2], [9, 7], [9, 2]])
     params = SamplingParams(limit, 1.0, samples=samples)
     rows = generation._continue(
         SimpleNamespace(generate=count_down),
@@ -112,8 +113,8 @@ def test_a_batch_shrinks_whenever_half_of_its_rows_have_ended(
         generation_config(params, [1], 0),
         [1],
     )
-    wanted = [[12, 11, 10, 9, 8, 7, 6, 5], [1], [6, 5, 4, 3, 2, 1], [1]]
-    ends = limit, 1, 6, 1
+    wanted = [[*range(12, 0, -1)], [1], [6, 5, 4, 3, 2, 1], [1]]
+    ends = min(limit, 12), 1, 6, 1
     assert [row[:end] for row, end in zip(rows[::samples], ends, strict=True)] == [
         row[:limit] for row in wanted
     ]
@@ -155,9 +156,9 @@ def test_padding_may_change_the_logits_by_a_twentieth_of_the_effect_of_tokens(
 
     monkeypatch.setattr(generation, "in_lockstep", lambda model: True)
     model = Scripted(respond)
-    assert [_supports_padding(model, 2) for _ in range(2)] == [supported] * 2
+    assert [_supports_padding(model, 7) for _ in range(2)] == [supported] * 2
     ((rows, mask, _), (single, ones, _)) = calls
-    assert rows == [[2, 2, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3]] and single == [[3, 4, 5]]
+    assert rows == [[7, 7, 7, 3, 4, 5], [6, 7, 0, 1, 2, 3]] and single == [[3, 4, 5]]
     assert mask == [[0, 0, 0, 1, 1, 1], [1] * 6]
     assert ones == [[1, 1, 1]] and all(synced for _, _, synced in calls)
     assert ("Scripted samples differently" in caplog.text) != supported
