@@ -325,9 +325,9 @@ def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    save(tmp_path, 1, 2, 3, 4)
-    checkpoint.prune(tmp_path, 2, best=1)
-    assert [p.name[-1] for p in checkpoint.list_complete(tmp_path)] == ["1", "3", "4"]
+    save(tmp_path, 1, 2, 3, 4, 5)
+    checkpoint.prune(tmp_path, 2, best=2)
+    assert [p.name[-1] for p in checkpoint.list_complete(tmp_path)] == ["2", "4", "5"]
 
 
 def test_resume_from_the_checkpoint_before_a_damaged_one(task, tmp_path):

@@ -206,6 +206,11 @@ def test_kl_sign_reverses_the_direction() -> None:
     assert next_alpha(config, 0.5, -1e9) == 0.95  # exp would overflow
 
 
+def test_alpha_does_not_change_at_the_ends_of_the_band() -> None:
+    config = ControllerConfig(kl_target=0.5, kl_hysteresis=0.5)
+    assert [next_alpha(config, 0.5, kl) for kl in (0.25, 0.75)] == [0.5, 0.5]
+
+
 def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:
     controller = GuidedController(ControllerConfig(alpha_every="step"))
     alphas = []
