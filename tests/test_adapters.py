@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
 from dataclasses import replace
@@ -386,6 +387,11 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
     assert kernel.linear_cross_entropy is own and fused.forward is None
     patch.undo()
     assert kernel.linear_cross_entropy is own and fused.forward is None
+    monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
+    imported = importlib.import_module("gac.integrations.verl_fused")
+    assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
+    imported.PATCH.undo()
+    assert kernel.linear_cross_entropy is own
     monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)
     with pytest.raises(ImportError, match=r"apply_fused_head needs verl 0\.9: "):
         apply_fused_head()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +20,10 @@ from trl import GRPOTrainer  # noqa: E402 - after the skip
 from gac import Mixer  # noqa: E402 - after the skip
 from gac.data.order import Order  # noqa: E402 - after the skip
 from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
-from gac.integrations import trl_grpo  # noqa: E402 - after the skip
+from gac.integrations import trl_grpo, trl_head  # noqa: E402 - after the skip
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
+from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
 from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
 
 
@@ -173,6 +177,39 @@ def test_the_head_s_precision_is_that_of_its_weight() -> None:
         _score(terms, "spec", 4.0, "sketch", Head(hidden=None, logits=rows))
     options = {"mu": 1.0, "spec": "spec", "demo_norm": 4.0, "sketch": "sketch"}
     assert losses == [(dtype, ("t", "a", "d"), options) for dtype in (torch.float32, None)]
+
+
+def test_the_head_computes_in_the_dtype_of_autocast() -> None:
+    seen: list[Any] = []
+
+    def outputs(inputs: Any) -> Any:
+        assert not torch.is_autocast_enabled("cpu")
+        seen.append(inputs)
+        return "outputs"
+
+    hidden, weight = torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4)
+    given = (weight, torch.ones(3), torch.tensor([0, 2]), 0.7, 1, 5.0, 1.3, ("log_probs",))
+    with head_override(outputs):
+        assert FusedLogProbs.apply(hidden, *given) == "outputs"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            FusedLogProbs.apply(hidden, *given)
+    for inputs, dtype in zip(seen, (torch.float64, torch.bfloat16), strict=True):
+        assert (inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype) == (dtype,) * 3
+        assert inputs.targets.tolist() == [0, 2]
+        assert (inputs.temperature, inputs.softcap, inputs.logit_scale) == (0.7, 5.0, 1.3)
+    logps = FusedLogProbs.apply(hidden, *given).log_probs  # the override has ended
+    assert logps.tolist() == pytest.approx([-math.log(3)] * 2)
+
+
+def test_a_trl_of_unknown_version(monkeypatch: Any) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(trl_head, "version", version)
+    monkeypatch.delattr(trl_head.trl_utils(), trl_head.HOOK)
+    assert str(trl_head.missing_hook()).startswith("trl==unknown: its trainers have no fused LM")
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    assert trl_head.missing_hook() == "apply_fused_head needs TRL: pip install 'gac-kernels[trl]'"
 
 
 # --- the fused loss
