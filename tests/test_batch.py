@@ -137,7 +137,9 @@ def packed(lengths: list[int]) -> PlanArgs:
 SMALL = padded(4, 6, demos=(0, 1, 0, 1))
 CONSTANT = LossSpec(rollout_reduction="constant", demo_reduction="constant", max_tokens=9)
 EDGES: dict[str, Callable[[], PlanArgs]] = {
-    "no rollouts, whose signals are nan": lambda: padded(2, 5, demos=(1, 1)),
+    "no rollouts, whose signals are nan": lambda: padded(2, 5, demos=(1, 1)).change(
+        ref_logps=torch.randn(2, 5)
+    ),
     "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
     "no loss tokens: every norm is 0": lambda: SMALL.change(targets=torch.full((4, 6), -100)),
     "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),

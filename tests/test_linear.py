@@ -268,6 +268,11 @@ def test_masked_rows_are_never_read(
     out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
     torch.testing.assert_close(d_ours, d_clean, rtol=1e-4, atol=2e-6)
+    monkeypatch.setattr(linear.Projection, "gradient", None)  # without a gradient, no buffer for it
+    args = batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
+    with torch.no_grad():
+        out = fused_linear_gac_loss(*args, bias=batch.bias, **batch.keywords, backend=backend)
+    torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0])

@@ -216,4 +216,4 @@ def test_fallback_is_reported_once(monkeypatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backends.choose("auto", CPU, torch.float32)
-    assert backends.choose("auto", CPU, torch.float64) is backends.load("reference", CPU)
+        assert backends.choose("auto", CPU, torch.float64) is backends.load("reference", CPU)

@@ -305,6 +305,17 @@ def test_number_of_forward_passes(
     assert sum(rows) == 12 * passes
 
 
+def test_without_a_gradient_a_coupled_loss_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_backend("native")
+    batch, logps = make(LossSpec(ratio="sequence"), mu=0.0)
+    hidden, weight, bias = batch.leaves
+    logits, keywords = hidden @ weight.T + bias, {**batch.keywords, "old_logps": logps - 0.1}
+    expected = fused_gac_loss(logits, *batch.inputs, **keywords, backend="reference")
+    monkeypatch.setattr("gac_kernels.backends.cpu.row_loss", None)
+    out = fused_gac_loss(logits, *batch.inputs, **keywords, backend="native")
+    assert_near("loss", out.loss, expected.loss, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("dead", "exact", "bound"), [("ratio", 8, 12), ("correction", 8, 12), ("advantage", 4, 4)]
 )
