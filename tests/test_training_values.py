@@ -141,11 +141,13 @@ def test_a_gradient_is_clipped_to_its_maximum_norm(limit, clipped) -> None:
 
 
 class Policy(nn.Module):
-    """25 trainable numbers of 4 bytes: gradients and moments of 300 bytes."""
+    """50 trainable numbers of 4 bytes; half of them on this rank: 300 bytes of gradients and
+    moments.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.trained, self.frozen = nn.Parameter(torch.zeros(25)), nn.Parameter(torch.zeros(99))
+        self.trained, self.frozen = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(99))
         self.frozen.requires_grad = False
 
 
@@ -178,6 +180,7 @@ def test_micro_batches_by_hand(
 
     monkeypatch.setattr(budget, "free_memory", {accelerator.device: float(free)}.__getitem__)
     monkeypatch.setattr(budget, "activation_bytes", measure)
+    monkeypatch.setattr(budget, "local", lambda parameter: parameter[: len(parameter) // 2])
     monkeypatch.setattr(collectives, "largest", lambda values: [max(values[0], -other_rank)])
     config = load(TrainConfig, {"steps": 7})
     for refused, rows in ((None, None), (policy, padded), (reference, padded)):
