@@ -197,6 +197,16 @@ def test_the_demo_s_stages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
     assert "\ntable of 4\n" in printed and "Report: the page\n" in printed
     assert run.run_demo(out, ["sft"]) == 0 and run.run_demo(out, ["sft"], jobs=2) == 0
     assert calls[1:] == [([f"{out}/sft-0"], 1, True), ([f"{out}/sft-0"], 2, True)]
+    planned: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            run, "run_all", lambda configs, *_, **__: planned.extend(c.steps for c in configs)
+        )
+        run.run_demo(out)
+        assert planned == [160] * len(run.METHODS)
+        run.run_demo(out, ["gac", "sft"], range(2), 30)
+    assert planned[len(run.METHODS) :] == [30] * 4
+    del written[7:]
     assert written[3:] == [(out, 400), (["sft-0"], out)] * 2  # the data are kept
     with pytest.raises(RunError, match=r"^.*demo/dft-1: failed: x$"):
         run.run_demo(out, ["dft"], (0, 1))
@@ -229,6 +239,19 @@ def test_the_demo_s_stages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
                 ],
             },
         ),
+        (
+            "flicker",
+            "grpo",
+            {
+                "data.demos": "demos",
+                "data.demo_shifts": [
+                    (step, "wrong" if step % 4 == 0 else "demos") for step in range(16, 40, 2)
+                ],
+            },
+        ),
+        ("spoil", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "wrong")]}),
+        ("half", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "half")]}),
+        ("mistaken", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "mistaken")]}),
         ("sparse", "grpo", {"data.demos": "demos", "data.where.op": "-"}),
         ("noisy", "grpo", {"data.demos": "demos"}),
     ],
@@ -295,6 +318,9 @@ def test_scenarios_share_their_base_models(tmp_path: Path, monkeypatch: Any, cap
     calls.clear()
     assert [*scenarios.write_scenarios(tmp_path, ["base"])] == ["base"]
     assert calls == [(tmp_path, 400, range(5), (0.01, 0.10), "base")]  # the data are kept
+    monkeypatch.setattr(scenarios, "write_scenarios", lambda *given: calls.append(given) or [])
+    assert scenarios.main([]) == 0
+    assert calls[1:] == [(Path("runs/scenarios"), list(scenarios.SCENARIOS), 160, 400)]
 
 
 def test_variants_of_demonstrations() -> None:
