@@ -150,3 +150,5 @@ def test_log_probs_are_placed_at_the_positions_that_predict_their_tokens() -> No
         nan_to_zero = engine_logps(rows, batch).nan_to_num(0).tolist()
         assert nan_to_zero == [[0 if x == -6 else x for x in row] for row in expected]
     assert engine_logps([], collate([], 0)).isnan().tolist() == [[True]]
+    with pytest.raises(ValueError, match="zip"):
+        scatter_logps(values[:2], rows, batch)
