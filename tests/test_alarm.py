@@ -173,6 +173,7 @@ def on(**fields) -> AlarmState:
         (on(cusum=0.75), 20, {"cusum": 0}),
         (on(cusum=0.75), 9, {"cusum": 1.5}),
         (on(cusum=0.25, shifted=8), 30, {"cusum": 1.25}),
+        (on(cusum=0.25), 5.6, {"cusum": 1.25}),  # a single loss adds at most 1
         (on(cusum=0.75), 6, {**CLEARED, "recent": 6}),
         (on(cusum=1.4, shifted=24), 14, {**CLEARED, "recent": 14}),
         (
