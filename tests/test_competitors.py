@@ -160,8 +160,10 @@ def test_amft_follows_the_slope_of_the_reward_and_the_entropy() -> None:
     assert mix.mu == pytest.approx(0.7)
     state, mix = method.mix(state, Observation(3, entropy=1.3, lr=0.1))  # 0.5 * 0.2
     assert mix.mu == pytest.approx(0.8)
-    state, mix = method.mix(state, Observation(4))  # a skipped step
-    assert mix.mu == pytest.approx(0.8)
+    for unmeasured in (Observation(4), Observation(4, entropy=math.nan, lr=0.1)):
+        state, mix = method.mix(state, unmeasured)
+        assert mix.mu == pytest.approx(0.8)
+    assert method.mix({**state, "slope": 9.0}, Observation(5, entropy=1.5))[1] == mix  # no lr
     assert method.mix(state, Observation(5, entropy=-9.0, lr=0.1))[1].mu == 0.95
 
 

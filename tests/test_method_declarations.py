@@ -37,7 +37,7 @@ FIELDS = {
     **dict.fromkeys(["hpt", "relift"], ENTROPY),
     "trapo": {"trust": 0.3},
     "gta": {"guess_tokens": 6},
-    "amft": {"warmup": 5, "update_every": 10},
+    "amft": {"warmup": 3, "update_every": 12},
     "sft-then-rl": {"sft_steps": 10},
 }
 PER_SEQUENCE = {"rollout_reduction": "sequence"}

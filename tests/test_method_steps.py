@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from gac.control.signals import ProxySignals
 from gac.control.solvers import Gram
 from gac.control.term_pair import TermPair
 from gac.methods import METHODS, Mix, Observation
-from gac.methods.base import Method, StepNeeds, next_mix
+from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
 from gac.methods.dpo import Preference
 from gac.methods.gram_solver import GramSolver
 from gac.methods.loss_weights import positive_losses
@@ -253,6 +254,12 @@ def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) ->
     before, _ = method.mix(method.init(), Observation(0))
     after, mix = method.mix(before, Observation(1, **measured))
     assert after == before and mix.mu == 0.5
+
+
+def test_losses_of_rows_without_a_demonstration_are_left_out() -> None:
+    moments = SimpleNamespace(demo_nll=torch.tensor([1.5, math.nan, 0.5, math.inf]))
+    assert demo_losses(moments) == (1.5, 0.5)
+    assert demo_losses(SimpleNamespace(demo_nll=torch.tensor([math.nan]))) is None
 
 
 def test_losses_are_at_least_a_thousandth() -> None:

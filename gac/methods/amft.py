@@ -75,7 +75,7 @@ class AMFT(TokenWeighted):
             return state, Mix(1.0)
         mu, entropy = state["mu"], last.entropy
         target, slope, lr = state["target"], state["slope"] or 0.0, last.lr or 0.0
-        if entropy is not None and math.isfinite(entropy) and last.step > self.warmup:
+        if entropy is not None and math.isfinite(entropy):
             target = entropy if target is None else target
             mu += self.meta_lr * lr * slope + self.entropy_lr * (target - entropy)
             mu = min(max(mu, self.mu_min), self.mu_max)

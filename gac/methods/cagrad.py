@@ -22,8 +22,5 @@ class CAGrad(GramSolver):
     rescale: int = 0
     """0: none; 1: divide by 1 + radius^2; 2: by 1 + radius."""
 
-    def __post_init__(self) -> None:
-        cagrad(Gram(1.0, 0.0, 1.0), self.radius, self.rescale)  # raises on a value out of range
-
     def closed_form(self, gram: Gram) -> Weights | None:
         return cagrad(gram, self.radius, self.rescale)

@@ -22,6 +22,9 @@ class GramSolver(TokenWeighted):
     unit_rl: bool = False
     """Divide the RL gradient by its norm first, as the paper's baselines do."""
 
+    def __post_init__(self) -> None:
+        self.weights(self.init(), Gram(1.0, 0.0, 1.0))  # raises on a value out of range
+
     def init(self) -> State:
         return {"skipped": 0, "cosine": None}
 

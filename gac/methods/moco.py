@@ -31,6 +31,7 @@ class MoCo(GramSolver):
     """rho >= 0, added to the diagonal of the inner products."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")
         require(math.isfinite(self.decay) and self.decay >= 0, "decay", self.decay, "a number >= 0")
 

@@ -27,7 +27,7 @@ class NashMTL(GramSolver):
     """Scale of the update, the paper's "lr scale"; has almost no effect with AdamW."""
 
     def __post_init__(self) -> None:
-        nash_mtl(Gram(1.0, 0.0, 1.0), self.max_norm)  # raises on a value out of range
+        super().__post_init__()
         require(self.scale > 0, "scale", self.scale, "a number > 0")
 
     def closed_form(self, gram: Gram) -> Weights | None:

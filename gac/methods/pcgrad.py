@@ -20,8 +20,5 @@ class PCGrad(GramSolver):
     threshold: float = 0.0
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
 
-    def __post_init__(self) -> None:
-        pcgrad(Gram(1.0, 0.0, 1.0), self.threshold)  # raises on a value out of range
-
     def closed_form(self, gram: Gram) -> Weights | None:
         return pcgrad(gram, self.threshold)
