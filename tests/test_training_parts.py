@@ -114,9 +114,10 @@ def test_the_progress_bar_shows_what_was_measured() -> None:
     ],
 )
 def test_only_comparable_log_probs_of_a_server_are_corrected(rollouts, correction) -> None:
-    config = load(TrainConfig, {"rollouts": {"engine": "vllm", "max_new_tokens": 7, **rollouts}})
-    spec = policy.loss_of(config).spec
+    rollouts = {"engine": "vllm", "max_new_tokens": 7, "correction_max": 3.5, **rollouts}
+    spec = policy.loss_of(load(TrainConfig, {"rollouts": rollouts})).spec
     assert (spec.correction, spec.max_tokens) == (correction, 7)
+    assert (spec.correction_max == 3.5) == (correction != "none")
     config = load(TrainConfig, {"rollouts": {"max_new_tokens": 7}, "loss": {"max_tokens": 9}})
     assert policy.loss_of(config).spec.max_tokens == 9
 

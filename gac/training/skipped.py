@@ -51,7 +51,7 @@ class SkippedStep:
         path = folder / f"step-{self.step.number:08d}"
         if first is None:
             checkpoint.write_weights(path / "weights", model, tracked)
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
         plain: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step.plain(),
