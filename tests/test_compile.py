@@ -333,6 +333,16 @@ def test_shapes_of_half_precision_log_probs() -> None:
         )
 
 
+def test_operators_unscale_float16_gradients_in_float32() -> None:
+    """The scaled gradient of the weight, 0.5 x 200 x 4000, exceeds float16's range."""
+    hidden, weight = torch.full((1, 200, 1), 4e3).half(), torch.zeros(2, 1).half().requires_grad_()
+    inputs = torch.zeros(1, 200).long(), torch.ones(1), torch.tensor([True])
+    spec = LossSpec(demo_weight="one")
+    with compiling():
+        fused_linear_gac_loss(hidden, weight, *inputs, mu=1.0, spec=spec).loss.backward()
+    assert weight.grad.tolist() == [[-2e3], [2e3]]
+
+
 def test_operators_check_values() -> None:
     batch, _ = options.make(LossSpec())
     hidden, weight, _ = batch.leaves

@@ -391,6 +391,9 @@ def test_gpus_below_capability_8_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     for capability, reason in (((7, 5), "T4 has a compute capability below 8.0"), ((8, 0), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert backend.unavailable(torch.device("cuda"), torch.float32) == reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD numbers its GPUs differently
+    assert backend.unavailable(torch.device("cuda"), torch.float32) is None
 
 
 def test_a_rollout_far_from_its_sampling_policy_has_no_gradient() -> None:
