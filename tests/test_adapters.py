@@ -235,7 +235,7 @@ class Host:
         return (*args, keywords)
 
 
-class Stepper(StepMixin, Host):  # type: ignore[misc] # the host is not a Trainer
+class Stepper(StepMixin, Host):
     """A trainer on a fake host."""
 
 
@@ -347,9 +347,9 @@ def fake_verl(monkeypatch: Any) -> tuple[Any, list[Any]]:
         name: ModuleType(name)
         for name in ("verl", "verl.utils", "verl.utils.experimental", "verl.utils.kernel")
     }
-    functional = ModuleType("verl.utils.experimental.torch_functional")
+    functional: Any = ModuleType("verl.utils.experimental.torch_functional")
     kernel: Any = ModuleType("verl.utils.kernel.linear_cross_entropy")
-    functional.FusedLinearForPPO = type("FusedLinearForPPO", (), {"forward": None})  # type: ignore[attr-defined]
+    functional.FusedLinearForPPO = type("FusedLinearForPPO", (), {"forward": None})
     kernel.linear_cross_entropy = lambda *args: calls.append(args) or "own"
     for module in (*modules.values(), functional, kernel):
         monkeypatch.setitem(sys.modules, module.__name__, module)

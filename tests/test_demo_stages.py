@@ -88,7 +88,8 @@ def test_settings_of_the_stages() -> None:
         config = run.method_config(Path("o"), Path("b"), name, 2, 80)
         assert changed(config) == differing(trained | data | {"out": f"o/{name}-2"})
         assert config.method == METHODS[name](**dict(vars(config.method)))
-    prior = run.method_config(Path("o"), Path("b"), "gac", 2, 80).method.prior  # type: ignore[attr-defined]
+    method: Any = run.method_config(Path("o"), Path("b"), "gac", 2, 80).method
+    prior = method.prior
     assert (prior.high, prior.low, prior.hold, prior.decay) == (0.85, 0.15, 4, 80)
 
 

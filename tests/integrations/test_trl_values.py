@@ -345,9 +345,10 @@ def test_weights_known_before_the_forward_pass() -> None:
 
 def test_the_request_is_forgotten_after_each_micro_batch(monkeypatch: Any) -> None:
     """Also if TRL's loss fails, and without gradients there is none."""
-    trainer = object.__new__(FusedGRPOTrainer)
+    trainer: Any = object.__new__(FusedGRPOTrainer)
     requests: list[Any] = []
-    request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out="out")  # type: ignore[arg-type]
+    result: Any = "out"
+    request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out=result)
 
     def compute(self: Any, model: Any, inputs: Any) -> torch.Tensor:
         requests.append(self._request)
@@ -359,13 +360,13 @@ def test_the_request_is_forgotten_after_each_micro_batch(monkeypatch: Any) -> No
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", compute)
     monkeypatch.setattr(FusedGRPOTrainer, "_check_host", staticmethod(lambda function: None))
     monkeypatch.setattr(FusedGRPOTrainer, "_fused_loss", lambda self, inputs: request)
-    loss = trainer._compute_loss(None, "scored")  # type: ignore[arg-type]
+    loss = trainer._compute_loss(None, "scored")
     assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
-    assert not trainer._compute_loss(None, "plain").requires_grad  # type: ignore[arg-type]
+    assert not trainer._compute_loss(None, "plain").requires_grad
     with torch.no_grad():
-        trainer._compute_loss(None, "plain")  # type: ignore[arg-type]
+        trainer._compute_loss(None, "plain")
     assert trainer.rollout_out is None
     with pytest.raises(RuntimeError, match="out of memory"):
-        trainer._compute_loss(None, "fail")  # type: ignore[arg-type]
+        trainer._compute_loss(None, "fail")
     assert requests == [request, request, None, request]
     assert (trainer._request, trainer._surrogate) == (None, None)
