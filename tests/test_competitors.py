@@ -218,30 +218,34 @@ def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
 
 
 def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
-    """Log-ratios log 2, 0, log 4 with A = 1, -1, -1 in one prompt; 0, 0 with -1, 1 in another."""
+    """Log-ratios log 2, 0, log 4 with A = 1, -1, -1 in one prompt; 0, 0, log 2 with -1, 1, 0 in
+    another; and a demonstration with p = 1/4, whose reference is unknown.
+    """
     method = METHODS["dypo"](alpha=0.25, beta=2.0)
-    p = torch.tensor([0.5, 0.25, 0.8, 0.5, 0.5])
+    p = torch.tensor([0.5, 0.25, 0.8, 0.5, 0.5, 0.5, 0.25])
     x = (p / (1 - p)).log().requires_grad_()
     logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
-    ref = (p / torch.tensor([2.0, 1.0, 4.0, 1.0, 1.0])).log()[:, None]
-    targets, units = torch.zeros(5, 1, dtype=torch.int64), torch.tensor([7, 7, 7, 2, 2])
-    advantages, demos = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0]), torch.zeros(5, dtype=torch.bool)
-    batch = Batch(targets, targets, advantages, demos, tuple(range(5)), 1, units=units)
+    ref = (p / torch.tensor([2.0, 1.0, 4.0, 1.0, 1.0, 2.0, math.nan])).log()[:, None]
+    targets = torch.zeros(7, 1, dtype=torch.int64)
+    units = torch.tensor([7, 7, 7, 2, 2, 2, 5])
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
+    demos = torch.arange(7) == 6
+    batch = Batch(targets, targets, advantages, demos, tuple(range(7)), 1, units=units)
     loss, head = method.loss(LossSpec()), Head(None, logits=logits)
-    norms = TermPair(demo=1.0, rollout=5.0)
-    out = custom_loss(loss.token, head, None, batch, 0.0, None, ref, loss.spec, norms)
+    norms = TermPair(demo=1.0, rollout=6.0)
+    out = custom_loss(loss.token, head, None, batch, 0.5, None, ref, loss.spec, norms)
     # -log sigmoid(2 log 2) = log(5 / 4), -log sigmoid(-2 log 2) = log 5, -log sigmoid(0) = log 2
-    gal = [(math.log(5 / 4) + math.log(5)) / 2] * 3 + [LOG2] * 2
-    grpo = [-1.0, 1.0, 1.0, 1.0, -1.0]
-    expected = sum(0.25 * a + 0.75 * b for a, b in zip(grpo, gal, strict=True)) / 5
-    assert out.loss.item() == pytest.approx(expected, rel=1e-5)
-    (grad,) = torch.autograd.grad(out.loss, x)
-    slope = 5 * grad / (1 - p)
+    gal = [(math.log(5 / 4) + math.log(5)) / 2] * 3 + [LOG2] * 3
+    grpo = [-1.0, 1.0, 1.0, 1.0, -1.0, 0.0]
+    expected = sum(0.25 * a + 0.75 * b for a, b in zip(grpo, gal, strict=True)) / 6 + 2 * LOG2
+    assert 2 * out.loss.item() == pytest.approx(expected, rel=1e-5)
+    (grad,) = torch.autograd.grad(2 * out.loss, x)
+    slope = grad / (1 - p)
     # a pair has the slope -2 sigmoid(-2 d): -2/5 for d = log 2, -8/5 for -log 2, -1 for 0; in a
     # group of n rows with m pairs, it counts n / m times
-    pairs = [3 / 2 * (-2 / 5 - 8 / 5), 3 / 2 * 2 / 5, 3 / 2 * 8 / 5, 2.0, -2.0]
-    expected = [0.25 * a + 0.75 * b for a, b in zip(grpo, pairs, strict=True)]
-    assert slope.tolist() == pytest.approx(expected, rel=1e-5)
+    pairs = [3 / 2 * (-2 / 5 - 8 / 5), 3 / 2 * 2 / 5, 3 / 2 * 8 / 5, 3.0, -3.0, 0.0]
+    expected = [(0.25 * a + 0.75 * b) / 6 for a, b in zip(grpo, pairs, strict=True)]
+    assert slope.tolist() == pytest.approx([*expected, -1.0], rel=1e-5)
 
 
 def test_dypo_grades_prompts_by_their_rollouts() -> None:

@@ -177,6 +177,7 @@ COUNTS = [
     (method("sft-then-rl"), 0, "sft_steps"),
     (method("sft-light"), 1, "examples epochs"),
     (method("gradnorm-ctrl"), 1, "update_every"),
+    (method("gac"), 2, "gradient_parts"),
     (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "keep"),

@@ -78,8 +78,9 @@ class DYPO(Method):
     def token_loss(self, tokens: TokenView) -> Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
         batch = tokens.batch
-        if batch.ref is None or tokens.units is None:
+        if batch.ref is None:
             raise ValueError("ref_logps=None: GAL needs the reference's log-probs; unset kl_rows")
+        assert tokens.units is not None  # every batch of rows has units
         h = batch.per_sequence(torch.where(batch.rollout, tokens.logps - batch.ref, 0))
         sign = batch.per_sequence(batch.advantages).sign()
         units = tokens.units.to(h.device)
