@@ -239,8 +239,12 @@ class Stepper(StepMixin, Host):
     """A trainer on a fake host."""
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches", "rows"), [(1, 3, 5), (2, 2, 7), (2, 3, 2)])
-def test_micro_batches_share_the_demonstrations(ranks: int, micro_batches: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "rows", "without"), [(1, 3, 5, 0), (2, 2, 7, 0), (2, 3, 2, 2)]
+)
+def test_micro_batches_share_the_demonstrations(
+    ranks: int, micro_batches: int, rows: int, without: int
+) -> None:
     """Every demonstration is in one micro-batch of one rank; all ranks have the same number."""
     logged, shares = [], []
     for rank in range(ranks):
@@ -259,6 +263,7 @@ def test_micro_batches_share_the_demonstrations(ranks: int, micro_batches: int, 
     assert logged == [[0.5]] * ranks
     given = [row for share in shares if share is not None for row in share]
     assert sorted(given) == [f"row {i}" for i in range(rows)]
+    assert sum(share is None for share in shares) == ranks * without
     by_micro_batch = [shares[i::micro_batches] for i in range(micro_batches)]
     assert all(len({share is None for share in part}) == 1 for part in by_micro_batch)
     assert max(map(len, map(list, filter(None, shares)))) <= -(-rows // (ranks * micro_batches))

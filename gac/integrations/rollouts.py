@@ -24,12 +24,12 @@ def rollout_moments(
     if advantages.dim() == 2:
         advantages = advantages.expand(mask.shape)
     moments = loss_from_logprobs(
-        logps.detach(),
+        logps,
         torch.where(trained, 0, -100),
-        advantages.float(),
+        advantages,
         torch.zeros(len(mask), dtype=torch.bool),
         ref_logps=ref_logps,
-        entropy=None if entropy is None else entropy.detach(),
+        entropy=entropy,
     ).moments
     assert moments is not None
     return moments
