@@ -194,26 +194,26 @@ def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
 def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
     low = MixSchedule(peak=0.9, valley=0.1, decay=2)
     method = METHODS["prefix-rft"](low=low, high=0.9, top=0.5)
-    lengths = [method.prefix_tokens(t, 10, Draws(0.5)) for t in (0, 1, 2, 9)]
-    assert lengths == [9, 7, 5, 5]  # 0.9, (0.5 + 0.9) / 2, (0.1 + 0.9) / 2 of 10 tokens
-    assert method.prefix_tokens(0, 2, Draws(1.0)) == 1
+    lengths = [method.prefix_tokens(t, 11, Draws(0.25)) for t in (0, 1, 2, 9)]
+    assert lengths == [9, 6, 3, 3]  # 0.9, 0.5 + 0.4 / 4 and 0.1 + 0.8 / 4 of 11 tokens
+    assert METHODS["prefix-rft"](high=1.0).prefix_tokens(0, 10, Draws(1.0)) == 9
     assert METHODS["prefix-rft"](high=0.5).prefix_tokens(0, 10, Draws(0.25)) == 5
-    # three tokens of a prefix and two sampled ones: of p = 0.5, 0.9 and 0.7, the entropy of
-    # 0.9 is the lowest, and ceil(0.5 * 3) = 2 tokens are trained
-    p = torch.tensor([0.5, 0.9, 0.7, 0.2, 0.4], dtype=torch.float64)
+    # two sampled tokens and three of a prefix: of p = 0.5, 0.9 and 0.7, the entropy of 0.9 is the
+    # lowest, and ceil(0.5 * 3) = 2 tokens are trained
+    p = torch.tensor([0.2, 0.4, 0.5, 0.9, 0.7], dtype=torch.float64)
     x = (p / (1 - p)).log().float().requires_grad_()
     logits = torch.stack([x, torch.zeros_like(x)], -1)[None]
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
-    targets, advantage = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([2.0, 2.0])
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    targets, advantage = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([2.0, 3.0])
     batch = Batch(
-        targets, targets, advantage, torch.tensor([True, False]), (0,), 5, cu_seqlens=bounds
+        targets, targets, advantage, torch.tensor([False, True]), (0,), 5, cu_seqlens=bounds
     )
     loss = method.loss(LossSpec(max_tokens=10))
     head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
     out = custom_loss(loss.token, head, None, batch, 0.5, None, None, loss.spec, norms)
-    assert 2 * out.loss.item() == pytest.approx(-2.0 * 4 / 10)
+    assert 2 * out.loss.item() == pytest.approx(-(2.0 + 3.0) * 2 / 10)
     (grad,) = torch.autograd.grad(2 * out.loss, x)
-    expected = [-0.2 * 0.5, 0, -0.2 * 0.3, -0.2 * 0.8, -0.2 * 0.6]
+    expected = [-0.2 * 0.8, -0.2 * 0.6, -0.3 * 0.5, 0, -0.3 * 0.3]
     assert grad.tolist() == pytest.approx(expected, rel=1e-6)
 
 

@@ -148,10 +148,11 @@ OPTIONS = [  # name, fields, <s, s>, <s, r> and <r, r>, weights in the fourth st
     ("moco", {"lr": 0.5, "decay": 1.0}, (8.0, -2.0, 2.0), (0.48125, 0.51875)),
     # norms 3 and 1, mean 2, and no losses: 0.1 * 3 / 2 less for s, 0.1 / 2 more for r; sum 2
     ("gradnorm", {"lr": 0.1}, (9.0, 0.0, 1.0), (2 * 0.85 / 1.9, 2 * 1.05 / 1.9)),
-    ("gradnorm-ctrl", {}, (9.0, 0.0, 1.0), (0.75, 0.25)),
+    ("gradnorm-ctrl", {}, (0.01, 0.0, 0.09), (0.25, 0.75)),
+    ("gradnorm-ctrl", {}, (0.0, 0.0, 0.0), (0.5, 0.5)),
     ("gradnorm-ctrl", {"invert": True}, (9.0, 0.0, 1.0), (0.25, 0.75)),
     ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, ORTHOGONAL, (0.5, 2.0)),
-    ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, GOLDEN, (0.0, 2.0)),
+    ("gta", {"sft_coef": 0.5, "rl_coef": 2.0}, (4.0, -0.5, 1.0), (0.0, 2.0)),
 ]
 
 
@@ -175,6 +176,7 @@ def test_solvers_count_the_steps_that_they_skip() -> None:
     method, unknown = Fastidious(), torch.full((2, 2), math.nan)
     state, weights = method.solve(method.init(), unknown, Mix(0.5))
     assert weights is None and method.report(state) == {"cosine": None, "solver_skipped": 1}
+    assert method.mix(state, Observation(1)) == (state, Mix(0.5))
     opposite = torch.tensor([[4.0, -6.0], [-6.0, 9.0]], dtype=torch.float64)
     state, weights = method.solve(state, opposite, Mix(0.5))
     assert weights is None and method.report(state) == {"cosine": -1.0, "solver_skipped": 2}
