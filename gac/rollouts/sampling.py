@@ -325,10 +325,9 @@ class Sampler:
     def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
         out = torch.full((len(examples),), math.nan, dtype=torch.float64)
-        own = [(q, e) for q, e in enumerate(examples) if e.demo is not None]
-        if own:
-            scores = self._scores([e.demo or () for _, e in own], [e for _, e in own])
-            out[[q for q, _ in own]] = torch.tensor(scores, dtype=out.dtype)
+        own = {q: e.demo for q, e in enumerate(examples) if e.demo is not None}
+        scores = self._scores(list(own.values()), [examples[q] for q in own])
+        out[list(own)] = torch.tensor(scores, dtype=out.dtype)
         return out
 
     def _rows(self, example: Example, group: list[Sample], credit: Credit) -> list[Row]:
