@@ -12,6 +12,7 @@ import pytest
 from gac.config import ConfigError
 from gac.data import Example
 from gac.data.rows import Row
+from gac.errors import DataError
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives
 from gac.training import feed as feed_module
@@ -115,7 +116,8 @@ def test_a_resumed_feed_continues(task) -> None:
     first.examples(0)
     first.demo_rows(0)
     state = json.loads(json.dumps(first.state_dict()))
-    assert set(state) == {"prompt_order", "demo_order"}
+    seeds = {name: order["seed"] for name, order in state.items()}
+    assert seeds == {"prompt_order": 0, "demo_order": 1}  # as in earlier versions
     second.load_state_dict(state | {"collected": [4]})
     assert [e.id for e in second.examples(1)] == [e.id for e in first.examples(1)]
     assert second.demo_rows(1) == first.demo_rows(1) and second.collected == [4]
@@ -197,6 +199,42 @@ def test_sources_have_names_if_the_data_give_them(task, data, names) -> None:
     assert make_feed(task, data=data).names_sources is names
 
 
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("grpo", {}),
+        ("sft", {"separate_demos": True}),
+        ("gac", {"separate_demos": True}),
+        ("luffy", {"trains_on_prompt_demos": True}),
+        ("sdar", {"trains_on_prompt_demos": True, "uses_teacher": True}),
+        (
+            {"name": "trapo", "sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},
+            {"trains_on_prompt_demos": True, "uses_prefixes": True},
+        ),
+        ({"name": "relift", "buffer": 3}, {"trains_on_prompt_demos": True, "collect": 3}),
+        ("dpo", {"unit": 2}),
+        ("dypo", {"trains_on_prompt_demos": True, "unit": 4}),
+    ],
+)
+def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
+    feed = make_feed(task, method=method)
+    names = ("separate_demos", "trains_on_prompt_demos", "uses_prefixes", "uses_teacher")
+    default = {**dict.fromkeys(names, False), "collect": 0, "unit": 1}
+    assert {name: getattr(feed, name) for name in default} == default | flags
+    if "prompt_order" in feed.orders:
+        assert len(feed.examples(0)) == 4
+
+
+def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
+    rows = prompts(task)
+    marked = write(tmp_path / "marked.jsonl", [*rows[:-1], rows[-1] | {"canary": "x"}])
+    with pytest.raises(DataError, match="canary"):
+        make_feed(task, method=GRPO, data={"prompts": marked})
+    shifts = {"demo_shifts": [{"step": 2, "demos": marked}]}
+    with pytest.raises(DataError, match="canary"):
+        make_feed(task, method=LUFFY, data={"prompts": str(task / "prompts.jsonl"), **shifts})
+
+
 # ---- the longest row
 
 
@@ -204,17 +242,17 @@ def example(prompt: int, demo: int | None) -> Example:
     return Example("", (1,) * prompt, "", None, None if demo is None else (2,) * demo, {})
 
 
-SETS = [[example(4, 30), example(10, None)], [example(5, 2), example(1, 40)]]
-DEMOS = [[example(3, 30), example(1, None)], [example(35, 4)]]
+SETS = [[example(4, 45), example(10, None)], [example(5, 2), example(1, 40)]]
+DEMOS = [[example(35, 4), example(1, None)], [example(3, 30)]]
 
 
 @pytest.mark.parametrize(
     ("flags", "start", "longest"),
     [
         ("", 10, 17),
-        ("uses_prefixes", 34, 41),
-        ("uses_teacher", 10, 45),  # 2 * 4 + 30 + 7
-        ("trains_on_prompt_demos", 10, 41),
+        ("uses_prefixes", 49, 56),
+        ("uses_teacher", 10, 60),  # 2 * 4 + 45 + 7
+        ("trains_on_prompt_demos", 10, 49),
         ("separate_demos", 10, 39),
     ],
 )
@@ -227,6 +265,8 @@ def test_the_longest_row_by_hand(flags: str, start: int, longest: int) -> None:
     feed.sources = lambda: Feed.sources(feed)
     assert feed.sources() == [*sets, *(DEMOS if flags == "separate_demos" else [])]
     assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (start, longest)
+    feed.prompt_sets = sets[::-1]
+    assert Feed.longest_row(feed, 7) == longest
     feed.orders = {}  # without rollouts
     assert feed.sources() == [[], *(DEMOS if flags == "separate_demos" else [])]
     feed.uses_teacher = False
