@@ -177,6 +177,19 @@ def test_famo_gives_more_weight_to_the_loss_that_falls_more_slowly() -> None:
     assert state.logits[0] < -0.5 and state.logits[1] > 0.5
 
 
+def test_famo_takes_adam_steps_on_its_logits() -> None:
+    logits = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    adam, state = torch.optim.Adam([logits], lr=0.05, weight_decay=0.1), FAMOState((0.3, -0.2))
+    for before, after in itertools.pairwise(losses(5)):
+        decrease = (torch.tensor(before).double() / torch.tensor(after)).log()
+        adam.zero_grad()
+        (logits.softmax(0) @ decrease).backward()
+        adam.step()
+        state = famo_step(state, before, after, lr=0.05, decay=0.1)
+        assert state.logits == pytest.approx(logits.tolist(), rel=1e-6)
+    assert state.steps == 4
+
+
 def test_famo_minimum_is_subtracted_from_all_losses() -> None:
     state = FAMOState((0.2, -0.3), (0.1, -0.1), (0.04, 0.01), 3)
     shifted = famo_step(state, (3.0, 2.5), (2.0, 2.25), minimum=(1.0, 0.5))
