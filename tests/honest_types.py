@@ -19,6 +19,7 @@ assert s.pop() == 2 and s == [1]
 
 assert isinstance(s, list) and isinstance(s, Stack) and isinstance(s, (dict, list))
 assert not isinstance(s, (dict, set)) and isinstance(s, ((int, list), str))
+assert not isinstance([], Stack)
 === a list with a limit
 class Bounded(list):
     def __init__(self, limit):
@@ -171,11 +172,12 @@ assert sorted(t | {"d"}) == ["a", "b", "c", "d"]
 === a class derived from str
 class Title(str):
     def shout(self): return Title(self.upper() + "!")
+    def title(self): return "Dr. " + super().title()
 ----
 t = Title("hi")
 assert t == "hi" and t.shout() == "HI!" and t.shout().shout() == "HI!!" and isinstance(t, str)
 
-assert t + " there" == "hi there" and t.upper() == "HI" and len(t) == 2
+assert t + " there" == "hi there" and t.upper() == "HI" and len(t) == 2 and t.title() == "Dr. Hi"
 === a class derived from int
 class Mod7(int):
     def __new__(cls, value): return super().__new__(cls, value % 7)

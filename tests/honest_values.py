@@ -450,6 +450,25 @@ assert is_debug() is True
 
 config.update(debug=False)
 assert is_debug() is False and get() == 1
+=== objects whose class has no name in the tests
+class Vec:
+    def __init__(self, x): self.x = x
+    def __add__(self, o): return Vec(self.x + o.x)
+    def __lt__(self, o): return self.x < o.x
+def vec(x): return Vec(x)
+----
+assert (vec(1) + vec(2)).x == 3 and vec(1) < vec(2) and not vec(2) < vec(1)
+=== slots without values
+class Lazy:
+    __slots__ = ("x", "cache")
+    def __init__(self, x): self.x = x
+    def __eq__(self, o): return self.x == o.x
+class One:
+    __slots__ = "value"
+    def __init__(self, value): self.value = value
+    def __eq__(self, o): return self.value == o.value
+----
+assert Lazy(1) == Lazy(1) != Lazy(2) and One(1) == One(1) != One(2)
 === an alarm as a time limit
 import signal, time
 class TooSlow(Exception): pass

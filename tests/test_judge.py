@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def invalid(problem):
 
 
 # program, tests, other fields of the row, result
-VERDICTS = {
+VERDICTS: dict[str, Any] = {
     "the first failure is the last test": (
         (F, THREE, {}),
         failed("test 2 (assert f(1) \\ == 2): AssertionError", True, False, False),
@@ -104,8 +105,8 @@ VERDICTS = {
         failed("the program does not define math"),
     ),
     "a check": (
-        (F, ["def check(g): assert g(1) == 2"], {"entry_point": "f"}),
-        failed("test 1 (def check(g): assert g(1) == 2 check(f)): AssertionError"),
+        (F, ["x = 1\ndef check(g): assert g(1) == 2"], {"entry_point": "f"}),
+        failed("test 1 (x = 1 def check(g): assert g(1) == 2 check(f)): AssertionError"),
     ),
     "a check that another test calls": (
         (

@@ -73,8 +73,8 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_coroutines_remotely() -> None:
-    """Make `asyncio.run` and `run_until_complete` accept the program's coroutines."""
-    run, complete = asyncio.run, asyncio.BaseEventLoop.run_until_complete
+    """Make `asyncio.run` accept the program's coroutines."""
+    run = asyncio.run
 
     async def awaited(remote: Any) -> Any:
         return await remote
@@ -83,5 +83,3 @@ def run_coroutines_remotely() -> None:
         return awaited(main) if isinstance(main, Remote) else main
 
     asyncio.run = lambda main, **options: run(local(main), **options)
-    # a method is replaced: only in this process, which runs nothing but tests
-    asyncio.BaseEventLoop.run_until_complete = lambda self, future: complete(self, local(future))  # type: ignore[method-assign]

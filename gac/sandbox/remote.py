@@ -363,8 +363,6 @@ class SolverClient:
         if tag == "lent":
             return self._lender[content]
         number, description, *text = content
-        if type(number) is not int:
-            raise TypeError("an object needs a number")
         if tag == "error":
             return self._exception(number, description, text[0], items or [])
         if number not in self._objects:

@@ -96,7 +96,6 @@ class Server:
                 stderr=errors,
                 pass_fds=[theirs.fileno(), user],
                 env=_ENVIRONMENT,
-                cwd="/",
                 start_new_session=True,  # only the trainer should receive Ctrl-C
             )
             theirs.close()  # so that we see end of file when the server exits
