@@ -80,7 +80,8 @@ def test_rows_stay_on_the_disk(tmp_path, tokenizer):
     assert [e.extra for e in examples] == rows
     assert [e.index for e in examples[-3:]] == [997, 998, 999]
     position = examples._file.tell()  # shared with forked processes
-    assert examples[-1] == examples[999] and examples._file.tell() == position
+    assert examples[-1] == examples[999] and examples[0].index == 0
+    assert examples._file.tell() == position
 
 
 def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path, tokenizer):

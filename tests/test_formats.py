@@ -222,6 +222,7 @@ def test_conversations(tmp_path, chat_tokenizer, row):
     ("row", "message"),
     [
         ({"prompt": []}, "field 'prompt': expected a list of messages"),
+        ({"messages": 5}, "field 'messages': expected a list of messages, found 5"),
         ({"prompt": [{"role": "user"}]}, "message 1 needs `role` and `content`"),
         ({"prompt": [USER, {"content": "1"}]}, "message 2 needs `role` and `content`"),
         ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
