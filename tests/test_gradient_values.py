@@ -227,7 +227,7 @@ def test_the_arguments_of_the_fused_loss(packed: bool, demo: bool) -> None:
         temperature=0.7, reference_logprobs=lambda *a: asked.append(a) or reference
     )
     own = make_gradients(Loss(LossSpec()), forward=passes)
-    layout = lambda x: x.flatten() if packed else x  # noqa: E731
+    layout = lambda x: x.flatten() if packed else x  # noqa: E731 - a fake
     for kl_rows, kl in ((None, True), (2, True), (None, False)):
         own.kl_rows = kl_rows
         step = replace(STEP, needs=StepNeeds(sketch=8, kl=kl))
@@ -278,9 +278,9 @@ def test_the_arguments_of_a_custom_loss(monkeypatch, referenced: bool) -> None:
     received: list = []
     monkeypatch.setattr(gradients, "custom_loss", lambda *arguments: received.append(arguments))
     passes = make_forward(MicroBatches())
-    model = lambda request, **inputs: request(SimpleNamespace(detached=torch.is_grad_enabled))  # noqa: E731
+    model = lambda request, **inputs: request(SimpleNamespace(detached=torch.is_grad_enabled))  # noqa: E731 - a fake
     passes = Forward(passes.accelerator, None, model, 0.7, passes.micro, 0)
-    token = lambda view: view.logps  # noqa: E731
+    token = lambda view: view.logps  # noqa: E731 - a fake
     own = make_gradients(Loss(LossSpec(), token=token, reference=referenced), forward=passes)
     batch, teacher = collate(ROLLOUTS, 0), (torch.tensor([-0.1, -0.2]), torch.tensor([-0.3]))
     step = replace(STEP, teacher_logps=teacher)

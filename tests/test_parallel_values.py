@@ -264,14 +264,14 @@ def test_at_exit_an_error_no_longer_holds_the_run(monkeypatch) -> None:
         raise OSError
 
     def inner() -> None:
-        large = [1]  # noqa: F841
+        large = [1]  # noqa: F841 - a local too
         try:
             deepest()
         except OSError:
             raise KeyError  # noqa: B904 - its context is the OSError
 
     def failing() -> None:
-        large, cause = [2], None  # noqa: F841
+        large, cause = [2], None  # noqa: F841 - a local too
         try:
             inner()
         except KeyError as error:

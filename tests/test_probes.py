@@ -158,7 +158,7 @@ def test_the_sampled_kl_by_hand(monkeypatch) -> None:
 def test_sketches_are_summed_by_unit_over_the_ranks(monkeypatch) -> None:
     """Rollouts of unit 7 and 0 on this rank, of 7 and 3 on another; demonstrations stay single."""
     sketches = UnitSketches(1)
-    out = lambda *values: SimpleNamespace(sketch=torch.tensor(values)[:, None, None])  # noqa: E731
+    out = lambda *values: SimpleNamespace(sketch=torch.tensor(values)[:, None, None])  # noqa: E731 - a fake
     sketches.add(None, [], out(99.0))
     sketches.add(None, [row(unit=7), row(demo=True, unit=7)], out(1.0, 2.0))
     sketches.add(None, [row(demo=True), row(unit=0), row(unit=7)], out(4.0, 8.0, 16.0))
