@@ -392,6 +392,7 @@ def test_sft_light_stops_on_a_plateau():
         assert not mix.final
     state, mix = method.mix(state, Observation(1, demo_loss=1.0))
     assert mix.final
+    assert not METHODS["sft-light"](patience=1).mix(method.init(), Observation(0))[1].final
     older = {"average": 1.0, "best": 0.5, "since": 3}  # the state of an earlier version
     assert method.mix(older, Observation(1))[1].final
     state, mix = method.mix(older, Observation(1, demo_loss=0.4))
