@@ -187,7 +187,7 @@ class Mixer:
         mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
         local = torch.cat([mu, losses, moments.rollouts, moments.totals, nll])
         rows = [local]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        if dist.is_available() and dist.is_initialized():
             rows = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
             dist.all_gather(rows, local, group=group)
         table = torch.stack(rows).cpu()

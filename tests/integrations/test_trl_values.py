@@ -354,7 +354,8 @@ def test_the_request_is_forgotten_after_each_micro_batch(monkeypatch: Any) -> No
         requests.append(self._request)
         if inputs == "fail":
             raise RuntimeError("out of memory")
-        self._surrogate = torch.tensor(5.0, requires_grad=True) if inputs == "scored" else None
+        if inputs == "scored":
+            self._surrogate = torch.tensor(5.0, requires_grad=True)
         return torch.tensor(2.0)
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", compute)
