@@ -26,16 +26,16 @@ from gac_kernels import LossSpec
 
 @pytest.mark.parametrize(
     ("step", "checkpoints"),
-    [(0, 4), (1, 3), (3, 3), (4, 2), (9, 1), (10, 0)],
+    [(0, 3), (1, 3), (3, 3), (4, 2), (9, 1), (10, 0)],
 )
 def test_the_space_that_a_run_needs(monkeypatch, tmp_path, step, checkpoints) -> None:
-    """For the checkpoints of 10 steps at 3, 6, 9 and 10, at most 4 at once."""
+    """For the checkpoints of 10 steps at 3, 6, 9 and 10, at most 3 at once."""
     checked, truncated, opened = [], [], []
     accelerator = SimpleNamespace(
         is_main_process=step > 0, init_trackers=lambda name, config: opened.append((name, config))
     )
     trackers = ["tensorboard"] if step == 4 else []
-    config = load(TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 3, "trackers": trackers})
+    config = load(TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 2, "trackers": trackers})
     fake = SimpleNamespace(
         config=config,
         step=0,
