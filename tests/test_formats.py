@@ -323,13 +323,15 @@ def test_numbers_are_text_and_missing_fields_list_the_others():
 def test_a_conversation_without_a_demonstration(tmp_path, chat_tokenizer):
     """The system prompt precedes all other messages."""
     conversations = ([ASSISTANT], [ASSISTANT, USER], [USER, ASSISTANT])
-    source = conversation(tmp_path, *({"messages": messages} for messages in conversations))
+    rows = [{"messages": messages} for messages in conversations]
+    source = conversation(tmp_path, *rows, {"prompt": [USER], "completion": "7"})
     for field in ("solution", None):
         config = DataConfig(prompts=source, answer_field=None, demo_field=field, system="0")
         examples = load_prompts(config, chat_tokenizer)
         texts = [example.prompt_text for example in examples]
-        assert texts == ["s:0;a:2;a:", "s:0;a:2;u:1+1;a:", "s:0;u:1+1;a:"]
-        assert [bool(example.demo) for example in examples] == [False, False, field is not None]
+        assert texts == ["s:0;a:2;a:", "s:0;a:2;u:1+1;a:", "s:0;u:1+1;a:", "s:0;u:1+1;a:"]
+        present = [example.demo is not None for example in examples]
+        assert present == [False, False, field is not None, field is not None]
         assert not any(None in example.extra for example in examples)
 
 

@@ -195,7 +195,7 @@ def test_the_head_is_checked_when_a_model_is_loaded(tmp_path) -> None:
         load_model(ModelConfig(path=str(tmp_path), random_init=True))
 
 
-def test_weights_in_one_file_are_read_lazily(tmp_path) -> None:
+def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     path = str(tmp_path)
     model.config.save_pretrained(path)
@@ -214,6 +214,9 @@ def test_weights_in_one_file_are_read_lazily(tmp_path) -> None:
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     (tmp_path / "adapter_config.json").write_text("{}")
     assert lazy_tensors("model.path", path) is None
+    (tmp_path / "adapter_config.json").unlink()
+    monkeypatch.setattr("gac.models.weights.lazy_tensors", None)  # not called
+    read_model("model.path", path, False)
 
 
 def test_stop_strings_are_encoded_without_special_tokens() -> None:
@@ -227,6 +230,8 @@ def test_stop_strings_are_encoded_without_special_tokens() -> None:
 
 
 def test_only_causal_models_are_trained(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="model.path is empty"):
+        load_model(ModelConfig())
     with pytest.raises(
         ConfigError, match=r"the folder has no model \(config.json\): give a folder"
     ):
@@ -428,6 +433,7 @@ def test_adapters_of_unknown_modules() -> None:
     ("option", "wrong", "right"),
     [
         ("targets", (), ("q_proj",)),
+        ("targets", (), None),
         ("targets", "", "q"),
         ("dropout", 1.0, 0.99),
         ("dropout", -0.1, 0.0),
@@ -476,7 +482,10 @@ def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> No
     assert caplog.text.count("output_router_logits is set") == 1
 
 
-@pytest.mark.parametrize(("missing", "text"), [("a", "a: copy"), ("cab", "a and 2 more: copy")])
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [("a", "a: copy"), ("ba", "a and 1 more: copy"), ("cab", "a and 2 more: copy")],
+)
 def test_missing_weights_are_counted(missing, text) -> None:
     info = {"mismatched_keys": [], "missing_keys": list(missing)}
     with pytest.raises(ConfigError, match=f"model.path='x': the weights do not contain {text}"):
