@@ -92,6 +92,12 @@ def test_autocast_counts_as_lower_precision(monkeypatch, autocast: bool, convolu
         assert supports_packing(model) is (autocast and not convolution)
 
 
+@pytest.mark.parametrize("low", [None, 3])
+def test_a_model_that_sees_no_neighbors_may_pack(monkeypatch, low) -> None:
+    monkeypatch.setattr(packing_check, "_distance", lambda a, b: torch.tensor(0.0))
+    assert supports_packing(Model(low))
+
+
 @pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError, KeyError])
 def test_a_forward_without_row_bounds(error: type[Exception]) -> None:
     class Refuses(Model):
