@@ -34,7 +34,7 @@ def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, T
     is_demo = torch.tensor(keywords.pop("is_demo", [False] * n))
     batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
     loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
-    norms = TermPair(demo=1.0, rollout=float(n))
+    norms = TermPair(demo=2.0, rollout=float(n))
     head, reference = Head(None, logits=logits), keywords.pop("reference", None)
     out = custom_loss(
         loss.token, head, reference, batch, mu, None, None, loss.spec, norms, **keywords
@@ -73,8 +73,8 @@ def test_asft_adds_the_kl_to_the_reference(direction: str, kl: float, slope: flo
         fields={"kl_weight": 0.3, "kl_direction": direction},
         reference=Head(None, logits=torch.zeros(1, 1, 2)),
     )
-    assert out.loss.item() == pytest.approx(0.25 * 2 * LOG2 + 0.3 * kl, rel=1e-6)
-    assert slope_by_logp.item() * 0.75 == pytest.approx(-0.25 * 0.75 + 0.3 * slope, rel=1e-6)
+    assert 2 * out.loss.item() == pytest.approx(0.25 * 2 * LOG2 + 0.3 * kl, rel=1e-6)
+    assert 2 * slope_by_logp.item() * 0.75 == pytest.approx(-0.25 * 0.75 + 0.3 * slope, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_preferences_by_hand(name: str, fields, expected: float) -> None:
 
 
 def test_srft_options_by_hand() -> None:
-    """p = 1/2 has entropy log 2; of the rollouts, with A = -1, one is below the limit."""
+    """p = 1/2 has entropy log 2; of the incorrect rollouts, with A = -1, one is below the limit."""
     out, slope = one_token_rows(
         "srft",
-        [0.5, 0.25, 0.5],
-        advantages=[3.0, -1.0, -1.0],
-        is_demo=[True, False, False],
+        [0.5, 0.25, 0.5, 0.5, 0.5],
+        advantages=[3.0, -1.0, -1.0, 1.0, 0.0],
+        is_demo=[True, False, False, False, False],
         mu=0.5,
         fields={"shape": 0.25, "least_logp": -1.5 * LOG2},
     )
-    demo, rollouts = 0.5 * 0.5 * LOG2 - 3 * 0.5 / 0.75, (-1.5 * LOG2 - LOG2) / 3
-    assert 2 * out.loss.item() == pytest.approx(demo + rollouts, rel=1e-6)
+    demo, rollouts = 0.5 * 0.5 * LOG2 - 3 * 0.5 / 0.75, -1.5 * LOG2 - LOG2 + 0.1 * 2 * LOG2
+    assert 2 * out.loss.item() == pytest.approx(demo / 2 + rollouts / 5, rel=1e-6)
     # d/dlog p of p / (p + c) is p c / (p + c)^2
-    expected = [-0.25 - 3 * 0.5 * 0.25 / 0.75**2, 0, 1 / 3]
+    expected = [-0.25 / 2 - 3 * 0.5 * 0.25 / 0.75**2 / 2, 0, 1 / 5, -0.2 / 5, 0]
     assert (2 * slope).tolist() == pytest.approx(expected, rel=1e-6)
 
 

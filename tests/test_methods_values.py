@@ -185,30 +185,31 @@ def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypat
 
 def test_gspo_clips_the_ratio_of_a_whole_response():
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 5, 7, generator=generator, requires_grad=True)
-    targets = torch.randint(7, (3, 5), generator=generator)
+    logits = torch.randn(4, 5, 7, generator=generator, requires_grad=True)
+    targets = torch.randint(7, (4, 5), generator=generator)
     targets[1, 3:] = -100
-    advantages = torch.tensor([1.0, -0.5, 2.0])
+    targets[3] = -100  # a row without a loss
+    advantages = torch.tensor([1.0, -0.5, 2.0, 1.0])
     now = logits.double().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     # mean log-ratios 0.0001 (inside the clip), -0.01 (outside, below), 0.02 (outside, above)
-    old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02]])).float()
+    old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02], [0.0]])).float()
     method = METHODS["gspo"]()
-    is_demo = torch.zeros(3, dtype=torch.bool)
-    batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10), 5)
+    is_demo = torch.zeros(4, dtype=torch.bool)
+    batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10, 15), 5)
     spec = method.loss(LossSpec()).spec
     head, norms = Head(None, logits=logits), TermPair(demo=1.0, rollout=3.0)
     out = custom_loss(method.token_loss, head, None, batch, 0.0, old, None, spec, norms)
-    lengths = torch.tensor([5, 3, 5])
+    lengths = torch.tensor([5, 3, 5, 1])
     ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
     parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
-    truth = -parts.mean()
+    truth = -parts[:3].mean()
     assert out.loss.item() == pytest.approx(truth.item(), rel=1e-6)
     ours, expected = (
         torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (out.loss, truth)
     )
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
     assert ours[0].abs().max() > 0
-    assert ours[2].abs().max() == 0  # beyond the clip there is no gradient
+    assert ours[2:].abs().max() == 0  # beyond the clip there is no gradient
 
 
 def test_kl_of_a_custom_loss_covers_the_rollouts_only():
