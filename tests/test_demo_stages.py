@@ -282,6 +282,11 @@ def test_settings_of_a_scenario(name: str, method: str, expected: dict[str, Any]
     )
 
 
+def test_a_short_run_has_no_change_before_its_first_step() -> None:
+    config = scenarios.scenario_config(Path("o"), Path("b"), "sources", 4)
+    assert [shift.step for shift in config.data.demo_shifts or ()] == [1, 2, 3, 4]
+
+
 def test_scenarios_share_their_base_models(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     calls: list[Any] = []
 
