@@ -230,6 +230,8 @@ def test_stop_strings_are_encoded_without_special_tokens() -> None:
 
 
 def test_only_causal_models_are_trained(tmp_path) -> None:
+    with pytest.raises(ValueError, match="dtype='float16': use one of float32, bfloat16"):
+        ModelConfig(dtype="float16")
     with pytest.raises(ConfigError, match="model.path is empty"):
         load_model(ModelConfig())
     with pytest.raises(
@@ -487,6 +489,9 @@ def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> No
     [("a", "a: copy"), ("ba", "a and 1 more: copy"), ("cab", "a and 2 more: copy")],
 )
 def test_missing_weights_are_counted(missing, text) -> None:
+    mismatched = [("b", (1,), (2,)), ("a", (3,), (4,))]
+    with pytest.raises(ConfigError, match=r"'x': a has shape \[3\] in the .* implies \[4\]"):
+        _check("model.path", "x", {"mismatched_keys": mismatched})
     info = {"mismatched_keys": [], "missing_keys": list(missing)}
     with pytest.raises(ConfigError, match=f"model.path='x': the weights do not contain {text}"):
         _check("model.path", "x", info)
