@@ -41,12 +41,14 @@ def test_fsdp_reduces_gradients_in_float32():
         assert (policy.param_dtype, policy.reduce_dtype) == (compute, torch.float32)
 
 
-@pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.55), ("cosine", 0.55)])
-def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, middle):
+@pytest.mark.parametrize(
+    ("schedule", "quarter"), [("linear", 0.775), ("cosine", 0.55 + 0.45 * math.sqrt(0.5))]
+)
+def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, quarter):
     """Warm-up of 2 steps, the peak at step 2, half-way at step 4, the last step at `final`."""
     config = OptimConfig(lr=1.0, warmup=2, final=0.1, schedule=schedule)
-    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 4, 6, 9)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, middle, 0.1, 0.1])
+    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 3, 4, 6, 9)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, quarter, 0.55, 0.1, 0.1])
 
 
 def test_only_matrices_are_decayed():
