@@ -304,6 +304,7 @@ BAD_SPECS = {
     ),
     "an empty sum": ({"sum": []}, "sum needs at least one term"),
     "a bare term": ({"sum": ["math"]}, "term of a sum must be"),
+    "a term without a reward": ({"sum": [{"weight": 1}]}, "term of a sum must be"),
     "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "term of a sum must be"),
     "an inner on_error": (
         {"sum": [{"reward": {"name": "math", "on_error": "drop"}}]},
