@@ -207,7 +207,8 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     config = DataConfig(prompts=path)
     demos = load_demos(config, tokenizer)
     assert [(e.id, e.answer) for e in demos] == [("r1", "2"), ("r2", "3")]
-    prompts = load_prompts(replace(config, max_demo_tokens=99), tokenizer)
+    config = replace(config, max_demo_tokens=99, demo_template="{demo}")
+    prompts = load_prompts(config, tokenizer)
     texts = [e.demo and tokenizer.decode(e.demo) for e in prompts]
     assert texts == ["is 2</s>", None, "is 3</s>"]
     with pytest.raises(ValueError, match="demonstration field 'expert'.*set demo_field"):

@@ -106,8 +106,8 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
         ({"tokens": 12, "unit": 2}, [1, 2, 3, 1, 1, 1], [[2, 3, 0, 1], [4, 5]]),
         ({"tokens": 9, "packed": True}, [2, 3], [[0, 1]]),
         ({"tokens": 9, "packed": True}, [4, 5, 1, 4, 4], [[1, 4], [0, 2, 3]]),
-        # 18 tokens do not fit into two parts of 10
-        ({"tokens": 10, "packed": True}, [6, 6, 6], [[0], [1], [2]]),
+        # 18 tokens in three rows do not fit into two parts of 11
+        ({"tokens": 11, "packed": True}, [6, 6, 6], [[0], [1], [2]]),
         ({"tokens": 10, "packed": True, "unit": 2}, [1, 2, 3, 4], [[0, 1, 2, 3]]),
     ],
 )
