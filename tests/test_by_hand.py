@@ -22,17 +22,11 @@ from gac.faults.stopping import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.methods.sft_budget import SFTBest
 from gac.parallel.setup import _policy
-from gac.report.groups import Group
-from gac.report.page import headline
-from gac.report.table import Context
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.plan import Stage
 from gac.rollouts.sampling import Sample, _pair, _prefix
 from gac.study import runs
-from gac.study.page import headline as study_headline
 from gac.training.optim import OptimConfig, learning_rate, make_optimizer
-
-from .test_report import grouped, write_run
 
 
 def test_fsdp_reduces_gradients_in_float32():
@@ -176,26 +170,6 @@ def test_the_untrained_model_is_never_the_best(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"seconds": 2.0}\n{"seconds": 0.5}\n')
     config = SimpleNamespace(out=str(tmp_path), method=SFTBest())
     assert runs._summary(config) == {"final": rows[1], "seconds": 2.5}
-
-
-def test_a_study_says_which_methods_are_ahead_and_which_behind():
-    intervals = {"base": None, "better": [0.1, 0.2], "worse": [-0.2, -0.1], "same": [-0.1, 0.1]}
-    methods = {name: {"against_baseline": {"ci95": ends}} for name, ends in intervals.items()}
-    text = study_headline({"setting": {"baseline": "base"}, "methods": methods})
-    assert "ahead of base: better; behind base: worse." in text and "same" not in text
-
-
-def test_the_spread_of_two_experiments_combines_their_deviations(tmp_path):
-    """Both have a standard deviation of 7.07 points, 10.0 combined; the gap is 8 points."""
-    groups: list[Group] = []
-    for name, shift in (("low", 0.0), ("high", 0.08)):
-        paths = [write_run(tmp_path / f"{name}-{s}", seed=s, name=name) for s in (0, 1)]
-        for seed, path in enumerate(paths):
-            row = {"step": 40, "accuracy": 0.5 + shift + seed / 10}
-            (path / "eval.jsonl").write_text(json.dumps(row) + "\n")
-        groups += grouped(*paths)
-    text = headline(groups, Context(10, None))
-    assert "8.0 points above low" in text and "within the spread" in text and "is 10.0." in text
 
 
 CHAT = (
