@@ -208,6 +208,7 @@ def test_each_folder_is_found_once(tmp_path: Path, monkeypatch: Any) -> None:
     folders = [run, tmp_path, other]
     monkeypatch.setattr(Path, "rglob", lambda path, name: [other / name, run / name])
     assert find_folders([tmp_path]) == [run, other]
+    assert [e.path for e in evaluations.find_evaluations([tmp_path])] == [run, other]
     monkeypatch.undo()
     assert find_folders(folders) == [run, other] and find_folders([other, run]) == [run, other]
     tables = results_table(folders)
