@@ -272,6 +272,7 @@ def test_the_parts_of_a_run(monkeypatch) -> None:
         "fingerprint": (chosen.model, "load_tokenizer", "sources", "eval reward"),
         "opened": ("checkpoint", 0),
     }
+    assert not made.kl_in_loss and not needs.kl
     assert made.checkpoints == Path("runs/a/checkpoints") and feed.sized_in_tokens is True
     assert (made.policy, made.plan) == (("unwrapped", "load_policy"), plan)
     assert (made.config, made.state, made.mix, made.step) == (chosen, "state", "mix", 0)
