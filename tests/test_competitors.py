@@ -188,7 +188,8 @@ def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
         assert method.hint_tokens(step, 8, draws) == 5  # 2 of 3 parts of 7 tokens: 4.67
     assert method.hint_tokens(4, 8, Draws()) == 0
     assert method.hint_tokens(0, 1, Draws()) == 0  # only an EOS
-    assert method.hint_tokens(0, 3, Draws(0.0, 0.0)) == 2  # two tokens, two parts
+    assert method.hint_tokens(0, 3, Draws(0.0, 1.0)) == 1  # two tokens, two parts
+    assert METHODS["uft"](coef=0.25).mix({}, Observation(0))[1].pair == pytest.approx((0.25, 1.0))
 
 
 def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:

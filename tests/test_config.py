@@ -311,7 +311,9 @@ def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path, monkeypatch):
 def test_yaml_text_reads_back_what_it_writes():
     texts = ["1e-4", "off", "1:30", "12", ".5", "=", "~", "+1", "1.", "-.inf", ".nan", "TRUE", ""]
     data = {"b": [1e-5, -1, -math.inf, 1.5, True, False, None, "ü\nx"], "a": texts}
-    assert parse_yaml(to_yaml(data)) == parse_yaml(to_yaml(data, inline=True)) == data
+    for inline in (False, True):  # 1 and 1.0 are equal
+        assert repr(parse_yaml(to_yaml(data, inline))) == repr(data)
+    assert parse_yaml("2020-01-01") == "2020-01-01"
     assert math.isnan(parse_yaml(to_yaml(math.nan)))
 
 

@@ -224,6 +224,10 @@ def test_kl_of_a_custom_loss_covers_the_rollouts_only():
     out = custom_loss(lambda view: -view.logps, head, *inputs)
     k3 = [math.exp(gap) - gap - 1 for gap in (0.1, 0.2, 0.3)]
     assert out.kl.item() == pytest.approx(sum(k3) / 3, rel=1e-4)
+    torch.testing.assert_close(out.logps, logps)
+    torch.testing.assert_close(
+        out.entropy, torch.distributions.Categorical(logits=logits).entropy()
+    )
 
 
 @pytest.mark.parametrize(
