@@ -342,15 +342,16 @@ def test_a_step_uses_the_mix_that_was_chosen_before(monkeypatch) -> None:
 # ---- the loop
 
 
-def loop(*, start: int = 0, exhausted_at: int = 99, sample_every: int = 2) -> list:
+def loop(
+    *, start: int = 0, exhausted_at: int = 99, sample_every: int = 3, rollouts: bool = True
+) -> list:
     """The actions of a run of 4 steps."""
     events: list = []
-    rollouts = {"sample_every": sample_every}
     keys = ("step", "seconds", "sampling_share")
     fake = SimpleNamespace(
         step=start,
-        rollouts="rollouts",
-        config=load(TrainConfig, {"rollouts": rollouts}),
+        rollouts=rollouts,
+        config=load(TrainConfig, {"rollouts": {"sample_every": sample_every}}),
         sampler=SimpleNamespace(samples="samples"),
         guard=SimpleNamespace(exhausted=False),
         record=SimpleNamespace(
@@ -387,8 +388,9 @@ def test_the_actions_of_a_run() -> None:
             events += [("row", n, 4, 0.25), *[("samples", n)] * (n in samples), ("checkpoint", n)]
         return events
 
-    assert loop() == ["evaluate", *steps(1, 2, 3, 4, samples=(1, 3))]
-    assert loop(start=2) == steps(3, 4, samples=(3,))
+    assert loop() == ["evaluate", *steps(1, 2, 3, 4, samples=(1, 4))]
+    assert loop(rollouts=False) == ["evaluate", *steps(1, 2, 3, 4, samples=())]
+    assert loop(start=2) == steps(3, 4, samples=(4,))
     assert loop(sample_every=0) == ["evaluate", *steps(1, 2, 3, 4, samples=(1, 2, 3, 4))]
     assert loop(exhausted_at=2) == ["evaluate", *steps(1, samples=(1,)), ("row", 2, 4, 0.25)]
 
