@@ -245,7 +245,7 @@ def test_policy_loss_is_clipped_off_policy(clip, expected):
         LossSpec(clip_low=clip[0], clip_high=clip[1]),
     )
     losses = []
-    token_loss = lambda view: losses.append(view.policy_loss) or view.policy_loss  # noqa: E731
+    token_loss = lambda view: losses.append(view.policy_loss) or view.policy_loss  # noqa: E731 - a spy
     custom_loss(token_loss, head, None, batch, 0.0, old, None, spec, TermPair(1.0, 4.0))
     assert losses[0].tolist() == pytest.approx(expected)
 
