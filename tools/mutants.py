@@ -29,7 +29,7 @@ from tools.native_mutants import TESTS, NativeServer
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "mutants.md"
 MODULES = """control methods evaluation rollouts data gac_kernels training faults rewards models
-study integrations sandbox csrc/cpu csrc/cuda""".split()
+study integrations sandbox config parallel report csrc/cpu csrc/cuda""".split()
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ mutants that are not equivalent.
 The tests are those that pytest selects with `-m "{markers}"`,
 without the files listed in `tools/mutant_server.py`; for csrc, those that
 `tools/native_mutants.py` lists. Not sampled: files that need a GPU (such as csrc/cuda/hopper.h and
-launch.cu), nvcc, verl, Trinity-RFT or ms-swift, and the emulator that runs csrc/cuda on a CPU.
+launch.cu) or nvcc, and the emulator that runs csrc/cuda on a CPU.
 The sample of csrc with seed 1 is not blind: some tests were written after reading its list and
 before running it.
 
