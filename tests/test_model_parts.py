@@ -91,7 +91,7 @@ def test_the_forward_of_a_loss_keeps_no_cache(plain) -> None:
     used: list = []
     model.model.register_forward_hook(lambda *a: used.append(a[-1].past_key_values))
     ids = torch.tensor([[3, 4]])
-    parts = model(input_ids=ids, request=lambda found: found)
+    parts = model(ids, request=lambda found: found)
     assert (parts.hidden is None, parts.logits is None) == (not plain, plain)
     assert used == [None] and model(input_ids=ids).past_key_values is not None
 

@@ -138,5 +138,7 @@ def test_exchanged_rows_are_renumbered_and_otherwise_unchanged():
 
 def test_shifts_are_after_the_first_step_and_in_order():
     check_shifts([DemoShift(1, "x"), DemoShift(3, "y")])
+    with pytest.raises(ValueError, match="step=0: use a number >= 1; step 0 uses data.demos"):
+        DemoShift(0, "x")
     with pytest.raises(ValueError, match=r"steps \[5, 3\] must be strictly increasing"):
         check_shifts([DemoShift(5, "x"), DemoShift(3, "y")])

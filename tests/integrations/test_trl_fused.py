@@ -165,6 +165,17 @@ def test_options_of_the_clipped_losses(
     check_equal(trainer, make_inputs(trainer, off_policy=True))
 
 
+def test_old_log_probs_of_masked_tokens_do_not_matter(trainer, options, no_fallback):
+    options(loss_type="dapo")
+    inputs = make_inputs(trainer, off_policy=True)
+    trained = inputs["completion_mask"] * inputs["tool_mask"] == 1
+    expected = step(trainer, FusedGRPOTrainer, inputs)
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        inputs[name] = inputs[name].where(trained, -200.0)
+    actual = step(trainer, FusedGRPOTrainer, inputs)  # a ratio of e^200 would give nan
+    assert actual["loss"] == expected["loss"]
+
+
 def test_vllm_importance_weights(trainer, options, no_fallback):
     options(use_vllm=True, vllm_importance_sampling_correction=True)
     check_equal(trainer, make_inputs(trainer, off_policy=True))
