@@ -188,6 +188,7 @@ def test_statistics_and_their_gradient(
     targets[2] = -100
     d_logps, d_entropy = torch.randn(8), torch.randn(8)
     d_logps[3] = d_entropy[3] = 0  # such a row is not read
+    d_entropy[1] = d_logps[5] = 0
     stats = cuda.row_stats(logits, targets, 0.8)
     truth = reference.row_stats(logits.double(), targets, 0.8)
     theirs = reference.row_stats(logits, targets, 0.8)
@@ -195,7 +196,7 @@ def test_statistics_and_their_gradient(
         close(*values, name, atol=2e-6)
     out, like = torch.empty(2, 2, 4, 6007)
     exact = torch.empty(2, 4, 6007, dtype=torch.float64)
-    reference.row_grads(logits, targets, *stats[::-2], d_logps, d_entropy, 0.8, like)
+    reference.row_grads(logits, targets, theirs[2], theirs[1], d_logps, d_entropy, 0.8, like)
     wide = [x.double() for x in (truth[2], truth[1], d_logps, d_entropy)]
     reference.row_grads(logits.double(), targets, *wide, 0.8, exact)
     logits.view(8, -1)[[2, 3]] = torch.nan
