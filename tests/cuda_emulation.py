@@ -34,7 +34,8 @@ def load(sources: Path, folder: Path, optimize: str = "-O2") -> ctypes.CDLL:
         pytest.skip("needs g++")
     path = folder / "emulated.so"
     command = [compiler, "-std=c++20", optimize, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
-    command += ["-Wno-unknown-pragmas", "-o", str(path), str(sources / "emulate.cpp")]
+    command += ["-Wno-unknown-pragmas", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"]
+    command += ["-o", str(path), str(sources / "emulate.cpp")]
     subprocess.run(command, check=True, timeout=300)
     loaded = ctypes.CDLL(str(path))
     loaded.gac_cuda_rows.restype = ctypes.c_char_p

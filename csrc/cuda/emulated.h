@@ -28,7 +28,7 @@ struct BFloat16 {
 using Float16 = _Float16;
 
 struct Barrier {
-  uint8_t arrivals, pending, parity;
+  uint8_t arrivals, pending, parity, unseen;  // unseen: no thread has waited for the last phase
   int32_t bytes;  // expected minus arrived
 };
 static_assert(sizeof(Barrier) == 8);
@@ -81,6 +81,8 @@ struct Fiber {
   void* waiting_on;
 };
 
+inline void fail(const char* what) { throw std::logic_error(what); }
+
 // State shared by all fibers; `current` is the running one.
 struct Emulator {
   int threads = 0;
@@ -115,6 +117,8 @@ struct Emulator {
 
   void advance(Barrier& b) {
     if (b.pending > 0 || b.bytes != 0) return;
+    if (b.unseen) fail("a phase of a barrier ended before a thread waited for the one before");
+    b.unseen = 1;
     b.pending = b.arrivals;
     b.parity ^= 1;
   }
@@ -145,10 +149,8 @@ T& in_block(T& object, int rank) {
   return *reinterpret_cast<T*>(emulator().cluster().blocks[rank].shared() + offset);
 }
 
-inline void fail(const char* what) { throw std::logic_error(what); }
-
 inline void init(Barrier& b, int arrivals) {
-  b = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
+  b = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0, 0};
 }
 inline void publish_barriers() {}
 inline void publish_to_copies() {}
@@ -164,6 +166,7 @@ inline void arrive_expect(Barrier& b, uint32_t bytes) {
 template <bool kCluster = false>
 void wait(Barrier& b, uint32_t parity) {
   emulator().until([&] { return b.parity != parity; });
+  b.unseen = 0;
 }
 
 inline void start_copy(const PendingCopy& copy) {
