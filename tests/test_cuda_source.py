@@ -234,6 +234,18 @@ def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
     torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
 
 
+def test_a_target_outside_the_row_changes_no_other_row(kernels: ctypes.CDLL, force_split) -> None:
+    """Also if the last 16-byte word of the row would have room for it."""
+    force_split(1, 1)
+    logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, 42]), torch.ones(2)
+    lse, storage = logits.logsumexp(-1)[0], torch.full((96,), 7.0)
+    out = storage[:82].view(1, 2, 41)
+    cuda.row_grads(logits, targets, lse, ones, ones, 0 * ones, 1.0, out)
+    expected = torch.nn.functional.one_hot(targets[0], 41) - logits[0, 0].softmax(-1)
+    torch.testing.assert_close(out[0, 0], expected)
+    assert (storage[82:] == 7).all()
+
+
 def test_rounding_does_not_change_the_signs_of_statistics(
     kernels: ctypes.CDLL, force_split
 ) -> None:

@@ -82,6 +82,14 @@ def test_signals_equal_a_direct_computation(trim: float, per_token: bool) -> Non
     assert_same(ours, direct(trim, per_token), rel=1e-10)
 
 
+@pytest.mark.parametrize("squares", [(1e-12, 1.0), (1.0, 1e-12)])
+def test_a_signal_that_is_constant_up_to_rounding_counts_as_0(squares: tuple) -> None:
+    """A variance of at most 1e-12: the other signal's z-scores, with a mean square of 1, remain."""
+    rollouts = torch.tensor([1.0, 0, 0, *squares, 1e-6, 4], dtype=torch.float64)
+    signals = dataclasses.replace(moments([0, 1]), rollouts=rollouts).signals(0.0)
+    assert (signals.rl_variance, signals.disagreement) == (4.0, 1.0)
+
+
 SPLITS = {
     "one by one": [[i] for i in range(12)],
     "halves": [list(range(6)), list(range(6, 12))],
