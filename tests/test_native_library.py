@@ -107,10 +107,11 @@ def test_half_gradients_are_the_rounded_float32_gradients(
 def test_large_gradient_is_equal_in_a_new_buffer_and_in_place(instruction_set: str) -> None:
     """A result of 34 MiB bypasses the caches; its rows are unaligned."""
     logits, d_logps, d_entropy = torch.zeros(1, 1000, 9001), torch.zeros(1000), torch.zeros(1000)
-    logits[0, ::99], d_logps[::99], d_entropy[::198] = torch.randn(11, 9001), 0.7, -0.3
-    grad = row_grads(logits, d_logps, d_entropy, torch.full_like(logits, torch.nan))
+    logits[0, ::111], d_logps[::111], d_entropy[::222] = torch.randn(10, 9001), 0.7, -0.3
+    storage = torch.full((logits.numel() + 64,), torch.nan)
+    grad = row_grads(logits, d_logps, d_entropy, storage[: logits.numel()].view_as(logits))
     assert torch.equal(grad, row_grads(logits, d_logps, d_entropy, logits))
-    assert (grad[0, ::99] != 0).any(1).all()
+    assert (grad[0, ::111] != 0).any(1).all() and storage[logits.numel() :].isnan().all()
 
 
 @pytest.mark.parametrize("width", (1, 19, 301, 2049))

@@ -112,7 +112,7 @@ const char* gac_plan(const gac::PlanArguments* arguments) {
     // A sequence counts for the roles of its tokens with a loss. If no token has a loss, it counts
     // for the role of its first position.
     const bool known = !a.role_per_token || begin < end;
-    for (int d = 0; d < 2; ++d)
+    for (const int d : {0, 1})
       if (lengths[d] > 0 || (a.lengths[s] == 0 && (known ? is_demo(s, begin) == bool(d) : !d)))
         terms[d].count(lengths[d]);
   }
