@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -466,3 +468,15 @@ def test_kl_without_cancellation(gap: float) -> None:
     out = fused_gac_loss(logits, *fields, ref_logps=ref, backend="triton")
     d = (ref - out.logps).item()
     assert out.kl.item() == pytest.approx(math.expm1(d) - d, rel=4e-7)
+
+
+def test_masked_loads_name_a_value() -> None:
+    """A GPU leaves other values undefined, and the interpreter reads 0; `scale_` discards them."""
+    calls = [
+        (path.name, {keyword.arg for keyword in node.keywords})
+        for path in Path(backend.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+    ]
+    assert sum("other" in names for _, names in calls) > 20
+    assert [name for name, given in calls if given & {"mask", "other"} == {"mask"}] == ["scale.py"]
