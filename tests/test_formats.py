@@ -120,6 +120,9 @@ def test_rows_of_a_saved_dataset_name_their_split(tmp_path):
         f"{tmp_path}/d:train, line 1"
     )
     assert next(iter(read_rows(f"{tmp_path}/e"))).location.startswith(f"{tmp_path}/e, line 1")
+    message = f"data source '{tmp_path}/e:train': the dataset has no splits; write '{tmp_path}/e'"
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(f"{tmp_path}/e:train"))
 
 
 def test_references_have_the_ids_of_their_rows(tmp_path):

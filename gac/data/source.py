@@ -195,6 +195,10 @@ def _read_saved(folder: Path, split: str) -> Iterator[SourceRow]:
                 f"write '{folder}:SPLIT'"
             )
         saved = saved[split]
+    elif split:
+        raise ValueError(
+            f"data source '{folder}:{split}': the dataset has no splits; write {str(folder)!r}"
+        )
     return _enumerate(saved, f"{folder}:{split}" if split else str(folder))
 
 
