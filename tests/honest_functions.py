@@ -305,4 +305,153 @@ a, b = Person("a"), Person("b")
 a.befriend(b)
 assert a.friends[0] is b and b.friends[0].friends[0].name == "b"
 assert [f.name for f in a.friends] == ["b"]
+=== functions of the tests that use objects of the program
+class Cell:
+    def __init__(self, v): self.v = v
+    def apply(self, f): return f(self)
+def each(f, n): return [f(Cell(i)) for i in range(n)]
+def count(n, f): return 0 if n == 0 else 1 + f(n - 1)
+----
+assert each(lambda c: c.v + 1, 3) == [1, 2, 3]
+
+assert each(lambda c: c.apply(lambda d: 10 * d.v), 2) == [0, 10]
+
+def again(n): return count(n, again)
+assert count(5, again) == 5
+=== in place with items of another type
+def sums(rows):
+    for i, r in enumerate(rows): rows[i] = sum(r)
+def lists(items): items[:] = [[x] for x in items]
+def pack(table):
+    for k in table: table[k] = tuple(table[k])
+def double(items): items.extend(items)
+def mark(table): table["a"].append(1); table["b"] = {}
+----
+m = [[1, 2], [3]]
+sums(m)
+assert m == [3, 3]
+lists(m); double(m)
+assert m == [[3], [3]] * 2
+
+t = {"a": [1], "b": [2, 3]}
+pack(t)
+assert t == {"a": (1,), "b": (2, 3)}
+
+row = []
+t = {"a": row, "b": [5]}
+mark(t)
+assert t == {"a": [1], "b": {}} and t["a"] is row
+=== operators of classes without a name in the tests
+class Bag(list):
+    def __add__(self, o): return Bag([*self, *o])
+class Pair(tuple):
+    def __add__(self, o): return Pair([*self, *o])
+class Deck:
+    def __init__(self, *cards): self.cards = cards
+    def __iter__(self): return iter(self.cards)
+    def __contains__(self, c): return c in self.cards
+    def __sub__(self, o): return 1 if isinstance(o, Deck) else NotImplemented
+def bag(*items): return Bag(items)
+def pair(*items): return Pair(items)
+def deck(*items): return Deck(*items)
+----
+assert bag(1) + [2] == bag(1) + bag(2) == [1, 2] and 1 in bag(1) and 2 not in bag(1)
+
+assert pair(1) + (2,) == pair(1) + pair(2) == (1, 2) and 1 in pair(1) and 2 not in pair(1)
+
+assert 1 in deck(1) and 2 not in deck(1) and deck() - deck() == 1
+try: deck() - 1
+except TypeError: pass
+else: assert False
+=== iterators that start again
+class Upto:
+    def __init__(self, n): self.n = n
+    def __iter__(self):
+        self.i = 0
+        return self
+    def __next__(self):
+        if self.i >= self.n: raise StopIteration
+        self.i += 1
+        return self.i
+class Ticks:
+    def __init__(self): self.t = 0
+    def __next__(self):
+        self.t += 5
+        return self.t
+----
+u = Upto(3)
+assert list(u) == list(u) == [1, 2, 3] and next(iter(u)) == 1 and next(u) == 2 and sum(u) == 6
+
+t = Ticks()
+assert next(t) == 5 and next(t) == 10
+=== classes of the tests with special methods
+from collections.abc import Hashable
+def area(p): return p.x * p.y
+def hashable(x): return isinstance(x, Hashable)
+def twice(items): return [list(items), list(items)]
+def label(f): return f.__name__
+def guarded(manager):
+    with manager as key: raise KeyError(key)
+    return "caught"
+----
+from typing import NamedTuple
+class P(NamedTuple):
+    x: int
+    y: int
+assert area(P(2, 3)) == 6
+
+class Key:
+    def __hash__(self): return 1
+class NoKey(Key):
+    def __eq__(self, other): return True
+class AKey(NoKey):
+    __hash__ = Key.__hash__
+assert [hashable(x) for x in (Key(), NoKey(), AKey())] == [True, False, True]
+
+class Down:
+    def __iter__(self):
+        self.n = 3
+        return self
+    def __next__(self):
+        if not self.n: raise StopIteration
+        self.n -= 1
+        return self.n
+assert twice(Down()) == [[2, 1, 0]] * 2
+
+def named(): pass
+assert label(named) == "named"
+
+class Manager:
+    def __enter__(self): return 5
+    def __exit__(self, kind, error, trace):
+        self.seen = kind, error.args
+        return True
+manager = Manager()
+assert guarded(manager) == "caught" and manager.seen == (KeyError, (5,))
+=== exceptions of the tests in the program
+class Stop(Exception): pass
+def attempt(f):
+    try: f()
+    except Exception as error: return [type(error).__name__, list(error.args)]
+def run(f): return f()
+def halt(): raise Stop("x", 2)
+def safe(f):
+    try: f()
+    except Stop as stop: return stop.args
+----
+def lookup(): raise KeyError("k", 1)
+assert attempt(lookup) == ["KeyError", ["k", 1]]
+
+class Own(ValueError): pass
+def own(): raise Own([1])
+assert attempt(own) == ["ValueError", ["[1]"]]
+try: run(own)
+except Own as error: assert error.args == ([1],)
+else: assert False
+
+def halting(): return halt()
+try: run(halting)
+except Stop as error: assert error.args == ("x", 2)
+else: assert False
+assert safe(halting) == ("x", 2)
 """

@@ -37,7 +37,7 @@ class Roman:
 ----
 assert int(Roman("XIV")) == 14
 
-assert float(Roman("IX")) == 9.0
+assert float(Roman("IX")) == 9.0 and str(int(Roman("IX"))) == "9"
 
 assert bytes(Roman("IX")) == b"IX" and complex(Roman("V")) == 5
 

@@ -160,6 +160,9 @@ class Window(deque):
 w = Window(2)
 w.append(1); w.append(2); w.append(4)
 assert w.mean() == 3.0 and list(w) == [2, 4] and len(w) == 2
+
+from collections import deque
+assert w == deque([2, 4]) and w != deque([2])
 === a class derived from set
 class Tags(set):
     def text(self): return ",".join(sorted(self))
@@ -351,4 +354,45 @@ def plain(o): return asdict(o)
 ----
 assert make(5).inner.x == 5 and make(5) == make(5)
 assert plain(make(5)) == {"inner": {"x": 5}, "rest": (1, 2)}
+=== exceptions outside Exception
+class Quit(BaseException): pass
+class Done(StopIteration): pass
+def leave(kind, *values): raise kind(*values)
+----
+for kind in (Quit, Done):
+    try: leave(kind, "x", 2)
+    except kind as error: assert error.args == ("x", 2)
+    else: assert False
+=== globals that change and change back
+level, text = 0, "a"
+class Odd:
+    def __len__(self): raise KeyError("no length")
+odd = Odd()
+def move(by):
+    global level, text
+    level += by
+    text = "ab"[level]
+----
+assert level == 0 and text == "a" and odd is odd
+move(1)
+assert level == 1 and text == "b"
+move(-1)
+assert level == 0 and text == "a"
+=== an asynchronous context manager that suppresses errors
+class Guard:
+    def __init__(self): self.seen = []
+    async def __aenter__(self): return self
+    async def __aexit__(self, kind, error, trace):
+        self.seen.append((kind and kind.__name__, str(error)))
+        return kind is IndexError
+----
+import asyncio
+async def main():
+    guard = Guard()
+    async with guard: raise IndexError(5)
+    async with guard: pass
+    try:
+        async with guard: raise ValueError("v")
+    except ValueError: return guard.seen
+assert asyncio.run(main()) == [("IndexError", "5"), (None, "None"), ("ValueError", "v")]
 """

@@ -13,12 +13,22 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 F = "def f(x): return x"
+ADD = "def f(x):\n  global n\n  n += x"
 EXIT = "import os\ndef f(x): os._exit(0)"
 THREE = ("assert f(1) == 1", "assert  f(1) \\\n == 2", "assert f(1) == 1")
 CATCH = "try: f(1)\nexcept BaseException: pass"
 CANNOT_SEND = "cannot send a value of type object between processes"
 EVERY = "a test fails for every program; "
 INTERPRET = "the tests would interpret data as code (compile); rewrite them"
+BIND = (
+    "if not f(1): a = 1\nf(a)",
+    "if not f(1):\n  async def b(): pass\nf(b)",
+    "(lambda c: f(c))(1)\nf(c)",
+    "if not f(1): import math as d\nf(d)",
+    "try: f(1)\nexcept ValueError as e: pass\nf(e)",
+    "match f(1):\n  case 2 as g: pass\nf(g)",
+    "match f(1):\n  case [*h]: pass\nf(h)",
+)
 UNUSED = (
     "the tests use no name from the program; if they need its entry point, set entry_point_field"
 )
@@ -31,6 +41,8 @@ def failed(problem, *passed, suspect=""):
 def invalid(problem):
     return RunResult("ended", row_problem=problem)
 
+
+PASSED = RunResult("ended", (True,))
 
 # program, tests, other fields of the row, result
 VERDICTS: dict[str, Any] = {
@@ -87,6 +99,89 @@ VERDICTS: dict[str, Any] = {
             "test 1 (K.__slots__): AttributeError: "
             "__slots__ cannot be read from the program's objects in the sandbox"
         ),
+    ),
+    "operators of a class whose name starts with an underscore": (
+        (
+            "class _T:\n  def __init__(s, x): s.x = x\n  def __sub__(s, o): return s.x - o",
+            ["assert _T(3) - 1 == 2"],
+            {},
+        ),
+        PASSED,
+    ),
+    "operators of a class with a small name": (
+        (
+            "class num:\n  def __init__(s, x): s.x = x\n  def __sub__(s, o): return s.x - o",
+            ["assert num(3) - 1 == 2"],
+            {"reference": "class num: pass"},
+        ),
+        PASSED,
+    ),
+    "a variable of the tests with the name and value of one of the program": (
+        (f"n = 1\n{ADD}", ["n = 1\nf(1)\nassert n == 1"], {}),
+        PASSED,
+    ),
+    "a variable of the program that the tests replace": (
+        (f"n = 1\n{ADD}", ["globals()['n'] = 5\nf(1)\nassert n == 5"], {}),
+        PASSED,
+    ),
+    "a conversion that the tests define": (
+        (F, ["def int(x): return 7\nassert int(f(1)) == 7"], {}),
+        PASSED,
+    ),
+    "an entry point that the setup defines too": (
+        (F, ["assert f(1) == 1"], {"setup": "def f(x): pass", "entry_point": "f"}),
+        PASSED,
+    ),
+    "all names of a module that the reference imports": (
+        (F, ["assert f(sqrt(4)) == 2"], {"reference": f"from math import *\n{F}"}),
+        PASSED,
+    ),
+    "a dataclass of the tests": (
+        (F, ["from dataclasses import dataclass\n@dataclass\nclass P: x: int\nP(f(1))"], {}),
+        PASSED,
+    ),
+    "text of the tests": ((F, ["f(1)\nassert eval(' 1 + 1\\n') == 2"], {}), PASSED),
+    "text that is not Unicode": (
+        ("def f(x): raise ValueError('\\ud800')", ["f(1)"], {}),
+        failed("test 1 (f(1)): ValueError: \\ud800"),
+    ),
+    "a name of the reference with a type": (
+        (F, ["f(y)"], {"reference": f"{F}\ny: int = 2"}),
+        failed("test 1 (f(y)): NameError: name 'y' is not defined"),
+    ),
+    "names that the tests bind elsewhere": (
+        (F, BIND, {"all": True, "reference": F}),
+        failed(
+            "test 1 (if not f(1): a = 1 f(a)): NameError: name 'a' is not defined",
+            *[False] * len(BIND),
+        ),
+    ),
+    "a check that a function calls": (
+        (
+            F,
+            ["def check(g): assert g(1) == 2\ndef run(): check(f)"],
+            {"entry_point": "f"},
+        ),
+        failed(
+            "test 1 (def check(g): assert g(1) == 2 def run(): check(f) check(f)): AssertionError"
+        ),
+    ),
+    "a check without an entry point": ((F, ["def check(g): pass\nassert f(1)"], {}), PASSED),
+    "objects without attributes are equal only if they are the same": (
+        (
+            "class T:\n  def __eq__(s, o): return True\nt = T()",
+            ["assert t == t", "assert T() == T()"],
+            {},
+        ),
+        failed("test 2 (assert T() == T()): AssertionError", True, False),
+    ),
+    "an operator of an object whose class the tests do not name": (
+        ("class T:\n  def __sub__(s, o): return 5\ndef f(x): return T()", ["f(1) - 1"], {}),
+        failed("test 1 (f(1) - 1): TypeError: unsupported operand type(s) for -: 'T' and 'int'"),
+    ),
+    "an operator that a list does not have": (
+        ("class T(list):\n  def __sub__(s, o): return 5\ndef f(x): return T()", ["f(1) - 1"], {}),
+        failed("test 1 (f(1) - 1): TypeError: unsupported operand type(s) for -: 'T' and 'int'"),
     ),
     "a test exits": (
         (F, ["f(1)", "exit()"], {}),

@@ -13,7 +13,6 @@ import builtins
 import copy
 import functools
 import importlib
-import itertools
 import math
 import operator
 import sys
@@ -70,7 +69,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__delitem__": operator.delitem,
     "__contains__": operator.contains,
     "__iter__": iter,
-    "__next__": lambda iterator: list(itertools.islice(iterator, 1)),  # empty when exhausted
+    "__next__": lambda iterator: _next_item(iterator),  # empty when exhausted
     "__reversed__": reversed,
     "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
     "__str__": str,
@@ -125,6 +124,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__complex__": complex,
     "__bytes__": bytes,
 }
+
+
+def _next_item(iterator: Any) -> list[Any]:
+    try:
+        return [next(iterator)]  # must not call `__iter__`, which may start again
+    except StopIteration:
+        return []
 
 
 async def _awaited(awaitable: Any) -> Any:
