@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 _STACK_BYTES = 2 << 20  # of a thread that does not ask for more
-# Fills the gaps in memory pages that have been written to. A child's objects then share fresh pages
-# instead of forcing a copy of many old ones.
-_filling: list[bytes] = []
 _set_stack_size = _thread.stack_size
 _largest_stack = [_STACK_BYTES]
 _STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
@@ -85,7 +82,6 @@ def settle() -> None:
     The garbage collector has been off until now, because collections during the imports find
     nearly nothing and are a tenth of the start-up time.
     """
-    _filling.extend(bytes(size) for size in range(16, 480, 16) for _ in range((32 << 10) // size))
     gc.freeze()  # otherwise a collection in a child would write to every page and so copy it
     gc.enable()
 

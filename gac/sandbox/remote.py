@@ -159,7 +159,7 @@ def _plain_operation(name: str, value: Any, operand: Any) -> Any:
     whether the result is correct.
     """
     if value._container_:
-        return getattr(value._container_, name, _unsupported)(_contents(value), _contents(operand))
+        return getattr(value._container_, name, _unsupported)(_contents(value), operand)
     if isinstance(value, tuple(IMMUTABLE.values())):
         return getattr(_base(type(value)), name, _unsupported)(value, operand)
     return operand in list(value) if name == "__contains__" else NotImplemented

@@ -272,8 +272,7 @@ class _Objects:
         if isinstance(result[0], BaseException):  # raised by the program, inside the tests
             raise result[0]
         name, arguments, number = result
-        kind = getattr(builtins, name)
-        error = kind(*arguments) if issubclass(kind, Exception) else Exception(*arguments)
+        error = getattr(builtins, name)(*arguments)
         self._borrower.keep(number, error)
         raise error
 

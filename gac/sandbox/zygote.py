@@ -314,8 +314,8 @@ class Zygote:
 
     def _stop_stalled(self) -> None:
         now = time.monotonic()
-        for job in self.jobs.values():  # a job with a helper appears twice
-            if not job.stalled and job.overdue(now):
+        for job in self.jobs.values():
+            if job.overdue(now):  # also if it was killed already, which does no harm
                 job.stalled = True
                 job.kill()
 
