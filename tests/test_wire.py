@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gac.sandbox import wire
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
-from gac.sandbox.remote import SolverClient
+from gac.sandbox.remote import SolverClient, _checked
 from gac.sandbox.solver import _content
 from gac.sandbox.wire import Channel, ChannelClosed, NotPlain, WireError, decode, encode, parse
 
@@ -390,3 +391,18 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
 def test_changes_of_small_global_variables_are_noticed():
     assert _content([0] * 100) is not None and _content([0] * 101) is None
     assert _content({"x" * 6000}) is not None and _content({"x" * 6500}) is None
+
+
+def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
+    reader, writer = os.pipe()
+    channel = Channel(reader, writer)
+    monkeypatch.setattr(wire, "FRAME_BYTES", 8)
+    channel.send("123456")  # and two quotes
+    assert channel.receive() == "123456"
+    channel.close()
+
+
+@pytest.mark.parametrize("answer", [["value", 1], ["value", 1, 5], ["other", 1, ""], {}])
+def test_an_answer_has_a_kind_a_value_and_what_was_printed(answer) -> None:
+    with pytest.raises(WireError, match="neither a value nor an error"):
+        _checked(answer)
