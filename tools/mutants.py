@@ -143,7 +143,8 @@ imported torch.
 
 *At first*: noticed before tests were written for the survivors of this sample, among the mutants
 that are not equivalent. *Killed* and *timed out*: noticed now. *Noticed*: their share among the
-mutants that are not equivalent.
+mutants that are not equivalent. A mutant that only a test beyond the limit of 20 seconds notices
+counts as not noticed at first. The survivors in the sandbox were then run with its other tests.
 
 The tests are those that pytest selects with `-m "{markers}"`,
 without the files listed in `tools/mutant_server.py`; for csrc, those that
