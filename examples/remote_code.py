@@ -18,7 +18,7 @@ from typing import Any
 from gac.data import Example
 from gac.rewards.code import program_of
 
-QUEUE_SECONDS = 60.0  # a busy service answers this much after the time limit of the program
+QUEUE_SECONDS = 60.0  # how long a program may wait at a busy service before it runs
 
 
 def remote_code(

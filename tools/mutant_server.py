@@ -86,7 +86,7 @@ class Server:
             status = 70
             try:
                 status = work()
-            except Exception:
+            except Exception:  # a test or a plugin may raise anything
                 traceback.print_exc()
             finally:
                 os._exit(status)

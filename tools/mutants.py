@@ -143,8 +143,9 @@ imported torch.
 
 *At first*: noticed before tests were written for the survivors of this sample, among the mutants
 that are not equivalent. *Killed* and *timed out*: noticed now. *Noticed*: their share among the
-mutants that are not equivalent. A mutant that only a test beyond the limit of 20 seconds notices
-counts as not noticed at first. The survivors in the sandbox were then run with its other tests.
+mutants that are not equivalent. The tests of a mutant are limited to 20 seconds; a mutant that is
+noticed only by a test beyond this limit counts as not noticed at first. Survivors were run again
+with a limit of up to 300 seconds.
 
 The tests are those that pytest selects with `-m "{markers}"`,
 without the files listed in `tools/mutant_server.py`; for csrc, those that

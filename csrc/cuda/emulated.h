@@ -28,7 +28,8 @@ struct BFloat16 {
 using Float16 = _Float16;
 
 struct Barrier {
-  uint8_t arrivals, pending, parity, unseen;  // unseen: no thread has waited for the last phase
+  uint8_t arrivals, pending, parity;
+  uint8_t unseen;  // 1 if a phase has completed that no thread has waited for yet
   int32_t bytes;  // expected minus arrived
 };
 static_assert(sizeof(Barrier) == 8);
@@ -117,7 +118,7 @@ struct Emulator {
 
   void advance(Barrier& b) {
     if (b.pending > 0 || b.bytes != 0) return;
-    if (b.unseen) fail("a phase of a barrier ended before a thread waited for the one before");
+    if (b.unseen) fail("a barrier completed a phase before any thread waited for the previous one");
     b.unseen = 1;
     b.pending = b.arrivals;
     b.parity ^= 1;

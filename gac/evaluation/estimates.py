@@ -69,7 +69,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     if outside.size:
         raise ValueError(f"means has {outside[0]!r}: a Wilson interval requires scores in [0, 1]")
     p, size = float(values.mean()), float(n)
-    if values.min() < values.max():  # the variance of equal values may be inexact
+    if values.min() < values.max():  # rounding gives equal values a tiny variance
         size = max(size, float(n * p * (1 - p) / values.var(ddof=1)))
     square = Z95 * Z95 / size
     middle = (p + square / 2) / (1 + square)

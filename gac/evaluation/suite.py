@@ -45,7 +45,7 @@ from .task import (
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
-DAMAGE = ValueError, KeyError, TypeError, AttributeError  # not JSON, or not ours
+DAMAGE = ValueError, KeyError, TypeError, AttributeError  # raised by a file that is not ours
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def _read(state: dict[str, Any], path: Path, no_dist: bool = False) -> None:
 
 def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the progress to a written checkpoint and rename it to its final path."""
-    content = json.loads(json.dumps(content))  # as it will be read: the order of keys matters
+    content = json.loads(json.dumps(content))  # as `load` reads it, or its checksum differs
     with (temporary / PROGRESS).open("w") as file:
         json.dump({"checksum": _checksum_of(content), "content": content}, file)
         file.flush()

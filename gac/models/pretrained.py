@@ -66,8 +66,7 @@ def _check_hub(key: str, name: str) -> None:
         ) from None
     except errors.HfHubHTTPError:
         pass  # a mirror that does not support auth_check; loading reports any problem
-    # which exception a missing network raises depends on the Hub's HTTP client
-    except Exception as error:
+    except Exception as error:  # the Hub's HTTP client decides which, if there is no network
         raise ConfigError(
             f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
             "the folder of a model that is already on this machine"
@@ -93,8 +92,7 @@ def one_line_errors(key: str, name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:
-        # compare by name, because safetensors is imported only with the weights
+    except Exception as error:  # SafetensorError; safetensors is imported only with the weights
         if type(error).__name__ != "SafetensorError":
             raise
         raise ConfigError(

@@ -98,7 +98,7 @@ class _Judge:
             found = self._client.ask("names", sorted(wanted))
             if not isinstance(found, dict) or not found.keys() <= wanted:
                 raise WireError("the reply contains names that were not requested")
-        except Exception as error:
+        except Exception as error:  # the program decides what is raised
             return all_failed | {"problem": f"the program: {_describe(error)}"}
         missing = self._entries - found.keys()
         if self._entry_point in missing or any(

@@ -315,7 +315,7 @@ class Zygote:
     def _stop_stalled(self) -> None:
         now = time.monotonic()
         for job in self.jobs.values():
-            if job.overdue(now):  # also if it was killed already, which does no harm
+            if job.overdue(now):  # killing a job again does no harm
                 job.stalled = True
                 job.kill()
 

@@ -51,7 +51,7 @@ def choose_micro_batches(
     packed = all(packs_by_row(model) for model in (policy, reference) if model is not None)
     free = free_memory(accelerator.device)
     parameters = [local(p).nbytes for p in policy.parameters() if p.requires_grad]
-    free = max(free - 3 * sum(parameters), 0)  # without the gradients and AdamW's two moments
+    free = max(free - 3 * sum(parameters), 0)  # gradients and AdamW's two moments come later
     per_token = activation_bytes(accelerator.unwrap_model(policy), min(longest, SAMPLE))
     fitting = -collectives.largest([-SHARE * free / per_token])[0]
     most = MOST.get(accelerator.device.type, MOST["cuda"])
