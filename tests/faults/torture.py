@@ -2,8 +2,8 @@
 
 `make torture`, or `python -m tests.faults.torture --minutes 10 --seed 0`: every trial picks a kind
 of run and kills it until it ends: SIGKILL, SIGTERM or SIGINT, at a random time or after a random
-number of function calls within a phase of the run. Metrics, evaluations, samples, the last checkpoint and
-the exported model are then compared with those of an undisturbed run.
+number of function calls within a phase of the run. Metrics, evaluations, samples, the last
+checkpoint and the exported model are then compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
