@@ -407,7 +407,7 @@ def test_a_mask_takes_precedence_over_row_bounds() -> None:
     torch.testing.assert_close(output, parts[2].transpose(1, 2))
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ("q_proj",), r".*\.v_proj"])
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), r".*\.v_proj"])
 def test_adapters_have_the_options_of_the_configuration(targets) -> None:
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
