@@ -19,8 +19,7 @@ from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import setup
 from gac.rewards import Tally, build_rewards
-from gac.rollouts.engines import make_engine
-from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.engines import Engine
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig, upgrade_config
@@ -62,8 +61,10 @@ class Run:
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self.needs, range(config.steps)))
         # without rollouts, no server is contacted
-        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
-        engine = make_engine(
+        rollout_config = config.rollouts
+        if not needs.rollouts:
+            rollout_config = dataclasses.replace(rollout_config, engine="generate")
+        engine = Engine(
             rollout_config,
             self.tokenizer,
             served=config.model.path,
@@ -98,7 +99,7 @@ class Run:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
+        self.evaluator = Evaluator(config.eval, engine, eval_reward, config.seed)
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
