@@ -1,4 +1,4 @@
-"""Runs the fifth study: `python -m tools.study_run [final|tuning] --out FOLDER`.
+"""Runs the fifth study: `python -m tools.study_run {tuning,final} --out FOLDER --code COMMIT`.
 
 Its protocol is in docs/study.md. Trains the cells of a grid in one process, in order of importance;
 each result is one line of bench/results/study/*.jsonl, so an interrupted command continues where it
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import itertools
 import json
 import logging
-import os
 import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,9 @@ from transformers import GPT2Config
 
 from gac.config import load
 from gac.data.order import Order
+from gac.demo.settings import demo_fields
 from gac.demo.task import make_tokenizer, write_rows
+from gac.faults import checkpoint
 from gac.methods import METHODS
 from gac.training.export import export_checkpoint
 from gac.training.run_config import TrainConfig
@@ -36,7 +36,7 @@ from gac.training.trainer import train
 from tools.study_tasks import ALPHABET, TASKS, Problem, corrupt, restyle
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results" / "study"
-STEPS = 60
+STEPS = 48
 COMPLETIONS = 6
 ROWS = 48
 """Rows per optimizer step: demonstrations plus rollouts."""
@@ -45,13 +45,13 @@ CHANGE = 0.4
 WRONG = 0.5
 """Share of wrong demonstrations in `partly-wrong`."""
 LR = 1e-3
-EVALUATED = 300
-BASES = {"weak": 0.05, "mid": 0.25}
-"""Base model -> sampled accuracy at which its training stops."""
+EVALUATED = 200
+BASES = {"weak": 0.15, "mid": 0.45}
+"""Base model -> accuracy at which its training stops."""
 BASE_NOISE, BASE_STEPS, BASE_ROWS = 0.1, 1500, 20_000
 CONDITIONS = ("good", "partly-wrong", "good-then-bad", "other-style")
 SEEDS = range(5)
-TUNING_SEEDS = range(100, 102)
+TUNING_SEED = 100
 
 
 class Arm(NamedTuple):
@@ -63,9 +63,69 @@ class Arm(NamedTuple):
     """Demonstrations per step from the separate set."""
     prompts: int = 6
     """Prompts per step, with `COMPLETIONS` rollouts each."""
+    lr: float = LR
+    """Peak learning rate."""
     steps: int = STEPS
+    """Optimizer steps."""
     sources: bool = False
     """Whether the data name the source of each demonstration."""
+
+
+def separate(name: str, lr: float = LR, **fields: Any) -> Arm:
+    """12 demonstrations of the separate set and 36 rollouts per step."""
+    return Arm({"name": name, **demo_fields(name, STEPS), **fields}, lr=lr)
+
+
+def of_prompts(name: str, lr: float = LR, **fields: Any) -> Arm:
+    """48 rollouts per step, and the demonstrations of their prompts."""
+    return Arm({"name": name, **demo_fields(name, STEPS), **fields}, 0, ROWS // COMPLETIONS, lr)
+
+
+def in_phases(sft_steps: int, lr: float = LR) -> Arm:
+    """48 demonstrations per step, then 48 rollouts per step."""
+    method = {"name": "sft-then-rl", "sft_steps": sft_steps}
+    return Arm(method, ROWS, ROWS // COMPLETIONS, lr)
+
+
+def warmed_up(sft_steps: int, lr: float = LR) -> Arm:
+    """12 demonstrations per step, then 36 rollouts more; as many rows in all as the other arms."""
+    method = {"name": "sft-then-rl", "sft_steps": sft_steps, "mu": 0.4}
+    return Arm(method, lr=lr, steps=STEPS + sft_steps * 3 // 4)
+
+
+LRS = (5e-4, 1e-3, 2e-3)
+DECAY = {"peak": 0.9, "valley": 0.05}
+CANDIDATES: dict[str, tuple[Arm, ...]] = {
+    "sft": tuple(Arm({"name": "sft"}, ROWS, 0, 2 * lr) for lr in LRS),
+    "grpo": tuple(Arm({"name": "grpo"}, 0, ROWS // COMPLETIONS, lr / 2) for lr in LRS),
+    "mu-0.4": tuple(separate("constant", lr, mu=0.4) for lr in LRS),
+    "sft-then-rl": tuple(in_phases(n) for n in (12, 24, 36)),
+    "warm-up-then-mu-0.4": tuple(warmed_up(n) for n in (8, 16, 32)),
+    "routing": tuple(of_prompts("routing", lr) for lr in LRS),
+    "superrl": tuple(of_prompts("superrl", lr) for lr in LRS),
+    "chord-mu": tuple(
+        separate("chord-mu", schedule={"peak": peak, "valley": 0.05, "decay": decay})
+        for peak, decay in ((0.9, 29), (0.9, 48), (0.5, 29))
+    ),
+    "hpt": tuple(of_prompts("hpt", sft_coef=coef) for coef in (0.3, 1.0, 3.0)),
+    "prefix-rft": tuple(
+        of_prompts("prefix-rft", low={"peak": peak, "valley": 0.05, "decay": 48}, top=top)
+        for peak, top in ((0.95, 0.2), (0.95, 1.0), (0.5, 1.0))
+    ),
+}
+"""Three settings of each tuned arm, of which the tuning runs choose one."""
+TUNING_CELLS = tuple(
+    zip(
+        tuple(TASKS) * 2,
+        ("weak",) * 5 + ("mid",) * 5,
+        CONDITIONS * 2 + CONDITIONS[::2],
+        strict=True,
+    )
+)
+"""(task, base, condition) of the tuning runs: each task once with each base."""
+
+CHOSEN: dict[str, int] = {}
+"""Index of the best candidate of each tuned arm, see `tuning_means`."""
 
 
 class Cell(NamedTuple):
@@ -111,13 +171,13 @@ def config(out: Path, run: Path, changes: Mapping[str, Any], task: str) -> Train
     """The settings that all runs share, with `changes`."""
     evaluation = {
         "data": {"prompts": str(out / f"{task}-eval.jsonl")},
-        "max_new_tokens": TASKS[task].response_tokens + 1,
+        "max_completion_length": TASKS[task].response_tokens + 1,
         "batch": None,
     }
     shared = {
         "out": str(run),
         "reward": "tools.study_tasks:reward",
-        "micro_batch": 1000,
+        "micro_batch_size": 1000,
         "export": False,
         "checkpoint_every": 10**6,
         "eval": evaluation | changes.get("eval", {}),
@@ -162,23 +222,22 @@ def make_bases(out: Path, task: str) -> None:
         "model": {"path": str(init), "random_init": True},
         "data": {"demos": str(out / f"{task}-base.jsonl")},
         "method": {"name": "sft"},
-        "optim": {"lr": 3e-3, "warmup": 20, "schedule": "constant"},
-        "demo_batch": 64,
-        "checkpoint_every": 25,
-        "keep_checkpoints": 100,
-        "eval": {"every": 25, "samples": 2, "temperature": 1.0},
+        "optim": {"lr": 3e-3, "warmup_steps": 20, "schedule": "constant"},
+        "demo_batch_size": 64,
+        "checkpoint_every": 5,
+        "keep_checkpoints": BASE_STEPS,
+        "eval": {"every": 5},
     }
     shutil.rmtree(run, ignore_errors=True)
     missing = list(BASES)
-    for steps in range(300, BASE_STEPS + 1, 300):  # a constant rate: continuing equals a longer run
+    for steps in range(150, BASE_STEPS + 1, 150):  # a constant rate: continuing equals a longer run
         settings = config(out, run, changes | {"steps": steps}, task)
         train(settings)
         evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
         for base in list(missing):
             good = (e for e in evaluations if e["step"] and e["accuracy"] >= BASES[base])
             if (found := next(good, None)) is not None:
-                step = run / "checkpoints" / f"step_{found['step']:08d}"
-                path = next(p for p in step.parent.iterdir() if p.name.endswith(step.name[5:].lstrip("0")))
+                path = checkpoint.find(run / "checkpoints", found["step"])
                 export_checkpoint(settings.model, path, out / f"{task}-{base}")
                 save = {"task": task, "base": base, "step": found["step"], "accuracy": found["accuracy"]}
                 print(json.dumps(save), flush=True)
@@ -208,16 +267,16 @@ def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
             "data": data,
             "method": arm.method,
             "rollouts": {
-                "prompts": max(arm.prompts, 1),
-                "completions": COMPLETIONS,
-                "max_new_tokens": TASKS[cell.task].response_tokens + 1,
-                "sample_every": 0,
+                "num_prompts": max(arm.prompts, 1),
+                "num_generations": COMPLETIONS,
+                "max_completion_length": TASKS[cell.task].response_tokens + 1,
+                "log_samples_every": 0,
             },
-            "demo_batch": max(arm.demos, 1),
-            "optim": {"lr": LR, "betas": [0.9, 0.99], "warmup": 5},
+            "demo_batch_size": max(arm.demos, 1),
+            "optim": {"lr": arm.lr, "betas": [0.9, 0.99], "warmup_steps": 5},
             "steps": arm.steps,
             "seed": cell.seed,
-            "eval": {"every": STEPS // 3},
+            "eval": {"every": 16},
         },
         cell.task,
     )
@@ -235,8 +294,47 @@ def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
     }
 
 
-def quiet(function: Any, *arguments: Any) -> Any:
-    """Call `function` without its progress bars and log lines."""
+def finished(path: Path) -> list[dict[str, Any]]:
+    """The results in `path`, one per line; empty if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_grid(out: Path, path: Path, cells: Iterable[tuple[Cell, Arm]], code: str) -> None:
+    """Train the cells that have no line in `path` yet, and append one line for each."""
+    done = {Cell(*(row[key] for key in Cell._fields)) for row in finished(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for cell, arm in cells:
+        if cell in done:
+            continue
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            make_bases(out, cell.task)
+            result = run_cell(out, cell, arm)
+        with path.open("a") as file:
+            file.write(json.dumps({**result, "code": code}) + "\n")
+
+
+def tuning_cells() -> Iterator[tuple[Cell, Arm]]:
+    """Every candidate on the tuning cells."""
+    for arm, candidates in CANDIDATES.items():
+        for where, (i, candidate) in itertools.product(TUNING_CELLS, enumerate(candidates)):
+            yield Cell(*where, f"{arm}/{i}", TUNING_SEED), candidate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and run the cells that have no result yet; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.study_run", description=__doc__)
+    parser.add_argument("grid", choices=("tuning", "final"))
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--code", default="", help="commit of the code, saved with each result")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    with contextlib.redirect_stderr(io.StringIO()):
-        return function(*arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    cells = tuning_cells() if args.grid == "tuning" else final_cells()
+    run_grid(args.out, args.results / f"{args.grid}.jsonl", cells, args.code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

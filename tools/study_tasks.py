@@ -3,7 +3,7 @@
 A task maps a random generator to problems. All prompts of a task have the same length, so nothing
 is padded. A character is a token. A reward is 1 for a correct response and 0 otherwise. Correct
 demonstrations come in two styles, which the reward treats alike: the base model was trained on the
-first style; the second writes every character of the response as another one.
+first style; the second writes a fifth of the characters differently.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 DIGITS, LETTERS = "0123456789", "abcdefghij"
 MARKS, MOVES = ".'", "URDL"
 CELLS = "klmnopqrstuvwxyz"  # a 4 by 4 grid
-SYMBOLS = DIGITS + LETTERS + MARKS + MOVES
-STYLED = "ABCEFGHIJK" + "MNOPQSTVWX" + ",;" + "^>_<"
-"""The second style of each of `SYMBOLS`."""
-ALPHABET = SYMBOLS + STYLED + CELLS + "+-=#"
-_RESTYLE, _PLAIN = str.maketrans(SYMBOLS, STYLED), str.maketrans(STYLED, SYMBOLS)
+STYLES = str.maketrans("05afU", "OFAB^")
+"""The second style of some characters of responses; the others are the same in both styles."""
+PLAIN = {new: chr(old) for old, new in STYLES.items()}
+ALPHABET = DIGITS + LETTERS + MARKS + MOVES + CELLS + "OFAB^" + "+-=#"
 
 
 class Problem(NamedTuple):
@@ -63,8 +62,8 @@ def arithmetic(rng: random.Random) -> Problem:
 
 
 def strings(rng: random.Random) -> Problem:
-    """Five letters, reversed (-), rotated by two places (#) or each replaced by the next (+)."""
-    op, text = rng.choice("-#+"), "".join(rng.choices(LETTERS, k=5))
+    """Four letters, reversed (-), in two swapped halves (#) or each replaced by the next (+)."""
+    op, text = rng.choice("-#+"), "".join(rng.choices(LETTERS, k=4))
     shifted = "".join(LETTERS[(LETTERS.index(c) + 1) % 10] for c in text)
     return Problem(f"{op}{text}=", {"-": text[::-1], "#": text[2:] + text[:2], "+": shifted}[op])
 
@@ -73,6 +72,19 @@ def sorting(rng: random.Random) -> Problem:
     """Six digits in ascending order."""
     digits = rng.choices(DIGITS, k=6)
     return Problem("".join(digits) + "=", "".join(sorted(digits)))
+
+
+def lookup(rng: random.Random) -> Problem:
+    """Two look-ups in a table of eight values, then the larger of both values.
+
+    The prompt has the values of the keys a to h and two keys. The response names a key and its
+    value, twice, and the answer: a tool task with two calls whose results the policy has to copy
+    from the prompt, so that it fits into a single turn.
+    """
+    values, keys = rng.choices(DIGITS, k=8), rng.sample(range(8), 2)
+    first, second = (LETTERS[key] + values[key] for key in keys)
+    prompt = "".join(values) + first[0] + second[0] + "="
+    return Problem(prompt, first + second + max(first[1], second[1]))
 
 
 _NEIGHBORS = {
@@ -118,21 +130,22 @@ def _reaches_goal(response: str, problem: Problem) -> bool:
 
 TASKS = {
     "arithmetic": Task(arithmetic, _is_solution, 6),
-    "strings": Task(strings, _is_solution, 5),
+    "strings": Task(strings, _is_solution, 4),
     "planning": Task(planning, _reaches_goal, 6),
     "sorting": Task(sorting, _is_solution, 6),
+    "lookup": Task(lookup, _is_solution, 5),
 }
 
 
 def reward(completion: str, example: Any) -> float:
     """1 if the completion solves the problem, in either style, else 0."""
     task, problem = example.extra["task"], Problem(example.extra["prompt"], example.answer)
-    return float(TASKS[task].correct(completion.translate(_PLAIN), problem))
+    return float(TASKS[task].correct(completion.translate(PLAIN), problem))
 
 
 def restyle(solution: str) -> str:
     """The solution in the second style."""
-    return solution.translate(_RESTYLE)
+    return solution.translate(STYLES)
 
 
 def corrupt(solution: str, rng: random.Random, share: float = 1.0) -> str:
