@@ -178,6 +178,14 @@ class RowReward(Reward):
                 return as_outcome(self.score(completion, example))
         except Exception as error:  # user code may raise anything
             return error
+        except SystemExit as error:
+            return exited(error)
+
+
+def exited(error: SystemExit) -> RuntimeError:
+    """The failure of user code that called `sys.exit`, which must not end the run."""
+    text = f"it called sys.exit({error.code!r})"
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 def as_outcome(value: object) -> RowOutcome:

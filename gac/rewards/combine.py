@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, location, time_limits
+from .base import Reward, RowOutcome, RowReward, as_outcome, exited, location, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -88,9 +88,9 @@ class BatchCallableReward(CallableReward):
                 values = list(self._function(list(completions), list(examples), **self._options))
         except TimeoutError as error:
             return [error] * len(completions)
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             if len(completions) == 1:
-                return [error]
+                return [exited(error) if isinstance(error, SystemExit) else error]
             return [
                 self.outcomes([completion], [example])[0]
                 for completion, example in zip(completions, examples, strict=True)
@@ -149,7 +149,8 @@ def _load_file(name: str, path: str) -> ModuleType:
     sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as raised:  # user code may raise anything
+        error = exited(raised) if isinstance(raised, SystemExit) else raised
         del sys.modules[module_name]
         problem = f"{type(error).__name__}: {error}{location(error)}"
         raise ValueError(f"reward {name!r}: {problem}") from error
