@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import signal
 import sys
 import threading
+import time
 
 import numpy
 import pytest
@@ -21,7 +23,9 @@ from gac.rewards import (
     build_reward,
 )
 from gac.rewards.base import time_limits
+from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
+from gac.rewards.mathematics import gold_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
 
@@ -338,6 +342,37 @@ def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
     ):
         build_reward(spec)(["a", "b"], [example()] * 2)
     assert timers == [7, 0] + [2.5, 0] * 3 + [600, 0]
+
+
+LENGTH = 100_000
+PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
+PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,"]
+STARTS = [
+    "",
+    "```",
+    "\t" * (LENGTH // 2) + "```\n",
+    "- ~~~",
+    "answer is",
+    "\\boxed{",
+    "A",
+    "#### 1",
+]
+
+
+@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, gold_text])
+def test_reading_a_completion_takes_linear_time(read):
+    for start, piece, end in itertools.product(STARTS, PIECES, ["", "`"]):
+        text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"
+        began = time.process_time()
+        read(text)
+        assert time.process_time() - began < 1.0, (start[:9], piece, end)
+
+
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_a_pattern_of_the_user_has_a_deadline(name):
+    reward = build_reward({"name": name, "answer_pattern": "((?:a|a)*)b", "deadline": 0.2})
+    with pytest.raises(RewardError, match="no result after 0.2 s"):
+        reward(["a" * LENGTH], [example()])
 
 
 def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():

@@ -209,14 +209,16 @@ def test_any_json_decodes_or_raises_wire_error(message):
     json.dumps(encode(value))  # plain, so that it can be encoded again
 
 
-@given(st.binary())
+@given(st.binary() | CONTENT.map(lambda content: json.dumps(content).encode()))
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_parse_or_raise_wire_error(data):
     try:
-        parse(data)
-    except WireError:
-        return
-    json.loads(data)
+        expected = json.loads(data.decode())
+    except ValueError:
+        with pytest.raises(WireError):
+            parse(data)
+    else:
+        assert repr(parse(data)) == repr(expected)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def test_the_space_that_a_run_needs(monkeypatch, tmp_path, step, checkpoints) ->
         is_main_process=step > 0, init_trackers=lambda name, config: opened.append((name, config))
     )
     trackers = ["tensorboard"] if step == 4 else []
-    config = load(TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 2, "trackers": trackers})
+    config = load(
+        TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 2, "report_to": trackers}
+    )
     fake = SimpleNamespace(
         config=config,
         step=0,
@@ -124,16 +126,16 @@ def test_a_checkpoint_holds_the_state_of_the_run(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("own", "saved", "used"),
     [
-        ({}, {"micro_tokens": 96}, (None, 96)),
-        ({}, {"micro_batch": 3}, (3, None)),
+        ({}, {"max_tokens_per_micro_batch": 96}, (None, 96)),
+        ({}, {"micro_batch_size": 3}, (3, None)),
         ({}, {}, (None, None)),
-        ({"micro_batch": 5}, {"micro_tokens": 96}, (5, None)),
-        ({"micro_tokens": 64}, {"micro_batch": 3}, (None, 64)),
+        ({"micro_batch_size": 5}, {"max_tokens_per_micro_batch": 96}, (5, None)),
+        ({"max_tokens_per_micro_batch": 64}, {"micro_batch_size": 3}, (None, 64)),
     ],
 )
 def test_a_resumed_run_keeps_its_micro_batches(monkeypatch, resize, own, saved, used) -> None:
     checked: list = []
-    config = load(TrainConfig, {"steps": 9, "parallel": {"resize": resize}, **own})
+    config = load(TrainConfig, {"steps": 9, "parallel": {"allow_world_size_change": resize}, **own})
     progress = {"config": dump(load(TrainConfig, {"steps": 8, **saved})), "ranks": 3}
     fake = SimpleNamespace(config=config, out=Path("out"), checkpoints=Path("out/checkpoints"))
     monkeypatch.setattr(run.preflight, "check_folder", lambda out: checked.append(out))
@@ -145,7 +147,14 @@ def test_a_resumed_run_keeps_its_micro_batches(monkeypatch, resize, own, saved, 
     path = Path("out/checkpoints/newest")
     assert Run._find_checkpoint(fake, True) == path
     assert checked == [Path("out"), (progress, dump(config), resize)]
-    assert (fake.config.micro_batch, fake.config.micro_tokens, fake.config.steps) == (*used, 9)
+    assert (
+        fake.config.micro_batch_size,
+        fake.config.max_tokens_per_micro_batch,
+        fake.config.steps,
+    ) == (
+        *used,
+        9,
+    )
     with pytest.raises(ValueError, match="out='out' already holds a run: resume it, or"):
         Run._find_checkpoint(fake, False)
     steps.newest, fake.config = lambda folder: None, config
@@ -170,8 +179,8 @@ def test_advantages_need_two_rewards(completions, stages, demo_in_group, rollout
         sampling=lambda n: plan if n == completions else None,
         needs=lambda step: StepNeeds(rollouts=rollouts),
     )
-    config = SimpleNamespace(method=method, rollouts=SimpleNamespace(completions=completions))
-    message = f"rollouts.completions={completions}: advantages compare .* use a number >= 2"
+    config = SimpleNamespace(method=method, rollouts=SimpleNamespace(num_generations=completions))
+    message = f"rollouts.num_generations={completions}: advantages compare .* use a number >= 2"
     with contextlib.nullcontext() if valid else pytest.raises(ValueError, match=message):
         TrainConfig._check_groups(config)
 
