@@ -6,9 +6,7 @@ import contextlib
 import logging
 import math
 import signal
-import sys
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gac.data import Example
 
+from gac.config.imports import location
 from gac.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -114,14 +113,6 @@ class Reward(ABC):
         level = logging.WARNING if self.dropped == 1 else logging.DEBUG
         logger.log(level, "row dropped: %s", error)
         return None
-
-
-def location(error: Exception) -> str:
-    """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
-    frames = traceback.extract_tb(error.__traceback__)
-    prefixes = (sys.prefix, sys.base_prefix, __file__.removesuffix("rewards/base.py"))
-    own = [frame for frame in frames if not frame.filename.startswith((*prefixes, "<"))]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 @contextlib.contextmanager
