@@ -9,8 +9,7 @@ import pytest
 from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
-from gac.control.schedules import MixSchedule, RandomPrior
-from gac.control.signals import ConstantVariance, RandomDisagreement, ShuffledDisagreement
+from gac.control.schedules import MixSchedule
 from gac.control.solvers import (
     DWAState,
     FAMOState,
@@ -33,7 +32,6 @@ from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
 from gac.models.causal_lm import LoraConfig
 from gac.parallel.setup import ParallelConfig
-from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
 from gac.training.optim import OptimConfig
 from gac.training.run_config import TrainConfig
@@ -87,12 +85,8 @@ CONTROL = [  # callable, interval, names of its arguments
     (Alarm, BELOW_ONE, "decay"),
     (Alarm, "[0, 0.5)", "trim"),
     (lambda **fields: Alarm(slack=0.5, **fields), "(0.5, inf)", "clip"),
-    (lambda low: RandomPrior(low=low, high=1.0), UNIT, "low"),
     (lambda **fields: MixSchedule(**{"peak": 1.0, "valley": 0.0, **fields}), UNIT, "peak valley"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), UNIT, "start"),
-    (ConstantVariance, FREE, "value"),
-    (lambda low: RandomDisagreement(low=low, high=9.0), FREE, "low"),
-    (lambda high: RandomDisagreement(low=0.5, high=high), "[0.5, inf)", "high"),
     (solver(gradnorm_step, GradNormState(), GRAM), FREE, "lr"),
     (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
     (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
@@ -112,7 +106,6 @@ NUMBERS = [
     (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (vllm, ABOVE_ZERO, "timeout"),
-    (RewardNoise, UNIT, "rate"),
     (LoraConfig, BELOW_ONE, "dropout"),
     (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, AT_LEAST_ZERO, "temperature"),
@@ -166,9 +159,7 @@ CONTROL_COUNTS = [  # callable, minimum, names of its arguments
     (ControllerConfig, 0, "early_steps"),
     (Alarm, 2, "warmup"),
     (Alarm, 0, "source_steps"),
-    (RandomPrior, 1, "interval"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
-    (ShuffledDisagreement, 2, "window"),
     (solver(dwa_step, DWAState(), (1.0, 1.0)), 1, "window"),
 ]
 COUNTS = [
@@ -185,7 +176,6 @@ COUNTS = [
     (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "max_saved_steps"),
-    (RewardNoise, 0, "start"),
     (LoraConfig, 1, "rank alpha"),
     (
         RolloutConfig,
@@ -245,7 +235,6 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
     assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
     assert not accepts(limited, init, "0.3")
     assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
-    assert not accepts(RandomPrior, "low", 0.95)  # above the default of `high`
 
 
 def test_a_batch_of_tokens_holds_the_rollouts_of_a_prompt() -> None:
