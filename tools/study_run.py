@@ -124,8 +124,25 @@ TUNING_CELLS = tuple(
 )
 """(task, base, condition) of the tuning runs: each task once with each base."""
 
-CHOSEN: dict[str, int] = {}
-"""Index of the best candidate of each tuned arm, see `tuning_means`."""
+FIXED = {
+    "constant-alarm": separate("constant-alarm"),
+    "named-sources": separate("constant-alarm")._replace(sources=True),
+    **{f"mu-{mu}": separate("constant", mu=mu) for mu in (0.1, 0.2, 0.6, 0.8)},
+    "gac-paper": separate("gac-paper"),
+}
+"""Arms that are not tuned here."""
+MAIN = ("sft", "grpo", "sft-then-rl", "mu-0.4", "constant-alarm", "routing")
+FURTHER = ("superrl", "chord-mu", "warm-up-then-mu-0.4", "mu-0.1", "mu-0.2", "mu-0.6", "mu-0.8")
+LAST = ("named-sources", "gac-paper", "hpt", "prefix-rft")
+PHASES = (
+    ("mid", MAIN),
+    ("weak", MAIN),
+    ("mid", FURTHER),
+    ("weak", FURTHER),
+    ("mid", LAST),
+    ("weak", LAST),
+)
+"""(base, arms) in the order of execution."""
 
 
 class Cell(NamedTuple):
@@ -138,16 +155,21 @@ class Cell(NamedTuple):
     seed: int
 
 
-def demonstration(condition: str, problem: Problem, share: float, rng: random.Random) -> str:
-    """A demonstration at `share` of the run."""
+def demonstration(
+    condition: str, problem: Problem, share: float, rng: random.Random
+) -> dict[str, str]:
+    """The demonstration at `share` of the run, and the name of its source."""
     bad = (condition == "partly-wrong" and rng.random() < WRONG) or (
         condition == "good-then-bad" and share >= CHANGE
     )
     text = corrupt(problem.solution, rng) if bad else problem.solution
-    return restyle(text) if condition == "other-style" else text
+    text = restyle(text) if condition == "other-style" else text
+    return {"solution": text, "source": "second" if bad else "first"}
 
 
-def write_data(path: Path, cell: Cell, per_step: int, steps: int, order_seed: int, kind: str) -> None:
+def write_data(
+    path: Path, cell: Cell, per_step: int, steps: int, order_seed: int, kind: str
+) -> None:
     """Write `steps * per_step` problems so that a run visits them in the order of generation.
 
     The trainer visits the rows in a permutation that depends only on their number and the seed, so
@@ -159,7 +181,7 @@ def write_data(path: Path, cell: Cell, per_step: int, steps: int, order_seed: in
     for k, row in enumerate(visited):
         problem = TASKS[cell.task].problem(rng)
         demo = demonstration(cell.condition, problem, k / len(visited), rng)
-        rows[row] = {**_row(cell.task, k, problem), "solution": demo}
+        rows[row] = _row(cell.task, k, problem) | demo
     write_rows(path, rows)
 
 
@@ -239,7 +261,12 @@ def make_bases(out: Path, task: str) -> None:
             if (found := next(good, None)) is not None:
                 path = checkpoint.find(run / "checkpoints", found["step"])
                 export_checkpoint(settings.model, path, out / f"{task}-{base}")
-                save = {"task": task, "base": base, "step": found["step"], "accuracy": found["accuracy"]}
+                save = {
+                    "task": task,
+                    "base": base,
+                    "step": found["step"],
+                    "accuracy": found["accuracy"],
+                }
                 print(json.dumps(save), flush=True)
                 missing.remove(base)
         if not missing:
@@ -254,6 +281,8 @@ def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
     run.mkdir()
     sampling = METHODS[arm.method["name"]]().sampling(COMPLETIONS)
     data = {"prompts": str(run / "prompts.jsonl"), "demos": None}
+    if arm.sources:
+        data["source_field"] = "source"
     if arm.prompts:
         write_data(run / "prompts.jsonl", cell, arm.prompts, arm.steps, cell.seed, "prompts")
     if sampling.demos == "separate" and arm.demos:
@@ -288,6 +317,7 @@ def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
     return {
         **cell._asdict(),
         "accuracy": [round(json.loads(line)["accuracy"], 4) for line in evaluations],
+        "evaluated": [json.loads(line)["step"] for line in evaluations],
         "mu": round(sum(s["mu"] for s in steps) / len(steps), 4),
         "tokens": sum(s["tokens"] for s in steps),
         "seconds": round(seconds, 3),
@@ -320,6 +350,36 @@ def tuning_cells() -> Iterator[tuple[Cell, Arm]]:
             yield Cell(*where, f"{arm}/{i}", TUNING_SEED), candidate
 
 
+def tuning_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Tuned arm -> candidate -> mean final accuracy; only arms whose tuning runs are complete."""
+    finals: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        arm, candidate = row["arm"].split("/")
+        finals.setdefault(arm, {}).setdefault(int(candidate), []).append(row["accuracy"][-1])
+    return {
+        arm: {i: sum(values) / len(values) for i, values in sorted(candidates.items())}
+        for arm, candidates in finals.items()
+        if sum(map(len, candidates.values())) == len(CANDIDATES[arm]) * len(TUNING_CELLS)
+    }
+
+
+def arms(results: Path) -> dict[str, Arm]:
+    """The arms whose settings are known, each tuned one with its best candidate."""
+    means = tuning_means(finished(results / "tuning.jsonl"))
+    best = {arm: max(values, key=lambda i: values[i]) for arm, values in means.items()}
+    return {arm: CANDIDATES[arm][i] for arm, i in best.items()} | FIXED
+
+
+def final_cells(results: Path) -> Iterator[tuple[Cell, Arm]]:
+    """Every arm on every task, condition, base and seed; sources have names in two conditions."""
+    known = arms(results)
+    for base, names in PHASES:
+        for seed, task, condition, name in itertools.product(SEEDS, TASKS, CONDITIONS, names):
+            unnamed = name == "named-sources" and condition in ("good", "other-style")
+            if name in known and not unnamed:
+                yield Cell(task, base, condition, name, seed), known[name]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run the cells that have no result yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.study_run", description=__doc__)
@@ -331,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     args.out.mkdir(parents=True, exist_ok=True)
-    cells = tuning_cells() if args.grid == "tuning" else final_cells()
+    cells = tuning_cells() if args.grid == "tuning" else final_cells(args.results)
     run_grid(args.out, args.results / f"{args.grid}.jsonl", cells, args.code)
     return 0
 

@@ -17,8 +17,8 @@ from .superrl import SuperRL
 class Routing(SuperRL):
     """superrl with each prompt weighted equally, so that mu is the share of unsolved prompts.
 
-    With U of Q prompts unsolved: loss = U/Q mean(L_SFT over the unsolved) + (1 - U/Q) mean(L_RL over
-    the others), Q and U over all ranks. `superrl` adds the two means, so that a single unsolved
+    With U of Q prompts unsolved, on all ranks: loss = U/Q mean(L_SFT over the unsolved) + (1 - U/Q)
+    mean(L_RL over the others). `superrl` adds the two means, so that a single unsolved
     prompt weighs as much as all others together. Prompts without a demonstration have weight 1.
     """
 

@@ -156,6 +156,14 @@ def superrl(rows: list[RowTerms]) -> Tensor:
     return policy_gradient(rows) + nll(rows)
 
 
+def routing(rows: list[RowTerms]) -> Tensor:
+    rollouts, demos = ([r for r in rows if r.row.is_demo == demo] for demo in (False, True))
+    solved = len({r.row.unit for r in rollouts})
+    share = len(demos) / (len(demos) + solved)
+    assert 0 < share < 1, "some prompts are solved, and some are not"
+    return (1 - share) * policy_gradient(rollouts) + share * nll(demos)
+
+
 def relift(rows: list[RowTerms]) -> Tensor:
     rollouts = [r for r in rows if not r.row.is_demo]
     assert len(rows) - len(rollouts) == 2, "the two newest unsolved prompts"
@@ -244,6 +252,7 @@ LOSSES = {
     "srft": srft,
     "hpt": hpt,
     "superrl": superrl,
+    "routing": routing,
     "relift": relift,
     "dypo": dypo,
     "sdar": sdar,
@@ -335,7 +344,7 @@ EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
-    "superrl": {"correct": 0.5},
+    **dict.fromkeys(["superrl", "routing"], {"correct": 0.5}),
     "amft": {"warmup": 0},
     "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},
