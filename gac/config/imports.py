@@ -38,6 +38,8 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(module_name)
         value = getattr(module, attribute)
+    except SystemExit as error:
+        raise ConfigError(f"{where} {name!r}: {explained(error)}") from error
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its own imports is missing
@@ -76,14 +78,23 @@ def _load_file(path: str, where: str) -> ModuleType:
     sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as raised:  # user code may raise anything
+        error = explained(raised)
         del sys.modules[module_name]
         problem = f"{type(error).__name__}: {error}{location(error)}"
         raise ConfigError(f"{where} {path!r}: {problem}") from error
     return module
 
 
-def location(error: Exception) -> str:
+def explained(error: Exception | SystemExit) -> Exception:
+    """The failure of user code as an exception; `sys.exit` must not end the run."""
+    if isinstance(error, Exception):
+        return error
+    text = f"it called sys.exit({error.code!r})"
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+def location(error: BaseException) -> str:
     """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     prefixes = (sys.prefix, sys.base_prefix, OWN, "<")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gac.data import Example
 
-from gac.config.imports import location
+from gac.config.imports import explained, location
 from gac.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -167,8 +167,8 @@ class RowReward(Reward):
         try:
             with limit:
                 return as_outcome(self.score(completion, example))
-        except Exception as error:  # user code may raise anything
-            return error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return explained(error)
 
 
 def as_outcome(value: object) -> RowOutcome:

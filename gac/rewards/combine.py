@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gac.config.imports import explained
+
 from .base import Reward, RowOutcome, RowReward, as_outcome, time_limits
 
 if TYPE_CHECKING:
@@ -82,9 +84,9 @@ class BatchCallableReward(CallableReward):
                 values = list(self._function(list(completions), list(examples), **self._options))
         except TimeoutError as error:
             return [error] * len(completions)
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             if len(completions) == 1:
-                return [error]
+                return [explained(error)]
             return [
                 self.outcomes([completion], [example])[0]
                 for completion, example in zip(completions, examples, strict=True)
